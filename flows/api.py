@@ -160,7 +160,10 @@ _MODULES = {
 #: Former names: their successors take the workspace by its name.
 _FORMER = {"deploy_nightly": "deploy", "serve_nightly": "serve"}
 #: Functions whose rows were objects, and are mappings now.
-_ROWS = ("diff_runs", "explain_number", "make_sweep_report", "report_of_run")
+_ROWS = (
+    *("diff_runs", "explain_number", "make_sweep_report", "report_of_run", "rescore_share"),
+    "try_channels",
+)
 
 
 class _Row(dict[str, Any]):

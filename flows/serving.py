@@ -122,7 +122,7 @@ def serve(
     except (KeyboardInterrupt, PrefectException) as error:
         if not isinstance(error, KeyboardInterrupt) and type(error).__name__ != "TerminationSignal":
             raise
-        tell("Stopped. Nights that come meanwhile are looked after at the next start.")
+        tell("Stopped. A night that begins meanwhile is worked on at the next start.")
     return 0
 
 

@@ -53,7 +53,7 @@ def sync_tracking(
     ------
     ConfigurationError
         There is no such run or sweep.
-    TrackerOutage
+    SystemOutage
         The server cannot be reached, or refuses; what was sent is noted.
     WorkspaceError
         Somebody else may have written what would be sent.

@@ -26,7 +26,6 @@ import os
 import secrets
 import socket
 import stat
-import subprocess
 import sys
 import time
 import urllib.error
@@ -39,8 +38,8 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 from urllib.parse import quote
 
-from infra.host.files import mount_of, write_private
-from infra.host.processes import ProcessId, host_name, listens
+from infra.host.files import mount_of
+from infra.host.processes import ProcessId, free_port, host_name, listens, start_apart
 from infra.host.secrets import masked
 from infra.store import atomic
 from infra.store.atomic import read_json, write_json
@@ -124,14 +123,8 @@ def _base_dir(env: Mapping[str, str]) -> Path:
         return Path(named).expanduser().absolute()
     home = env.get("XDG_STATE_HOME") or "~/.local/state"
     base = Path(home).expanduser() / "refiner"
-    return Path(f"/var/tmp/refiner-{os.getuid()}") if is_network_file_system(base) else base
-
-
-def is_network_file_system(path: Path) -> str:
-    """The type of the file system that holds ``path`` where that is one of the network; else
-    empty."""
-    kind = mount_of(path).type.lower()
-    return kind if kind in _NETWORK_FILE_SYSTEMS else ""
+    is_remote = mount_of(base).type.lower() in _NETWORK_FILE_SYSTEMS
+    return Path(f"/var/tmp/refiner-{os.getuid()}") if is_remote else base
 
 
 class ServerError(RefinerError, RuntimeError):
@@ -350,25 +343,14 @@ def _start(files: _Files, env: Mapping[str, str]) -> None:
     files.home.mkdir(mode=0o700, exist_ok=True)
     (files.home / UI).mkdir(exist_ok=True)
     if not files.auth.exists():
-        temporary = atomic.temporary_name(files.auth)
-        write_private(temporary, f"refiner:{secrets.token_urlsafe(24)}\n")
-        temporary.replace(files.auth)
+        key = f"refiner:{secrets.token_urlsafe(24)}\n"
+        atomic.write_bytes(files.auth, key.encode(), mode=0o600)
     port = _free_port(files)
     if files.log.exists() and files.log.stat().st_size > _LOG_LIMIT_BYTES:
         files.log.replace(files.log.with_suffix(".log.1"))
     descriptor = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        child = subprocess.Popen(
-            _command(port),
-            cwd=files.folder,
-            env=_server_env(files, port, env),
-            stdin=subprocess.DEVNULL,
-            stdout=descriptor,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    finally:
-        os.close(descriptor)
+    with os.fdopen(descriptor, "wb") as output:
+        child = start_apart(_command(port), output, _server_env(files, port, env), cwd=files.folder)
     record: dict[str, Any] = {
         # Not reaped before its number is noted, so that the number cannot mean another process.
         "process": str(ProcessId.of(child.pid)),
@@ -404,20 +386,12 @@ def _server_env(files: _Files, port: int, env: Mapping[str, str]) -> dict[str, s
 
 def _free_port(files: _Files) -> int:
     """The port of the last server if it is free, so that bookmarks stay valid; else a free one."""
-    before = (read_json(files.json) or {}).get("port", 0)
-    for port in (int(before), 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:  # taken since; let the system choose
-                continue
-            return int(probe.getsockname()[1])
-    raise ServerError(
-        "No port of 127.0.0.1 can be bound.",
-        expected="a free port",
-        fix="check the limits of this node, or run with `--no-server`",
-    )
+    before = int((read_json(files.json) or {}).get("port", 0))
+    with contextlib.suppress(OSError), socket.socket() as probe:  # taken since: another one
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", before))
+        return int(probe.getsockname()[1])
+    return free_port("127.0.0.1")
 
 
 @contextlib.contextmanager
@@ -503,22 +477,24 @@ def check_server(info: ServerInfo) -> None:
     mend = "run `refiner server stop`" if info.ours else "correct PREFECT_API_URL, or unset it"
     ours: dict[Any, Any] = {settings.PREFECT_API_AUTH_STRING: info.auth} if info.ours else {}
     asked = {settings.PREFECT_API_URL: info.api_url, settings.PREFECT_CLIENT_MAX_RETRIES: 0}
-    there, here, code = "", package_version("prefect"), 200
+    there, here, code, trouble = "", package_version("prefect"), 200, ""
     try:
         with settings.temporary_settings(asked | ours):
             client = get_client(httpx_settings={"timeout": _ANSWER_S}, sync_client=True)
             there = str(client.api_version())
     except httpx.HTTPStatusError as error:
         code = error.response.status_code
+        trouble = f"answers {code}" if code == 429 or code >= 500 else ""
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-        raise ServerError(
-            f"The Prefect server {named} does not answer: "
-            f"{masked(str(error)) or type(error).__name__}.",
-            expected=f"an answer within {_ANSWER_S:.0f} s",
-            fix=f"start it, or {mend}",
-        ) from error
+        trouble = f"does not answer: {masked(str(error)) or type(error).__name__}"
     except ValueError:  # no JSON
         there = ""
+    if trouble:
+        raise ServerError(
+            f"The Prefect server {named} {trouble}.",
+            expected=f"an answer within {_ANSWER_S:.0f} s",
+            fix=f"start it, or {mend}",
+        )
     if code in (401, 403):
         raise KeyRefused(
             f"The Prefect server {named} answers {code}: it wants a key, or another one.",
@@ -527,12 +503,6 @@ def check_server(info: ServerInfo) -> None:
             if info.ours
             else "export PREFECT_API_AUTH_STRING=USER:PASSWORD "
             "(or PREFECT_API_KEY), as the server has it",
-        )
-    if code == 429 or code >= 500:
-        raise ServerError(
-            f"The Prefect server {named} answers {code}.",
-            expected="it to be up",
-            fix=f"try again when it is, or {mend}",
         )
     if not there[:1].isdigit():
         raise ConfigurationError(

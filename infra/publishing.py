@@ -30,7 +30,7 @@ from typing import Any, Literal, Protocol
 
 from infra.store import atomic
 from infra.store.atomic import no_space_guard, put_back, swap_in
-from infra.store.stage_records import CARD, EVIDENCE, OLD_MANIFEST, Lying, lying_at, read_evidence
+from infra.store.stage_records import CARD, EVIDENCE, Lying, lying_at, read_evidence
 from refiner_core.cards.facts import step_revision
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
@@ -187,26 +187,19 @@ def all_files(publication: Publication, before: Lying | None) -> tuple[OutputFil
 
 def holds(lying: Lying | None, publication: Publication) -> bool:
     """True if a place holds this very step of this very run."""
-    if lying is None:
-        return False
-    known = lying.step is None or lying.step == publication.step
-    return known and lying.fingerprint in (None, publication.fingerprint)
+    here = (publication.step, publication.fingerprint)
+    return lying is not None and (lying.step, lying.fingerprint) == here
 
 
 def moves_main(lying: Lying | None, publication: Publication, config: PublishConfig) -> bool:
     """True if ``main`` of a shared repository moves to this step.
 
-    It never goes back: a step that comes late gets its own name only, and what says no step (older
-    than the evidence file) is the last one of its run. With ``publish.which=best`` one step is
-    published, and main is it, whichever was before.
+    It never goes back: a step that comes late gets its own name only. With ``publish.which=best``
+    one step is published, and main is it, whichever was before.
     """
     if publication.only_these:
         return holds(lying, publication)
-    if config.which == "best" or lying is None:
-        return True
-    if lying.step is None:
-        return publication.final
-    return lying.step <= publication.step
+    return config.which == "best" or lying is None or lying.step <= publication.step
 
 
 def check_run(
@@ -217,7 +210,7 @@ def check_run(
 
     Names with {fingerprint} never meet; a name of one's own is easily used twice.
     """
-    if lying is None or lying.fingerprint in (None, publication.fingerprint):
+    if lying is None or lying.fingerprint == publication.fingerprint:
         return
     what = (
         f"{where} holds step {lying.step} of another run ({lying.fingerprint[:8]}, this is "
@@ -330,29 +323,23 @@ class _Bringing:
                     for file in sorted(wanted, key=lambda f: f.name == EVIDENCE):
                         atomic.write_bytes(place / file.name, bytes_of(file))
                 else:
-                    self._swap(place, before, wanted, donors)
+                    self._swap(place, before, donors)
             self.changed |= {f.name for f in wanted}
         return all_files(publication, before)
 
-    def _swap(
-        self,
-        place: Path,
-        before: Lying | None,
-        wanted: Sequence[FileToPublish],
-        donors: Sequence[Path],
-    ) -> None:
+    def _swap(self, place: Path, before: Lying | None, donors: Sequence[Path]) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
-        fresh = {f.name for f in wanted}
+        ours = {**{donor: lying_at(donor) for donor in donors}, place: before}
+        there = {f.sha256: at / f.path for at, held in ours.items() if held for f in held.files}
         temporary = atomic.temporary_name(place)
         try:
             temporary.mkdir()
             for number, file in enumerate(self.publication.files):
                 self._check_stop()
-                at = temporary / file.name
+                at, known = temporary / file.name, there.get(file.sha256)
                 at.parent.mkdir(parents=True, exist_ok=True)
-                if file.name not in fresh and _linked(place / file.name, at):
-                    continue
-                if not any(_given(donor, file, at) for donor in donors):
+                whole = known and known.is_file() and known.stat().st_size == file.bytes
+                if not (known and whole and _linked(known, at)):
                     self._copy(file, at)
                 done = Progress(number + 1, len(self.publication.files), f"wrote {file.name}")
                 self.progress(done)
@@ -374,18 +361,29 @@ class _Bringing:
                 digest.update(chunk)
                 writing.write(chunk)
         if digest.hexdigest() != file.sha256:
-            raise StageFailed(
-                f"{file.source} is not what its stage has left, so it is not published.",
-                expected=f"SHA-256 {file.sha256[:12]}…, not {digest.hexdigest()[:12]}…",
-                fix="run the recipe again; a stage whose output is damaged is made again",
-            )
+            raise replaced(file, "has other content")
 
     def _check_stop(self) -> None:
         if self.should_stop():
-            raise Interrupted(
-                "Publishing was stopped on request; what was published is as it was.",
-                fix="run the same command again",
-            )
+            raise stopped()
+
+
+def stopped() -> Interrupted:
+    """A stop was asked for while something was on its way."""
+    return Interrupted(
+        "Publishing was stopped on request.",
+        fix="run the same command again; what was sent already is not sent again",
+    )
+
+
+def replaced(file: FileToPublish, why: str) -> StageFailed:
+    """The error for a source that is no longer what its stage has left."""
+    return StageFailed(
+        f"{file.source or file.name} {why}, so it is not published: it was another file when its "
+        "stage ended.",
+        expected="the output as the stage has left it",
+        fix="run the recipe again; a stage whose output is damaged is made again",
+    )
 
 
 def _known(place: Path) -> Lying | None:
@@ -418,19 +416,9 @@ def _lies(place: Path, before: Lying | None, file: FileToPublish) -> bool:
     return file.source is None and path.read_bytes() == file.content
 
 
-def _given(donor: Path, file: FileToPublish, to: Path) -> bool:
-    """Link a file from another folder of ours that has it."""
-    lying = lying_at(donor)
-    named = next((f.path for f in lying.files if f.sha256 == file.sha256), None) if lying else None
-    if named is None:
-        return False
-    path = donor / named
-    return path.is_file() and path.stat().st_size == file.bytes and _linked(path, to)
-
-
 def _keep_strangers(place: Path, temporary: Path, before: Lying | None) -> None:
     """Take along what others have put into a folder of ours."""
-    ours = {OLD_MANIFEST, *(before.names if before else ())}
+    ours = before.names if before else frozenset[str]()
     for path in sorted(place.rglob("*")) if place.is_dir() else ():
         name = path.relative_to(place)
         at = temporary / name

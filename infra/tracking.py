@@ -1,11 +1,10 @@
-"""W&B as a second place for metrics and tables; our own JSON lines are the truth.
+"""W&B as a second place for metrics; our own JSON lines are the truth.
 
 In: ``log(step, metrics)``. Out: an offline (or online) W&B run, whose id is the stage's, whose
 group is ``tracking.group`` (a sweep's name; else the recipe's) and whose job type is the stage's
 kind. It starts with the first metric (starting costs a second or two), and whatever goes wrong in
-it is one warning in the log, never an error. Tables are logged because somebody has asked for
-them: there, what goes wrong is said. Of an online run, ``tracking.json`` beside its files says
-where it can be looked at.
+it is one warning in the log, never an error. Of an online run, ``tracking.json`` beside its files
+says where it can be looked at.
 
 Offline runs are sent later, from where there is a network (:func:`send`). A stage is one W&B run
 however many attempts it has: all were begun with the stage's id, and are sent in order. What was
@@ -26,7 +25,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import TrackingConfig
-from refiner_core.contract.errors import RefinerError, UnsupportedError
+from refiner_core.contract.errors import RefinerError, SystemOutage, UnsupportedError
 
 #: Where an online run can be looked at: `{"url": …}`.
 ADDRESS_FILE = "tracking.json"
@@ -164,66 +163,6 @@ def tracked_address(folder: Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Columns by name, rows of text, numbers, booleans and None. A column is of one kind."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-
-
-def log_tables(config: TrackingConfig, run: TrackedRun, tables: Mapping[str, Table]) -> str:
-    """Log the tables; returns the address of an online run, else the folder of an offline one.
-
-    Where a recipe has tracking disabled they are logged offline: they have been asked for.
-
-    Raises
-    ------
-    UnsupportedError
-        W&B cannot begin or take it; says why.
-    NoSpaceError
-        There is no room for its files.
-    """
-    if config.wandb == "disabled":
-        config = replace(config, wandb="offline")
-    with no_space_guard(run.folder, "logging tables to W&B"):
-        try:
-            return _log(config, run, tables)
-        except OSError:
-            raise
-        except Exception as error:  # whatever W&B raises; some of its classes are no one's public
-            raise UnsupportedError(
-                f"W&B did not take the tables: {error}",
-                expected=f"a run with tracking.wandb={config.wandb}",
-                fix="check WANDB_API_KEY and the network, or leave out --wandb: report.csv and "
-                "trials.csv hold the same",
-            ) from error
-
-
-def _log(config: TrackingConfig, run: TrackedRun, tables: Mapping[str, Table]) -> str:
-    tracked, ended_well = start_run(config, run), False
-    import wandb
-
-    try:
-        tracked.log(
-            {
-                name: wandb.Table(columns=list(table.columns), data=[list(r) for r in table.rows])
-                for name, table in tables.items()
-            }
-        )
-        address, ended_well = str(tracked.url if config.wandb == "online" else tracked.dir), True
-    finally:
-        tracked.finish(exit_code=int(not ended_well))
-    return address.removesuffix("/files")
-
-
-class TrackerOutage(RefinerError, RuntimeError):
-    """The W&B server cannot be reached, or did not take what it was sent."""
-
-    exit_code = 7
-    resumable = True
-
-
-@dataclass(frozen=True)
 class OfflineRun:
     """One attempt's offline run.
 
@@ -282,7 +221,7 @@ def send(runs: Sequence[OfflineRun], tell: Callable[[int, int], None]) -> int:
 
     Raises
     ------
-    TrackerOutage
+    SystemOutage
         The server cannot be reached, or refuses; what was sent is noted.
     UnsupportedError
         Nobody is logged in.
@@ -324,7 +263,7 @@ def check_server(address: str) -> None:
 
     Raises
     ------
-    TrackerOutage
+    SystemOutage
         It does not.
     """
     try:
@@ -334,7 +273,7 @@ def check_server(address: str) -> None:
         return  # it has answered
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise TrackerOutage(
+        raise SystemOutage(
             f"The W&B server {shown_address(address)} does not answer ({reason}).",
             expected="a node from which it can be reached",
             fix="run the same command where the network is, or set WANDB_BASE_URL to your server",
@@ -387,7 +326,7 @@ def _refused(said: str, done: int, total: int) -> RefinerError:
             fix="set it, and run the same command again",
         )
     lines = [line.removeprefix("wandb: ").strip() for line in said.splitlines() if line.strip()]
-    return TrackerOutage(
+    return SystemOutage(
         f"W&B took {done} of {total} runs and then: {lines[-1][:200] if lines else 'nothing'}",
         expected="all of them sent",
         fix="run the same command again; what was sent is not sent twice",

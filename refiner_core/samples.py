@@ -3,15 +3,15 @@
 In: samples that are :class:`Wanted`, and what generates. Out: completions as they end. Training,
 rejection sampling and evaluation sample through this module alone, so that a reward is given for
 what is evaluated. Rejection sampling and both evaluations go through their batches by
-:func:`sample_batches`; training has a pipeline of its own (:mod:`refiner_core.training`).
+:mod:`refiner_core.batches`; training has a pipeline of its own (:mod:`refiner_core.training`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig, Resources
 from refiner_core.contract.errors import ConfigurationError
@@ -27,13 +27,10 @@ from refiner_core.contract.types import (
     TurnGenerator,
 )
 from refiner_core.judges.surroundings import usage_between, usage_of, usage_sum
-from refiner_core.rewards import RewardStream
 
 if TYPE_CHECKING:
     from refiner_core.environments.play import EpisodeSettings
     from refiner_core.environments.protocol import Environment
-
-T = TypeVar("T")
 
 
 class Wanted(NamedTuple):
@@ -68,43 +65,6 @@ def check_room(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> PromptRow:
             fix="raise grpo.max_token_length, or lower data.max_prompt_token_length",
         )
     return longest
-
-
-class SampledBatch(NamedTuple, Generic[T]):
-    """A batch that is sampled: its samples in order and, of answers, their rewards, on which the
-    judge may still work."""
-
-    samples: tuple[T, ...]
-    rewards: RewardStream | None = None
-
-    @property
-    def judging(self) -> bool:
-        """Whether a judge may work on it while the next batch is sampled."""
-        return self.rewards is not None and self.rewards.streams
-
-
-def sample_batches(
-    numbers: Iterable[int],
-    sample: Callable[[int], SampledBatch[T]],
-    finish: Callable[[int, SampledBatch[T]], None],
-    should_stop: Callable[[], bool],
-) -> bool:
-    """Sample the batches of these numbers, and finish each; False if a stop was asked for.
-
-    While a judge that streams ends a batch, the next one is sampled already. At a stop the batch
-    that is sampled is finished.
-    """
-    judging: list[tuple[int, SampledBatch[T]]] = []
-    stopped = False
-    for number in numbers:
-        if stopped := should_stop():
-            break
-        judging.append((number, sample(number)))
-        while judging and (len(judging) > 1 or not judging[0][1].judging):
-            finish(*judging.pop(0))
-    for one in judging:
-        finish(*one)
-    return not stopped
 
 
 def sample_answers(
@@ -161,20 +121,21 @@ def sample_episodes(
     )
 
 
-class JudgeMeter:
-    """What a judge does for a stage; ``before`` is what it did in earlier attempts of the stage."""
+def judge_meter(
+    judge: Judge | None, before: JudgeUsage | None = None
+) -> Callable[[], JudgeUsage | None]:
+    """What says all that a judge does for a stage from now on; None where it keeps no count.
+    ``before`` is what it did in earlier attempts of the stage."""
+    at_start = None if judge is None else usage_of(judge)
 
-    def __init__(self, judge: Judge | None, before: JudgeUsage | None = None) -> None:
-        self._judge, self._before = judge, before
-        self._at_start = None if judge is None else usage_of(judge)
+    def usage() -> JudgeUsage | None:
+        now = None if judge is None else usage_of(judge)
+        if at_start is None or now is None:
+            return before
+        used = usage_between(at_start, now)
+        return usage_sum(before, used) if before else used
 
-    def usage(self) -> JudgeUsage | None:
-        """All of it; None where the judge keeps no count."""
-        now = None if self._judge is None else usage_of(self._judge)
-        if self._at_start is None or now is None:
-            return self._before
-        used = usage_between(self._at_start, now)
-        return usage_sum(self._before, used) if self._before else used
+    return usage
 
 
 def load_generator(

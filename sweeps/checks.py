@@ -18,13 +18,14 @@ from refiner_core.contract.config import RecipeConfig, uses
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import field_info, replace_fields, suggest
 from refiner_core.contract.fingerprint import get_field
-from refiner_core.contract.kinds import KINDS, TRAINED
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan, final_model
-from refiner_core.contract.protocols import FIELDS, protocols_of
+from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.protocols import FIELDS, ProtocolFile, protocols_of
 from refiner_core.evaluation.metrics import has_metric, metrics_of, weighed
 from sweeps.power import Aim, aim_of
-from sweeps.values import Question, SweepFile, SweepPlan
+from sweeps.values import SweepFile, SweepPlan
 
 #: Nobody makes up rows where they are somebody's own.
 _OWN_ROWS = re.compile("(?!builtin:synthetic$)")
@@ -51,7 +52,7 @@ DORMANT: tuple[tuple[str, str, re.Pattern[str]], ...] = (
 )  # fmt: skip
 
 
-def why_dormant(field: str, config: RecipeConfig) -> str:
+def _why_dormant(field: str, config: RecipeConfig) -> str:
     """The reason that a field is without effect in a recipe; empty where it has one."""
     for name, by, values in DORMANT:
         if name == field and values.match(str(found := get_field(config, by))):
@@ -59,20 +60,10 @@ def why_dormant(field: str, config: RecipeConfig) -> str:
     return ""
 
 
-def why_without_effect(field: str, plan: Plan, other: Plan) -> str:
+def _why_without_effect(field: str, plan: Plan, other: Plan) -> str:
     """The reason that two plans are the same though a field differs."""
-    if why := why_dormant(field, plan.config) or why_dormant(field, other.config):
-        return why
-    section, _, name = field.rpartition(".")
-    stages = plan.config.stages
-    owner = KINDS[section].entry if section in KINDS else ""
-    if owner and owner != "data" and owner not in stages:
-        return f"belongs to a stage that the recipe does not have (`stages` is {', '.join(stages)})"
-    if section == "publish":
-        return "decides how a model is published, which no number depends on"
-    if name in ("sft_path", "rl_path", "name_or_path", "static_rubrics", "prompt"):
-        return f"names the same content twice ({get_field(plan.config, field)})"
-    return "is read by no stage of this recipe"
+    why = _why_dormant(field, plan.config) or _why_dormant(field, other.config)
+    return why or "is read by no stage that trains or measures, or names the same content twice"
 
 
 #: Of the reward these decide what a rubric's score is; the others, how scores make one number.
@@ -98,19 +89,8 @@ _OF_AGENTS = frozenset(
 )
 
 
-def check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
-    """Refuse a question that the trials cannot answer; return what is doubtful about it.
-
-    Parameters
-    ----------
-    varied
-        Fields that arms differ in.
-
-    Raises
-    ------
-    ConfigurationError
-        The number does not exist, or arms would be measured by different yardsticks.
-    """
+def _check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
+    """Refuse a question that the trials cannot answer; return what is doubtful about it."""
     question, sweep = plan.sweep.question, plan.sweep.name
     if not any(s.kind == "evaluate" for s in plan.trials[0].plan.stages):
         if question.metric or question.model or question.protocol:
@@ -122,54 +102,53 @@ def check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
             )
         return ["The recipe evaluates nothing: arms can be compared by learning curves alone."]
     aim = aim_of(plan)
-    _check_exists(plan, question, aim)
+    protocol = _check_exists(plan, aim)
     if len(plan.arms) == 1:
         return []
-    _check_yardstick(plan, aim, varied)
+    _check_yardstick(plan, aim, varied, protocol)
     _check_models(plan, aim)
-    return _doubts(plan, question, aim)
+    return _doubts(plan, aim)
 
 
 # ---------------------------------------------------------------- the number exists
 
 
-def _check_exists(plan: SweepPlan, question: Question, aim: Aim) -> None:
-    sweep = plan.sweep.name
+def _check_exists(plan: SweepPlan, aim: Aim) -> ProtocolFile | None:
+    """Refuse a number that nothing measures; its protocol, if it is not the recipe's own."""
+    sweep, protocols = plan.sweep.name, protocols_of(plan.config)
     if not has_metric(plan.config, aim.metric):
         raise _unknown(sweep, "metric", aim.metric, metrics_of(plan.config))
-    protocols = protocols_of(plan.config)
     if aim.protocol and aim.protocol not in protocols:
-        name = aim.protocol
-        raise ConfigurationError(
-            f"`question: protocol` of sweep {sweep} is {name!r}, under which no arm is measured."
-            f"{suggest(name, protocols)}",
-            expected=f"one of: {', '.join(protocols)}" if protocols else "a protocol of the recipe",
-            fix=f"name it for all trials: `overrides: ['evaluate.protocols=[{name}]']`",
-        )
-    measured = protocols[aim.protocol].over(plan.config) if aim.protocol else plan.config
+        fix = f"name it for all trials: `overrides: ['evaluate.protocols=[{aim.protocol}]']`"
+        raise _unknown(sweep, "protocol", aim.protocol, protocols, fix)
+    protocol = protocols.get(aim.protocol) if aim.protocol else None
+    measured = protocol.over(plan.config) if protocol else plan.config
     if aim.decoding not in measured.evaluate.decoding:
         raise _unknown(sweep, "decoding", aim.decoding, measured.evaluate.decoding)
-    for trial in (t.plan for t in plan.trials if t.seed == plan.sweep.seeds[0]):
-        model = _model(trial, question)
-        if trial.evaluation(model, aim.protocol) is None:
+    for trial in _first_trials(plan).values():
+        if _evaluation(plan, trial, aim) is None:
             models = sorted({s.model for s in trial.stages if s.kind == "evaluate"})
-            raise _unknown(sweep, "model", model, models)
+            raise _unknown(sweep, "model", _model(plan, trial), models)
+    return protocol
 
 
-def _unknown(sweep: str, key: str, found: str, known: Sequence[str]) -> ConfigurationError:
+def _unknown(
+    sweep: str, key: str, found: str, known: Iterable[str], fix: str = ""
+) -> ConfigurationError:
     return ConfigurationError(
         f"`question: {key}` of sweep {sweep} is {found!r}, which its trials do not have."
         f"{suggest(found, known)}",
-        expected=f"one of: {', '.join(known)}",
-        fix=f"correct `question: {key}`, or what is evaluated",
+        expected=f"one of: {', '.join(known) or '(there are none)'}",
+        fix=fix or f"correct `question: {key}`, or what is evaluated",
     )
 
 
 # ---------------------------------------------------------------- one yardstick
 
 
-def _check_yardstick(plan: SweepPlan, aim: Aim, varied: Iterable[str]) -> None:
-    protocol = protocols_of(plan.config).get(aim.protocol) if aim.protocol else None
+def _check_yardstick(
+    plan: SweepPlan, aim: Aim, varied: Iterable[str], protocol: ProtocolFile | None
+) -> None:
     fixed = set(protocol.fixed) if protocol is not None else set()
     if protocol is not None and "data" in protocol.sections:
         fixed.add("data.held_out_fraction")
@@ -216,11 +195,13 @@ def _measures_agents(field: str, metric: str, config: RecipeConfig) -> bool:
 
 def _check_models(plan: SweepPlan, aim: Aim) -> None:
     """An arm whose model and yardstick are the baseline's cannot differ from it."""
-    by_arm = {t.arm: t.plan for t in plan.trials if t.seed == plan.sweep.seeds[0]}
-    weights = {arm: _weights(plan, found, aim) for arm, found in by_arm.items()}
+    by_arm, weights = _first_trials(plan), {}
+    for arm, trial in by_arm.items():
+        stage = _evaluation(plan, trial, aim)
+        weights[arm] = stage.input_fingerprints.get("weights", "") if stage is not None else ""
     known = weights.pop(plan.baseline)
     if same := [arm for arm, found in weights.items() if found == known]:
-        model = _model(by_arm[plan.baseline], plan.sweep.question)
+        model = _model(plan, by_arm[plan.baseline])
         raise ConfigurationError(
             f"Arm {same[0]} of sweep {plan.sweep.name} has the same model {model} as the baseline "
             f"{plan.baseline}, and {aim.metric} is measured alike: they cannot differ.",
@@ -230,14 +211,9 @@ def _check_models(plan: SweepPlan, aim: Aim) -> None:
         )
 
 
-def _weights(plan: SweepPlan, found: Plan, aim: Aim) -> str:
-    stage = found.evaluation(_model(found, plan.sweep.question), aim.protocol)
-    return stage.input_fingerprints.get("weights", "") if stage is not None else ""
-
-
-def _doubts(plan: SweepPlan, question: Question, aim: Aim) -> list[str]:
+def _doubts(plan: SweepPlan, aim: Aim) -> list[str]:
     warnings = []
-    if not question.metric:
+    if not plan.sweep.question.metric:
         warnings.append(
             f"No `question: metric` is named: arms are compared on {aim.metric} first, and what is "
             "chosen after the fact is no test."
@@ -248,20 +224,23 @@ def _doubts(plan: SweepPlan, question: Question, aim: Aim) -> list[str]:
         warnings.append(
             f"{aim.metric} is measured on rows that carry their truth; no such rows, no number."
         )
-    names = {t.plan.config.model.name_or_path for t in plan.trials}
-    if len(names) > 1:
-        warnings.append(
-            "Arms start from different models: where their tokenizers differ, so do their prompts, "
-            "and they will not be compared."
-        )
     return warnings
 
 
 # ---------------------------------------------------------------- parts
 
 
-def _model(plan: Plan, question: Question) -> str:
-    return question.model or final_model(plan.config)
+def _first_trials(plan: SweepPlan) -> dict[str, Plan]:
+    """Of each arm the trial with the first seed."""
+    return {t.arm: t.plan for t in plan.trials if t.seed == plan.sweep.seeds[0]}
+
+
+def _model(plan: SweepPlan, trial: Plan) -> str:
+    return plan.sweep.question.model or final_model(trial.config)
+
+
+def _evaluation(plan: SweepPlan, trial: Plan, aim: Aim) -> PlannedStage | None:
+    return trial.evaluation(_model(plan, trial), aim.protocol)
 
 
 Plans = Mapping[str, Sequence[Plan]]
@@ -289,9 +268,9 @@ def check_fields(sweep: SweepFile, base: RecipeConfig) -> None:
     ConfigurationError
         A field that changes nothing that is computed, or one that is the sweep's own.
     """
-    fixed = {text.partition("=")[0] for text in sweep.overrides}
-    for field, key in varied_fields(sweep).items():
-        info = field_info(field, f"`{key}` of sweep {sweep.name}")
+    fixed, varied = {text.partition("=")[0] for text in sweep.overrides}, varied_fields(sweep)
+    for field, key in varied.items():
+        info, why = field_info(field, f"`{key}` of sweep {sweep.name}"), ""
         if field in fixed and not key.startswith("arms"):
             raise ConfigurationError(
                 f"`{field}` is varied by `{key}` of sweep {sweep.name}, and set for all trials.",
@@ -299,20 +278,16 @@ def check_fields(sweep: SweepFile, base: RecipeConfig) -> None:
                 fix=f"drop `{field}` from the overrides",
             )
         if info.mark == "execution" and field not in _COMPUTES:
+            why = "changes where or how something runs, never what is computed"
+        elif field in _FOR_ALL:
+            why = "says what is measured: arms that are not measured alike cannot be compared"
+        if why:
             raise ConfigurationError(
-                f"`{key}` of sweep {sweep.name} varies `{field}`, which changes where or how "
-                "something runs, never what is computed: the arms would be one and the same.",
-                expected="fields that change what is computed",
+                f"`{key}` of sweep {sweep.name} varies `{field}`, which {why}.",
+                expected="fields that change what is computed, and the same evaluations",
                 fix=f"set it for all trials: `overrides: [{field}=…]`",
             )
-        if field in _FOR_ALL:
-            raise ConfigurationError(
-                f"`{key}` of sweep {sweep.name} varies `{field}`: arms that are not measured alike "
-                "cannot be compared.",
-                expected="the same evaluations for all arms",
-                fix=f"set it for all trials: `overrides: [{field}=…]`",
-            )
-    if "seed" in {*fixed, *varied_fields(sweep)}:
+    if "seed" in {*fixed, *varied}:
         raise ConfigurationError(
             f"`seed` is set or varied by sweep {sweep.name}.",
             expected="run seeds in `seeds`: every arm is tried with each",
@@ -338,17 +313,17 @@ def check_trials(
         Arms that are one, seeds that reach no training, one repository for two models, a question
         that the recipe cannot answer.
     """
-    sweep = plan.sweep
-    _check_seeds(sweep, by_arm)
-    _check_arms(plan, by_arm, plan_as)
-    _check_publications(sweep, by_arm)
-    warnings = check_question(plan, varied_fields(sweep))
+    varied = varied_fields(plan.sweep)
+    _check_seeds(plan.sweep, by_arm)
+    _check_arms(plan, by_arm, varied, plan_as)
+    _check_publications(plan.sweep, by_arm)
+    warnings = _check_question(plan, varied)
     if len(plan.arms) == 1:
         warnings.append("The sweep has one arm: its seeds show a spread, but nothing is compared.")
     return tuple(warnings)
 
 
-def measured_stages(plan: Plan) -> frozenset[str]:
+def _measured_stages(plan: Plan) -> frozenset[str]:
     """Ids of the stages that make or measure a model: what a trial *is*."""
     return frozenset(s.id for s in plan.stages if s.kind in MEASURED)
 
@@ -361,59 +336,50 @@ def _check_seeds(sweep: SweepFile, plans: Plans) -> None:
         return
     for arm, by_seed in plans.items():
         config = by_seed[0].config
-        deaf = _deaf_command(config)
-        if not deaf and measured_stages(by_seed[0]) != measured_stages(by_seed[1]):
-            continue
-        trains = [k for k in config.stages if k in TRAINED]
+        trains, fix = {*TRAINED} & {*config.stages}, "write `seeds: [1]`"
         why = f"none of its stages ({', '.join(config.stages)}) is trained with a seed"
-        if "command" in trains:
-            why = deaf or "weights that were adopted have none"
+        deaf = trains == {"command"} and not config.command.adopted
+        deaf = deaf and not uses(config.command, "seed")
+        if deaf:  # a recipe's only trainer, which never hears of the seed
+            why, fix = "`command.run` does not name {seed}", "write {seed} into `command.run`"
+        elif _measured_stages(by_seed[0]) != _measured_stages(by_seed[1]):
+            continue
         raise ConfigurationError(
             f"The seeds {', '.join(map(str, sweep.seeds))} of sweep {sweep.name} do not reach arm "
             f"{arm}: {why}, so that its trials would all be the same.",
             expected="seeds that change what is trained, or one seed",
-            fix="write {seed} into `command.run`" if deaf else "write `seeds: [1]`",
+            fix=fix,
         )
-
-
-def _deaf_command(config: RecipeConfig) -> str:
-    """The reason that a recipe's only trainer never hears of the seed; empty where it does."""
-    trains = {*TRAINED} & set(config.stages)
-    if trains != {"command"} or config.command.adopted or uses(config.command, "seed"):
-        return ""
-    return "`command.run` does not name {seed}"
 
 
 # ---------------------------------------------------------------- arms
 
 
-def _check_arms(plan: SweepPlan, by_arm: Plans, plan_as: Callable[[RecipeConfig], Plan]) -> None:
-    """Every arm is another thing than every other one."""
-    sweep, baseline = plan.sweep, plan.baseline
-    varied = varied_fields(sweep)
+def _check_arms(
+    plan: SweepPlan,
+    by_arm: Plans,
+    varied: Iterable[str],
+    plan_as: Callable[[RecipeConfig], Plan],
+) -> None:
+    """Every arm is another thing than every other one, with fields that nothing reads at one and
+    the same value."""
     known: dict[frozenset[str], str] = {}
-    for arm in (baseline, *(arm for arm in by_arm if arm != baseline)):
+    for arm in (plan.baseline, *(arm for arm in by_arm if arm != plan.baseline)):
         found = by_arm[arm][0]
-        stages = measured_stages(_awake(found, varied, plan_as))
-        other = known.setdefault(stages, arm)
+        idle = {f: field_info(f).default for f in varied if _why_dormant(f, found.config)}
+        awake = plan_as(replace_fields(found.config, idle)) if idle else found
+        other = known.setdefault(_measured_stages(awake), arm)
         if other != arm:
-            raise _same(plan, arm, other, found, by_arm[other][0])
+            raise _same(plan, arm, other, found, by_arm[other][0], varied)
 
 
-def _awake(plan: Plan, fields: Iterable[str], plan_as: Callable[[RecipeConfig], Plan]) -> Plan:
-    """The plan with fields that nothing reads at one and the same value."""
-    config = plan.config
-    idle = {f: field_info(f).default for f in fields if why_dormant(f, config)}
-    return plan_as(replace_fields(config, idle)) if idle else plan
-
-
-def _same(plan: SweepPlan, arm: str, other: str, found: Plan, known: Plan) -> ConfigurationError:
+def _same(
+    plan: SweepPlan, arm: str, other: str, found: Plan, known: Plan, varied: Iterable[str]
+) -> ConfigurationError:
     """A refusal of two arms that would be one, saying why what they differ in has no effect."""
     sweep = plan.sweep
-    differ = [
-        f for f in varied_fields(sweep) if get_field(found.config, f) != get_field(known.config, f)
-    ]
-    whys = [f"`{f}` {why_without_effect(f, found, known)}" for f in differ]
+    differ = [f for f in varied if get_field(found.config, f) != get_field(known.config, f)]
+    whys = [f"`{f}` {_why_without_effect(f, found, known)}" for f in differ]
     because = "; ".join(whys) or "they set the same fields to the same values"
     if other == plan.baseline:
         what = f"Arm {arm} of sweep {sweep.name} changes nothing against the baseline {other}"
@@ -431,29 +397,23 @@ def _same(plan: SweepPlan, arm: str, other: str, found: Plan, known: Plan) -> Co
 
 def _check_publications(sweep: SweepFile, plans: Plans) -> None:
     """Two models never go to one repository."""
-    taken: dict[tuple[str, str], tuple[str, str]] = {}
+    taken: dict[tuple[str | None, ...], tuple[str, str]] = {}
     for arm, by_seed in plans.items():
         publish = by_seed[0].config.publish
         if "publish" not in by_seed[0].config.stages or "{fingerprint}" in publish.repo_id:
             continue
         for seed, plan in zip(sweep.seeds, by_seed, strict=True):
-            weights = [
-                p.input_fingerprints["weights"] for p in plan.stages if p.name in _LAST and p.inputs
-            ]
-            if not weights:
+            last = (p for p in plan.stages if p.name in ("publish", "publish-best") and p.inputs)
+            if (stage := next(last, None)) is None:
                 continue
-            trial = f"{arm}/seed{seed}"
             repository = publish.repo_id.replace("{seed}", str(seed))
-            place = (f"{publish.target}:{publish.path}", repository)
-            before = taken.setdefault(place, (weights[0], trial))
-            if before[0] != weights[0]:
+            mine = stage.input_fingerprints["weights"], f"{arm}/seed{seed}"
+            before = taken.setdefault((publish.target, publish.path, repository), mine)
+            if before[0] != mine[0]:
                 raise ConfigurationError(
-                    f"Trials {before[1]} and {trial} of sweep {sweep.name} would be published to "
+                    f"Trials {before[1]} and {mine[1]} of sweep {sweep.name} would be published to "
                     f"one repository, {repository!r}.",
                     expected="a repository for each model",
                     fix="write {fingerprint} (and {seed}) into publish.repo_id, or leave `publish` "
                     "out of `stages`",
                 )
-
-
-_LAST = frozenset(("publish", "publish-best"))

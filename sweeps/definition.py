@@ -30,10 +30,10 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
-from itertools import chain
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -45,13 +45,11 @@ from refiner_core.contract.loading import (
     whole_paths,
     written_overrides,
 )
-from refiner_core.contract.marks import walk
+from refiner_core.contract.marks import STRICT, walk
 from refiner_core.contract.recipes import shipped_recipes
-from refiner_core.contract.records import from_json
 from refiner_core.contract.shipped import find_file, refuse_unknown, shipped_files
 from sweeps.values import Limits, Question, SweepFile
 
-T = TypeVar("T", Limits, Question)
 #: Of an arm or sweep; begins with a letter or digit, so that it is no option and no hidden file.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.=+_-]{0,99}")
 #: Of a level; ``+`` joins levels to an arm's name.
@@ -102,7 +100,7 @@ def join(parts: Sequence[str]) -> str:
     return cut("+".join(parts), LONGEST)
 
 
-def bad_name(what: str, found: Any, *, label: bool = False) -> ConfigurationError:
+def _bad_name(what: str, found: Any, *, label: bool = False) -> ConfigurationError:
     """A refusal of a name that could not be a folder, or would have to be quoted in a shell."""
     allowed = "`.`, `=`, `_`, `-`" + ("" if label else ", `+`")
     longest = 60 if label else 100
@@ -113,61 +111,104 @@ def bad_name(what: str, found: Any, *, label: bool = False) -> ConfigurationErro
     )
 
 
-KEYS = (
-    *("name", "recipe", "overrides", "factors", "zip", "arms"),
-    *("exclude", "baseline", "seeds", "limits", "question"),
-)
 #: More seeds, or combinations of levels, than anybody wants to run; a slip should not fill the
 #: memory.
 MOST = 200_000
-#: Run seeds of a file that names none.
-SEEDS = SweepFile("", "").seeds
+_Some = Annotated[list[Any], Field(min_length=1)]
+_Fields = dict[str | int | float, Any]
+_Rule = Annotated[_Fields, Field(min_length=1)]
+_Seed = Annotated[int, Field(ge=0)]
+#: Each key of a file: what it may be, and that in words; those without are sections.
+_FORMS: dict[str, tuple[Any, str]] = {
+    "name": (str | int | float, "text"),
+    "recipe": (str, "a recipe's name or file"),
+    "overrides": (list[str] | _Fields, "a list of `key=value`, or a mapping of fields"),
+    "factors": (
+        dict[str, _Some | _Rule],
+        "a mapping of fields to a list of values, or to {label: value}; not an empty one",
+    ),
+    "zip": (
+        list[dict[str, _Some]] | dict[str, _Some],
+        "a mapping of fields to lists that are not empty, or a list of such",
+    ),
+    "arms": (
+        dict[str | int | float, list[str] | _Fields | None],
+        "a mapping of names to a list of `key=value`, or to a mapping of fields",
+    ),
+    "exclude": (list[_Rule] | _Rule, "a list of {field: value or label}"),
+    "baseline": (str | int | float | _Fields, "an arm's name, or {field: value or label}"),
+    "seeds": (
+        Annotated[int, Field(ge=1, le=MOST)] | Annotated[list[_Seed], Field(min_length=1)],
+        f"a list of whole numbers from 0 up, or how many there are to be (at most {MOST:,})",
+    ),
+    "limits": (Limits, ""),
+    "question": (Question, ""),
+}
 
 
-class Reader:
+class _Reader:
     """Reads one file; each method one key.
 
     Parameters
     ----------
     values
         Its keys and values.
-    where, origin, text
-        What messages call it; its path, beside which files are looked for; its text.
+    where, origin
+        What messages call it; its path, beside which files are looked for.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str, origin: str, text: str) -> None:
-        self.values, self.where, self.origin, self.text = values, where, origin, text
-        self.folder = Path(origin).parent if origin else Path.cwd()
+    def __init__(self, values: Mapping[str, Any], where: str, origin: str) -> None:
+        self.where, self.folder = where, Path(origin).parent if origin else Path.cwd()
+        alien = next((str(key) for key in values if key not in _FORMS), "")
+        refuse_unknown(values, _FORMS, where, hint=_belongs_elsewhere(alien))
+        if isinstance(text := values.get("question"), str):
+            values = {**values, "question": {"text": text}}
+        if not values.get("recipe"):
+            raise self._wrong("recipe", values.get("recipe"), _FORMS["recipe"][1])
+        self.values = {k: self._form(k, v) for k, v in values.items() if v is not None}
 
-    def read(self, name: str) -> SweepFile:
-        """The whole file, each part checked."""
-        alien = next((str(key) for key in self.values if key not in KEYS), "")
-        refuse_unknown(self.values, KEYS, self.where, hint=_belongs_elsewhere(alien))
-        if not self.values.get("recipe"):
-            raise self._wrong("recipe", self.values.get("recipe"), "a recipe's name or file")
-        varied = (*self._factors(), *self._zips())
-        sweep = SweepFile(
-            *(self._name(name), self._recipe(), self._overrides(), *varied, self._arms()),
-            *(self._exclude(), self._baseline(), self._seeds(), self._limits(), self._question()),
-            *(self.text, self.origin),
-        )
-        self._each_field_once(sweep)
-        return sweep
+    def _form(self, key: str, value: Any) -> Any:
+        kind, expected = _FORMS[key]
+        try:
+            if expected:
+                return TypeAdapter(kind, config=STRICT).validate_python(value)
+            found = TypeAdapter(dict[str, Any], config=STRICT).validate_python(value)
+            refuse_unknown(found, kind.__dataclass_fields__, self.where, f"{key}: ")
+            return kind(**found)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            if isinstance(value, Mapping) and (at := first["loc"][:1]) and at[0] in value:
+                key, value = f"{key}: {at[0]}", value[at[0]]
+            said = first["msg"].removeprefix("Input should be ")
+            raise self._wrong(key, value, expected or said) from None
 
-    # -------------------------------------------------------------- what it starts from
+    def read(self, name: str) -> dict[str, Any]:
+        """Each field of a :class:`SweepFile` that the file has something to say of."""
+        found: dict[str, Any] = {key: self.values[key] for key in _AS_IS if key in self.values}
+        found["name"] = self._name(name)
+        found["recipe"] = self._recipe()
+        found["overrides"] = self._overrides()
+        found["factors"] = self._factors()
+        factors = self.values.get("factors", {})
+        found["labelled"] = frozenset(f for f, v in factors.items() if isinstance(v, Mapping))
+        groups = self._listed("zip")
+        found["zip_labels"] = tuple(self._labels(group) for group in groups)
+        found["zipped"] = tuple(map(self._group, groups))
+        found["arms"] = self._arms()
+        found["exclude"] = tuple(map(_flat, self._listed("exclude")))
+        baseline = self.values.get("baseline", "")  # an arm may be called 1
+        found["baseline"] = _flat(baseline) if isinstance(baseline, dict) else _word(baseline)
+        self._each_field_once(found)
+        return found | self._seeds()
 
     def _name(self, name: str) -> str:
-        found = self.values.get("name") or name or "unnamed"
-        if _is_number(found):
-            found = value_text(found)
-        if not isinstance(found, str) or not NAME.fullmatch(found):
-            raise bad_name(f"The name of {self.where}", found)
+        found = _word(self.values.get("name") or name or "unnamed")
+        if not NAME.fullmatch(found):
+            raise _bad_name(f"The name of {self.where}", found)
         return found
 
     def _recipe(self) -> str:
-        recipe = self.values["recipe"]
-        if not isinstance(recipe, str):
-            raise self._wrong("recipe", recipe, "a recipe's name or file")
+        recipe = str(self.values["recipe"])
         beside = self.folder / Path(recipe).expanduser()
         if recipe not in shipped_recipes() and beside.is_file():
             return str(beside.resolve())
@@ -175,118 +216,78 @@ class Reader:
 
     def _overrides(self) -> tuple[str, ...]:
         """As texts, so that they can be typed behind `refiner run`."""
-        found = self.values.get("overrides") or []
+        found = self.values.get("overrides", ())
         if isinstance(found, Mapping):
             texts = tuple(written_overrides(found, self.folder))
         else:
-            texts = tuple(whole_paths(t, self.folder) for t in self._texts("overrides", found))
+            texts = tuple(whole_paths(text, self.folder) for text in found)
         self._once("overrides", _fields_of(texts))
         return texts
 
-    # -------------------------------------------------------------- what is varied
-
-    def _factors(self) -> tuple[dict[str, dict[str, Any]], frozenset[str]]:
+    def _factors(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        labelled = set()
-        for field, levels in self._mapping("factors").items():
-            key = f"factors: {field}"
-            if not isinstance(levels, list | tuple | Mapping) or not levels:
-                raise self._wrong(
-                    key, levels, "a list of values, or {label: value}; not an empty one"
-                )
-            given = levels.values() if isinstance(levels, Mapping) else levels
-            values = self._values(key, field, given)
-            named = given is not levels
+        for field, levels in self.values.get("factors", {}).items():
+            key, named = f"factors: {field}", isinstance(levels, Mapping)
+            values = self._typed(key, field, levels.values() if named else levels)
             labels = [value_text(label) for label in (levels if named else values)]
             self._once(key, labels, "remove one, or give them labels: {first: A, second: B}")
-            if named:
-                labelled.add(field)
-                for label in levels:
-                    self._label(key, label)
+            for label in levels if named else ():
+                self._label(key, label)
             found[field] = dict(zip(labels, values, strict=True))
-        return found, frozenset(labelled)
+        return found
 
-    def _values(self, key: str, field: str, values: Iterable[Any]) -> list[Any]:
+    def _typed(self, key: str, field: str, values: Iterable[Any]) -> list[Any]:
         """Values as their field holds them."""
-        at = self._at(key)
-        typed = [read_values({field: value}, self.folder, at)[field] for value in values]
-        if key.startswith("factors"):
-            self._once(key, map(repr, typed))
-        return typed
+        at = f"`{key}` of {self.where}"
+        return [read_values({field: value}, self.folder, at)[field] for value in values]
 
-    def _zips(self) -> tuple[tuple[dict[str, tuple[Any, ...]], ...], tuple[tuple[str, ...], ...]]:
-        groups = self.values.get("zip") or []
-        groups = [groups] if isinstance(groups, Mapping) else groups
-        if not _is_list(groups) or not all(isinstance(g, Mapping) for g in groups):
-            raise self._wrong("zip", groups, "a mapping of fields to lists, or a list of such")
-        read = [self._zip(group) for group in groups]
-        return tuple(g for g, _ in read), tuple(labels for _, labels in read)
-
-    def _zip(self, group: Mapping[str, Any]) -> tuple[dict[str, tuple[Any, ...]], tuple[str, ...]]:
-        columns = {str(k): v for k, v in group.items()}
-        for field, column in columns.items():
-            if not _is_list(column) or not column:
-                raise self._wrong(f"zip: {field}", column, "a list of values, not an empty one")
-        sizes = {field: len(column) for field, column in columns.items()}
-        if len(set(sizes.values())) > 1:
-            said = ", ".join(f"{field} has {n}" for field, n in sizes.items())
+    def _labels(self, group: Mapping[str, list[Any]]) -> tuple[str, ...]:
+        """Labels of a group, whose columns are of one length."""
+        if len({*map(len, group.values())}) > 1:
+            said = ", ".join(f"{field} has {len(column)}" for field, column in group.items())
             raise ConfigurationError(
                 f"The lists of a `zip` group of {self.where} differ in length: {said}.",
                 expected="as many values in each: they are taken by position",
                 fix="add what is missing, or move a field to `factors`, which makes a grid",
             )
-        labels = tuple(columns.pop("labels", ()))
-        for label in labels:
-            self._label("zip: labels", label)
-        self._once("zip: labels", map(value_text, labels))
-        values = {
-            field: tuple(self._values(f"zip: {field}", field, column))
-            for field, column in columns.items()
-        }
-        rows = list(zip(*values.values(), strict=True))
-        if not rows:
-            raise self._wrong("zip", dict(group), "at least one field beside `labels`")
-        self._once(f"zip: {', '.join(values)}", map(repr, rows))
-        return values, tuple(value_text(label) for label in labels)
+        if not group.keys() - {"labels"}:
+            raise self._wrong("zip", group, "at least one field beside `labels`")
+        labels = [self._label("zip: labels", label) for label in group.get("labels", ())]
+        self._once("zip: labels", labels)
+        return tuple(labels)
+
+    def _group(self, group: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
+        columns = ((field, column) for field, column in group.items() if field != "labels")
+        return {field: tuple(self._typed(f"zip: {field}", field, c)) for field, c in columns}
 
     def _arms(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        for key, settings in self._mapping("arms").items():
-            if not NAME.fullmatch(key):
-                raise bad_name(f"The arm {key!r} of {self.where}", key)
-            at = f"arms: {key}"
+        for name, settings in self.values.get("arms", {}).items():
+            if not NAME.fullmatch(str(name)):
+                raise _bad_name(f"The arm {str(name)!r} of {self.where}", name)
+            at = f"`arms: {name}` of {self.where}"
             if isinstance(settings, Mapping):
-                found[key] = read_values(settings, self.folder, self._at(at))
+                found[str(name)] = read_values(settings, self.folder, at)
             else:
-                texts = self._texts(at, settings or [])
-                self._once(at, _fields_of(texts))
-                found[key] = read_overrides(texts, self.folder, self._at(at))
+                self._once(f"arms: {name}", _fields_of(settings or ()))
+                found[str(name)] = read_overrides(settings or (), self.folder, at)
         return found
 
-    def _exclude(self) -> tuple[Mapping[str, Any], ...]:
-        found = self.values.get("exclude") or []
-        rules = [found] if isinstance(found, Mapping) else found
-        if not _is_list(rules) or not all(isinstance(r, Mapping) and r for r in rules):
-            raise self._wrong("exclude", rules, "a list of {field: value or label}")
-        return tuple(map(_flat, rules))
+    def _seeds(self) -> dict[str, tuple[int, ...]]:
+        found = self.values.get("seeds")
+        if found is None:
+            return {}
+        seeds = tuple(range(1, found + 1)) if isinstance(found, int) else tuple(found)
+        self._once("seeds", seeds, "remove it: the same seed again is the same run")
+        return {"seeds": seeds}
 
-    def _baseline(self) -> str | Mapping[str, Any]:
-        found = self.values.get("baseline", "")
-        if isinstance(found, Mapping):
-            return _flat(found)
-        if _is_number(found):
-            return value_text(found)  # an arm may be called 1
-        if found is not None and not isinstance(found, str):
-            raise self._wrong("baseline", found, "an arm's name, or {field: value or label}")
-        return found or ""
-
-    def _each_field_once(self, sweep: SweepFile) -> None:
+    def _each_field_once(self, found: Mapping[str, Any]) -> None:
         """Whatever varies a field is the only one that does."""
-        seen = dict[str, str]()
-        varied = [("factors", set(sweep.factors)), *(("zip", set(group)) for group in sweep.zipped)]
-        varied.append(("arms", set(chain.from_iterable(sweep.arms.values()))))
-        for place, fields_there in varied:
-            for field in sorted(fields_there):
+        varied = [("factors", found["factors"]), *(("zip", group) for group in found["zipped"])]
+        varied.append(("arms", {field: 0 for arm in found["arms"].values() for field in arm}))
+        seen: dict[str, str] = {}
+        for place, there in varied:
+            for field in there:
                 if before := seen.get(field):
                     raise ConfigurationError(
                         f"`{field}` stands in `{before}` and in `{place}` of {self.where}.",
@@ -295,60 +296,12 @@ class Reader:
                     )
                 seen[field] = place
 
-    # -------------------------------------------------------------- how much of it, and what for
+    # -------------------------------------------------------------- parts
 
-    def _seeds(self) -> tuple[int, ...]:
-        found = self.values.get("seeds", SEEDS)
-        if _is_int(found) and found > MOST:
-            raise self._wrong("seeds", found, f"at most {MOST:,}: as many are more than will run")
-        if _is_int(found) and found > 0:
-            return tuple(range(1, found + 1))
-        expected = "a list of whole numbers from 0 up, or how many there are to be"
-        if not _is_list(found) or not found or not all(_is_int(s) and s >= 0 for s in found):
-            raise self._wrong("seeds", found, expected)
-        self._once("seeds", found, "remove it: the same seed again is the same run")
-        return tuple(found)
-
-    def _limits(self) -> Limits:
-        limits = self._section(Limits, "limits")
-        for name, value in vars(limits).items():
-            least, words = (1, "above zero") if name == "concurrency" else (0, "from zero up")
-            if value is not None and not least <= value < 1e308:
-                raise self._wrong(f"limits: {name}", value, f"a number {words}, or null")
-        return limits
-
-    def _question(self) -> Question:
-        found = self.values.get("question") or {}
-        if isinstance(found, str):
-            return Question(text=found)
-        question = self._section(Question, "question")
-        effect = question.smallest_effect
-        if effect is not None and not 0 < effect < 1e308:
-            raise self._wrong("question: smallest_effect", effect, "a number above zero")
-        return question
-
-    def _section(self, kind: type[T], key: str) -> T:
-        found = self._mapping(key)
-        refuse_unknown(found, [f.name for f in fields(kind)], self.where, f"{key}: ")
-        try:
-            return from_json(kind, found)
-        except TypeError as error:
-            name, due = str(error).partition(" is ")[0].rpartition(".")[2], str(error).split()[-1]
-            expected = {"int": "a whole number", "str": "text"}.get(due, "a number")
-            raise self._wrong(f"{key}: {name}", found[name], expected) from error
-
-    # -------------------------------------------------------------- refusals
-
-    def _mapping(self, key: str) -> dict[str, Any]:
-        found = self.values.get(key) or {}
-        if not isinstance(found, Mapping):
-            raise self._wrong(key, found, "a mapping")
-        return {str(k): v for k, v in found.items()}
-
-    def _texts(self, key: str, found: Any) -> Sequence[str]:
-        if not _is_list(found) or not all(isinstance(text, str) for text in found):
-            raise self._wrong(key, found, "a list of `key=value`, or a mapping of fields")
-        return found
+    def _listed(self, key: str) -> list[Any]:
+        """Mappings of a key that may be one or a list of them."""
+        found = self.values.get(key, [])
+        return [found] if isinstance(found, Mapping) else found
 
     def _once(self, key: str, names: Iterable[Any], fix: str = "remove one of the two") -> None:
         counts = Counter(map(str, names))
@@ -359,19 +312,25 @@ class Reader:
                 fix=fix,
             )
 
-    def _label(self, key: str, label: Any) -> None:
-        text = label if isinstance(label, str) else value_text(label)
+    def _label(self, key: str, label: Any) -> str:
+        text = _word(label)
         if not LABEL.fullmatch(text):
-            raise bad_name(f"The label {label!r} of `{key}` in {self.where}", label, label=True)
-
-    def _at(self, key: str) -> str:
-        return f"`{key}` of {self.where}"
+            raise _bad_name(f"The label {label!r} of `{key}` in {self.where}", label, label=True)
+        return value_text(label)
 
     def _wrong(self, key: str, found: Any, expected: str) -> ConfigurationError:
         is_ = "missing" if found is None else repr(found)
         return ConfigurationError(
             f"`{key}` of {self.where} is {is_}.", expected=expected, fix=f"correct `{key}`"
         )
+
+
+_AS_IS = ("limits", "question")
+
+
+def _word(found: Any) -> str:
+    """What YAML takes for a number may be a name."""
+    return found if isinstance(found, str) else value_text(found)
 
 
 def _fields_of(overrides: Iterable[str]) -> list[str]:
@@ -381,18 +340,6 @@ def _fields_of(overrides: Iterable[str]) -> list[str]:
 def _flat(rule: Mapping[Any, Any]) -> dict[str, Any]:
     """Dotted field -> value, nested mappings opened."""
     return dict(leaves("", {str(k): v for k, v in rule.items()}))
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, list | tuple)
 
 
 def _belongs_elsewhere(key: str) -> str:
@@ -414,17 +361,12 @@ def load_sweep(name_or_path: str) -> SweepFile:
     ConfigurationError
         There is none of that name, or its form is wrong; says what would fit.
     """
-    path = find_sweep(name_or_path)
+    is_recipe = name_or_path in shipped_recipes()
+    hint = " That is a recipe; `refiner run` carries it out." if is_recipe else ""
+    path = find_file(name_or_path, "sweep", shipped_sweeps(), hint=hint).absolute()
     with readable(path, f"Sweep {path}"):
         text = path.read_text(encoding="utf-8")
     return parse_sweep(text, path.stem, str(path))
-
-
-def find_sweep(name_or_path: str) -> Path:
-    """The file of a sweep given by shipped name or path."""
-    is_recipe = name_or_path in shipped_recipes()
-    hint = " That is a recipe; `refiner run` carries it out." if is_recipe else ""
-    return find_file(name_or_path, "sweep", shipped_sweeps(), hint=hint).absolute()
 
 
 def parse_sweep(source: str | Mapping[str, Any], name: str = "", origin: str = "") -> SweepFile:
@@ -446,4 +388,4 @@ def parse_sweep(source: str | Mapping[str, Any], name: str = "", origin: str = "
     where = f"sweep {Path(origin).name if origin else name or 'file'}"
     if isinstance(source, str):
         source = yaml_fields(source, f"The text of {where}", "recipe: tiny", resolve=False)
-    return Reader(source, where, origin, text).read(name)
+    return SweepFile(**_Reader(source, where, origin).read(name), text=text, origin=origin)

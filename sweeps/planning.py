@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.fields import replace_fields, suggest
 from refiner_core.contract.loading import override_text
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.planned import PlanMemo
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import ArmRecord
 from sweeps.checks import check_fields, check_trials
 from sweeps.definition import MOST, join, value_text
@@ -63,14 +63,13 @@ def make_arms(sweep: SweepFile) -> tuple[ArmRecord, ...]:
             expected=f"at most {MOST:,}",
             fix="drop factors, levels or seeds, or let fields change together in `zip`",
         )
-    rules = [_rule(sweep, dimensions, rule, "exclude") for rule in sweep.exclude]
     arms = []
     for levels in itertools.product(*dimensions):
         labels = {field: label for level in levels for field, label in level.labels.items()}
-        if any(all(labels.get(f) == text for f, text in rule.items()) for rule in rules):
-            continue
         changes = {field: value for level in levels for field, value in level.changes.items()}
         arms.append(ArmRecord(join([level.part for level in levels]) or ONLY, labels, changes))
+    excluded = {id(a) for rule in sweep.exclude for a in _matching(sweep, arms, rule, "exclude")}
+    arms = [arm for arm in arms if id(arm) not in excluded]
     if not arms:
         raise ConfigurationError(
             f"`exclude` of sweep {sweep.name} leaves none of its {count} arms.",
@@ -95,9 +94,8 @@ def find_baseline(sweep: SweepFile, arms: tuple[ArmRecord, ...]) -> str:
     if isinstance(wanted, str):
         found, said, near = [n for n in names if n == wanted], repr(wanted), suggest(wanted, names)
     else:
-        rule = _rule(sweep, _dimensions(sweep), wanted, "baseline")
-        found = [a.name for a in arms if all(a.levels.get(f) == t for f, t in rule.items())]
-        said, near = ", ".join(f"{f}: {t}" for f, t in rule.items()), ""
+        found = [a.name for a in _matching(sweep, arms, wanted, "baseline")]
+        said, near = ", ".join(f"{f}: {t}" for f, t in wanted.items()), ""
     if len(found) != 1:
         met = f"{len(found)} arms are ({_some(found)})" if found else "no arm is"
         raise ConfigurationError(
@@ -128,13 +126,11 @@ def _group(
     levels = []
     for position, values in enumerate(zip(*group.values(), strict=True)):
         changes = dict(zip(group, values, strict=True))
+        texts = {field: value_text(value) for field, value in changes.items()}
+        part = "+".join(f"{short[field]}={text}" for field, text in texts.items())
         if labels:
-            label = labels[position]
-            levels.append(_Level(label, dict.fromkeys(group, label), changes))
-        else:
-            texts = {field: value_text(value) for field, value in changes.items()}
-            part = "+".join(f"{short[field]}={text}" for field, text in texts.items())
-            levels.append(_Level(part, texts, changes))
+            part, texts = labels[position], dict.fromkeys(group, labels[position])
+        levels.append(_Level(part, texts, changes))
     return levels
 
 
@@ -145,36 +141,31 @@ def _short_names(sweep: SweepFile) -> dict[str, str]:
     return {f: end if ends[end := f.rpartition(".")[2]] == 1 else f for f in fields}
 
 
-def _rule(
-    sweep: SweepFile, dimensions: list[list[_Level]], rule: Mapping[str, Any], key: str
-) -> dict[str, str]:
-    """A rule of values or labels as one of labels."""
-    known: dict[str, list[tuple[str, Any]]] = {}
-    for levels in dimensions:
-        for level in levels:
-            for field, label in level.labels.items():
-                value = level.changes.get(field, label)
-                known.setdefault(field, []).append((label, value))
-    found = {}
+def _matching(
+    sweep: SweepFile, arms: Sequence[ArmRecord], rule: Mapping[str, Any], key: str
+) -> Sequence[ArmRecord]:
+    """The arms that a rule of values or labels means."""
+    found = arms
     for field, wanted in rule.items():
-        if field not in known:
+        known = {a.levels[field]: a.changes.get(field) for a in arms if field in a.levels}
+        if not known:
+            fields = dict.fromkeys(f for a in arms for f in a.levels)
             raise ConfigurationError(
                 f"`{key}` of sweep {sweep.name} names `{field}`, which it does not vary."
-                f"{suggest(field, known)}",
-                expected=f"some of: {', '.join(known)}",
+                f"{suggest(field, fields)}",
+                expected=f"some of: {', '.join(fields)}",
                 fix="correct the field, or vary it",
             )
         text = value_text(wanted)
-        hits = [label for label, value in known[field] if label == text or _same(value, wanted)]
+        hits = [label for label, value in known.items() if label == text or _same(value, wanted)]
         if not hits:
-            labels = list(dict.fromkeys(label for label, _ in known[field]))
             raise ConfigurationError(
                 f"`{key}` of sweep {sweep.name} names {wanted!r} for `{field}`, which is none of "
-                f"its levels.{suggest(text, labels)}",
-                expected=f"one of: {_some(labels)}",
+                f"its levels.{suggest(text, known)}",
+                expected=f"one of: {_some([*known])}",
                 fix="correct the level",
             )
-        found[field] = hits[0]
+        found = [a for a in found if a.levels.get(field) == hits[0]]
     return found
 
 
@@ -229,7 +220,7 @@ def plan_sweep(
     check_fields(sweep, base)
     arms = make_arms(sweep)
     baseline = find_baseline(sweep, arms)
-    planner = Planner(sweep, base, sources, follow)
+    planner = _Planner(sweep, base, sources, follow)
     by_arm = {arm.name: [planner.plan(arm, seed) for seed in sweep.seeds] for arm in arms}
     trials = tuple(
         Trial(arm.name, seed, planner.texts(arm, seed), by_arm[arm.name][position])
@@ -240,14 +231,14 @@ def plan_sweep(
     return replace(plan, warnings=check_trials(plan, by_arm, planner.plan_as))
 
 
-class Planner:
+class _Planner:
     """Makes plans that share what they have in common."""
 
     def __init__(
         self, sweep: SweepFile, base: RecipeConfig, sources: Sources, follow: Follow | None
     ) -> None:
         self.sweep, self.base, self.follow = sweep, base, follow
-        self.sources, self.memo = sources, PlanMemo()
+        self.sources, self.memo = sources, dict[Hashable, PlannedStage]()
         self._sections: dict[tuple[Any, ...], Any] = {}
         self._texts: dict[tuple[str, str], str] = {}
         self._arm: tuple[ArmRecord | None, RecipeConfig, Mapping[str, str]] = (None, base, {})

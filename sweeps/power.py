@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from refiner_core.contract.planned import PlannedStage
 from refiner_core.evaluation.metrics import is_number
 from refiner_core.evaluation.power import (
     Components,
@@ -21,6 +20,7 @@ from refiner_core.evaluation.power import (
     likely_components,
     power_of,
 )
+from sweeps.forecast import amount
 from sweeps.values import SweepPlan
 
 POWER, ALPHA = 0.8, 0.05
@@ -116,15 +116,10 @@ def aim_of(plan: SweepPlan) -> Aim:
     synthetic = any(s.sources.get("data.rl", "").startswith("synthetic:") for s in stages)
     usual = "oracle" if synthetic else "rubric_score"
     metric = question.metric or ("pass@1" if plan.config.environment.name else usual)
-    chosen = evaluation_of(plan, model, question.protocol)
+    chosen = plan.trials[0].plan.evaluation(model, question.protocol)
     decodings = tuple(chosen.identity.get("evaluate.decoding") or ()) if chosen else ()
     default = "sampled" if "sampled" in decodings or not decodings else decodings[0]
     return Aim(model, metric, question.decoding or default, question.protocol)
-
-
-def evaluation_of(plan: SweepPlan, model: str, protocol: str) -> PlannedStage | None:
-    """The evaluation of a model in the first trial, under a protocol's name or the recipe's own."""
-    return plan.trials[0].plan.evaluation(model, protocol)
 
 
 def assumed(metric: str) -> Evidence:
@@ -211,7 +206,7 @@ def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
 
 def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
     aim, texts = found.aim, []
-    if evaluation_of(plan, aim.model, aim.protocol) is None:
+    if plan.trials[0].plan.evaluation(aim.model, aim.protocol) is None:
         where = f" under protocol {aim.protocol}" if aim.protocol else ""
         return [
             f"No stage evaluates {aim.model or 'any model'}{where}: the sweep's question stays "
@@ -229,11 +224,6 @@ def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
         )
     elif found.seeds == 2:
         texts.append("Two seeds: 95 % intervals cover as little as 91 %; at least 3 seeds")
-    if found.arms > 5 and found.effect is not None and found.effect_alone is not None:
-        texts.append(
-            f"{found.arms} arms are compared with the baseline at once: the smallest effect grows "
-            f"from {_digits(found.effect_alone)} to {_digits(found.effect)}"
-        )
     texts += _at_the_edge(found)
     texts += _too_small(found)
     return texts
@@ -257,15 +247,11 @@ def _too_small(found: Detectable) -> list[str]:
     if found.wanted is None or power is None or found.effect is None or power >= POWER:
         return []
     text = (
-        f"The smallest effect that matters ({_digits(found.wanted)}) is less than what this sweep "
-        f"can see ({_digits(found.effect)}): it would be found in {100 * power:.0f} of 100 such "
+        f"The smallest effect that matters ({amount(found.wanted)}) is less than what this sweep "
+        f"can see ({amount(found.effect)}): it would be found in {100 * power:.0f} of 100 such "
         "sweeps"
     )
     ways = [f"{number} {what}" for what, number in (found.would_do or {}).items() if number]
     if ways:
         return [f"{text}; {' or '.join(ways)} would do"]
     return [f"{text}; neither {_MOST_SEEDS} seeds nor {_MOST_TIMES} times the prompts would do"]
-
-
-def _digits(value: float) -> str:
-    return f"{value:.3f}" if value < 1 else f"{value:.3g}"

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as section
 
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.marks import STRICT
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import ArmRecord
 
+#: A whole number stays one: what was recorded before is the same sweep.
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Annotated[int, Field(ge=0)]
 
-@dataclass(frozen=True)
+
+@section(frozen=True, config=STRICT)
 class Limits:
     """Limits of a sweep; None is no limit.
 
@@ -32,13 +39,13 @@ class Limits:
         Calls of a judge, training and evaluations together.
     """
 
-    concurrency: int | None = None
-    gpu_hours: float | None = None
-    disk_gb: float | None = None
-    judge_calls: int | None = None
+    concurrency: Annotated[int, Field(ge=1)] | None = None
+    gpu_hours: _Amount | None = None
+    disk_gb: _Amount | None = None
+    judge_calls: Annotated[int, Field(ge=0)] | None = None
 
 
-@dataclass(frozen=True)
+@section(frozen=True, config=STRICT)
 class Question:
     """Question that the sweep is to answer: which number decides, and how small a change matters.
 
@@ -61,7 +68,9 @@ class Question:
     decoding: str = ""
     protocol: str = ""
     model: str = ""
-    smallest_effect: float | None = None
+    smallest_effect: (
+        Annotated[float, Field(gt=0, allow_inf_nan=False)] | Annotated[int, Field(gt=0)] | None
+    ) = None
 
 
 @dataclass(frozen=True)
@@ -106,8 +115,8 @@ class SweepFile:
     exclude: tuple[Mapping[str, Any], ...] = ()
     baseline: str | Mapping[str, Any] = ""
     seeds: tuple[int, ...] = (1, 2, 3)
-    limits: Limits = Limits()
-    question: Question = Question()
+    limits: Limits = field(default_factory=Limits)
+    question: Question = field(default_factory=Question)
     text: str = ""
     origin: str = ""
 

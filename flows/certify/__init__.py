@@ -7,13 +7,11 @@ In: a recipe (or none), and how much time there is. Out: a
 
     node.certify ── a process per part, each with a deadline ──> part.main
                         numerics   kernels, bf16 against fp32, sampling     (one device)
-                        ranks      plain against ZeRO, collectives          (torchrun: rank.main)
-                        speed      SFT, GRPO update, sampling, memory, save (one device)
+                        ranks      plain against ZeRO, all_reduce           (rank.measure_as)
+                        speed      SFT, GRPO update, memory                 (one device)
                         servers    vLLM: every way of weight transfer
-                        faults     a planted NaN and out-of-memory; kill -9 and resume
-                        hang       a planted hang
+                        faults     kill -9 and resume
 
 A part says what it has found check by check, so that one that hangs or takes the GPU down loses
-nothing of what was found before it, and none of the parts behind it. On a CPU the faults, which
-mostly wait, go beside the parts that time nothing.
+nothing of what was found before it, and none of the parts behind it.
 """

@@ -1,4 +1,4 @@
-"""Checks of one device: numerics, speed, memory, a save.
+"""Checks of one device: numerics, speed, memory.
 
 In: an order. Out: checks, each as soon as it is made.
 
@@ -9,7 +9,7 @@ what eager attention over such rows is off in bfloat16. The same holds for gradi
 backward pass is wrong trains, and wrongly. Responses are the model's own samples, since what is
 trained on is likely under the policy.
 
-Speed: SFT, the GRPO update, sampling, a save, with tokens per second and MFU. The model has the
+Speed: SFT and the GRPO update, with tokens per second and MFU. The model has the
 order's shape and random weights; rows fill packs of 8,192 tokens on a GPU, and small ones on a CPU.
 MFU is model floating-point operations over seconds x the peak of the device: 6 x parameters per
 token (the output head's at targets only) and 12 x layers x width x mean context for attention;
@@ -22,12 +22,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,6 @@ import torch
 from transformers.utils import is_flash_attn_2_available
 
 from flows.certify.work import (
-    ON_CPU,
     SHAPES,
     STEPS,
     Load,
@@ -63,8 +60,7 @@ from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.training.batches import Sample, collate, pack_samples, to_device
 from refiner_core.training.engines.plain import open_engine
-from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.model.loading import Loaded, load_for_training, model_tensors
+from refiner_core.training.model.loading import Loaded, load_for_training
 from refiner_core.training.model.logprobs import token_scores
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.sft import train_sft
@@ -211,8 +207,8 @@ def score_rows(loaded: Loaded, samples: Sequence[Sample]) -> _Scored:
 
 
 def _load(order: Order, kernel: str, dtype: str) -> Loaded:
-    config = replace(recipe(order, attention=kernel).model, dtype=dtype)  # type: ignore[arg-type]
-    config = replace(config, gradient_checkpointing=False)
+    fields = {"attn_implementation": kernel, "dtype": dtype, "gradient_checkpointing": False}
+    config = recipe(order, model=fields).model
     if kernel == "eager":  # the yardstick is loaded as plainly as can be
         model = load_model(MODEL, config).to(order.device)
         return Loaded(model, load_tokenizer(MODEL, config), share_prompts=False, balance=None)
@@ -248,14 +244,10 @@ def speed_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
     model = random_model(order, folder / "model")
     peak, of = peak_flops(order)
     yield _sft(order, load, model, folder, peak, of)
-    _free_memory(order)
-    config = _grpo_recipe(order, load)
-    engine = open_engine(config, "grpo", str(model))
-    yield _grpo(order, config, load, engine, peak, of)
-    yield _sampling(order, load, engine)
-    del engine
-    _free_memory(order)
-    yield _save(order, folder)
+    gc.collect()
+    if order.gpus:  # what the first training has left
+        torch.cuda.empty_cache()
+    yield _grpo(order, load, model, peak, of)
 
 
 # ---------------------------------------------------------------- floating-point operations
@@ -364,19 +356,6 @@ def _memory(config: RecipeConfig, order: Order, row: dict[str, Any]) -> dict[str
 # ---------------------------------------------------------------- GRPO
 
 
-def _grpo_recipe(order: Order, load: Load) -> RecipeConfig:
-    config = recipe(order)
-    grpo = replace(
-        config.grpo,
-        pack_length=load.pack,
-        num_unique_prompts_rollout=load.prompts,
-        num_samples_per_prompt_rollout=load.samples,
-        response_length=load.response,
-        max_token_length=load.prompt + load.response,
-    )
-    return replace(config, grpo=grpo)
-
-
 def _rollouts(load: Load) -> list[TrainSample]:
     rng = np.random.default_rng(1)
 
@@ -391,9 +370,16 @@ def _rollouts(load: Load) -> list[TrainSample]:
     ]
 
 
-def _grpo(
-    order: Order, config: RecipeConfig, load: Load, engine: Engine, peak: float, of: str
-) -> CertifiedCheck:
+def _grpo(order: Order, load: Load, model: Path, peak: float, of: str) -> CertifiedCheck:
+    sizes = {
+        "pack_length": load.pack,
+        "num_unique_prompts_rollout": load.prompts,
+        "num_samples_per_prompt_rollout": load.samples,
+        "response_length": load.response,
+        "max_token_length": load.prompt + load.response,
+    }
+    config = recipe(order, grpo=sizes)
+    engine = open_engine(config, "grpo", str(model))
     samples, update = _rollouts(load), GrpoUpdate(engine, None, config.grpo, 0)
     found: list[dict[str, float]] = []
 
@@ -401,133 +387,15 @@ def _grpo(
         found.append(update.run(samples, step=len(found) + 1, factor=1.0))
 
     seconds = statistics.median([timed(order, act) for _ in range(STEPS + 1)][1:])
-    split = time_split(order, act)
     length = load.prompt + load.response
     flops = model_flops(order.model, [(length, load.response)] * len(samples))
     per_s = len(samples) * length / seconds
     mfu = flops / seconds / peak
-    most = max(split, key=lambda part: split[part])
     return check(
         *("GRPO update", all(np.isfinite(one["loss/total_avg"]) for one in found)),
-        f"{per_s:,.0f} tokens/s, MFU {mfu:.1%} of {of}; {split[most]:.0%} of the time is {most}",
+        f"{per_s:,.0f} tokens/s, MFU {mfu:.1%} of {of}",
         tokens_per_s=per_s,
         mfu=mfu,
         parameters=shape_of(order.model).parameters,
         seconds=seconds,
-        time_split=split,
-    )
-
-
-_KINDS = {
-    "attention": ("flash", "attention", "fmha", "flex"),
-    "matrix products": ("gemm", "mm", "matmul", "linear", "cutlass", "cublas", "nvjet"),
-    "optimizer": ("adam", "foreach", "multi_tensor", "lerp", "addcdiv", "addcmul"),
-}
-
-
-def time_split(order: Order, act: Callable[[], None]) -> dict[str, float]:
-    """Shares of one call's time, by what the device does: attention, matrix products, optimiser,
-    the rest (norms, activations, softmax, copies), and on a GPU how long it waits for the host."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if order.gpus else [])]
-    with profile(activities=activities) as profiler:
-        wall = timed(order, act)
-    spent = dict.fromkeys((*_KINDS, "other"), 0.0)
-    for event in profiler.key_averages():
-        on_device = str(getattr(event, "device_type", "")).endswith("CUDA")
-        if order.gpus != 0 and not on_device:
-            continue
-        name = event.key.lower()
-        kind = next((k for k, words in _KINDS.items() if any(w in name for w in words)), "other")
-        own_us = event.self_device_time_total if order.gpus else event.self_cpu_time_total
-        spent[kind] += own_us / 1e6
-    busy = sum(spent.values())
-    if order.gpus:
-        spent["waiting for the host"] = max(0.0, wall - busy)
-    whole = sum(spent.values()) or 1.0
-    return {kind: seconds / whole for kind, seconds in spent.items()}
-
-
-# ---------------------------------------------------------------- sampling and saving
-
-
-def _sampling(order: Order, load: Load, engine: Engine) -> CertifiedCheck:
-    generator = TransformersGenerator(engine.model, engine.tokenizer, batch_size=64)
-    prompts = [sample.prompt_ids for sample in _rollouts(load)]
-    requests = [
-        GenerationRequest(prompt, derive_seed(0, "certify", i)) for i, prompt in enumerate(prompts)
-    ]
-    params = SamplingParams(max_new_tokens=min(128, load.response))
-    found: list[int] = []
-
-    def act() -> None:
-        found.append(sum(len(done.token_ids) for done in generator.generate(requests, params)))
-
-    seconds = [timed(order, act) for _ in range(2)][-1]
-    per_s = found[-1] / seconds
-    return check(
-        *("sampling by transformers", found[-1] > 0),
-        f"{per_s:,.0f} tokens/s of {len(requests)} samples at once",
-        tokens_per_s=per_s,
-        parameters=shape_of(order.model).parameters,
-    )
-
-
-def _free_memory(order: Order) -> None:
-    """Give back what a training has left."""
-    gc.collect()
-    if order.gpus:
-        torch.cuda.empty_cache()
-
-
-def _save(order: Order, folder: Path) -> CertifiedCheck:
-    """A checkpoint by the engine, read back bitwise; how long training stands still for one, and
-    what torch.save takes of the same weights and moments. The model is no larger than 0.6B, and
-    tiny where that has no room on the disk."""
-    small = replace(order, model="tiny")
-    if order.model != "tiny":
-        larger = replace(order, model="0.6B")
-        if shutil.disk_usage(folder).free > 100 * shape_of(larger.model).parameters:
-            small = larger
-    load = ON_CPU
-    config = _grpo_recipe(small, load)
-    model = random_model(small, folder / f"model-{small.model}")
-    engine = open_engine(config, "grpo", str(model))
-    GrpoUpdate(engine, None, config.grpo, 0).run(_rollouts(load), step=1, factor=1.0)
-    place, plain = folder / "saved", folder / "plain.pt"
-    place.mkdir()
-    engine.snapshot({})  # the first one also gets its memory
-    snapshots: list[Any] = []
-    stall = timed(order, lambda: snapshots.append(engine.snapshot({"step": 1})))
-    write = timed(order, lambda: snapshots[0].write(place))
-    size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
-    before = {n: t.detach().clone() for n, t in model_tensors(engine.model).items()}
-    state = {"model": before, "optimizer": engine.updater.state_dict()}  # type: ignore[attr-defined]
-
-    def rival() -> None:
-        with plain.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    rival_s = timed(order, rival)
-    plain.unlink()
-    with torch.no_grad():
-        for tensor in model_tensors(engine.model).values():
-            tensor.zero_()
-    engine.restore(place)
-    same = all(
-        torch.equal(before[name], tensor) for name, tensor in model_tensors(engine.model).items()
-    )
-    shutil.rmtree(place)
-    return check(
-        *("save and restore", same),
-        f"{small.model}, {size / _GIB:.2f} GiB: training stands still for {stall:.2g} s "
-        f"(torch.save: {rival_s:.2g} s), {write:.2g} s beside it; read back "
-        + ("bitwise" if same else "DIFFERENT"),
-        bytes=size,
-        stall_s=stall,
-        write_s=write,
-        torch_save_s=rival_s,
     )

@@ -9,19 +9,18 @@ line that it printed.
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from flows.certify.part import ORDER, PARTS, read_checks
+from flows.certify.part import MADE, ORDER, PARTS
 from flows.certify.work import SHAPES, Order, absent, check, load_of, sft_recipe, shape_of
 from infra.doctor.check import ask, last_json
 from infra.foreign.process import TrainerProcess
@@ -151,6 +150,7 @@ def certify_node(
             fix="see `refiner certify --help`",
         )
     began, checks = time.monotonic(), list[CertifiedCheck]()
+    deadline = began + time_limit_s
     workspace = Workspace.open(config.workspace, config.data_root)
     found = probe()
     found["disk"] = shutil.disk_usage(workspace.root).free
@@ -161,26 +161,9 @@ def certify_node(
         checks.append(one)
         tell(one)
 
-    stop = threading.Event()
-
-    def run(name: str) -> None:
-        if name in (only or PARTS):
-            run_part(name, order, scratch / name, began + time_limit_s, made, stop)
-
     try:
-        with ThreadPoolExecutor(2) as beside:
-            try:
-                # Faults mostly wait; only where they take no GPU's memory, and nothing is timed.
-                waiting = [] if order.gpus else [beside.submit(run, n) for n in ("hang", "faults")]
-                for name in ("numerics", "ranks", "servers"):
-                    run(name)
-                for part in waiting:
-                    part.result()
-                for name in ("speed",) if waiting else ("speed", "faults", "hang"):
-                    run(name)
-            except BaseException:
-                stop.set()  # before the parts beside it are waited for
-                raise
+        for name in (part for part in PARTS if part in (only or PARTS)):
+            run_part(name, order, scratch / name, deadline, made)
     finally:
         _kill_workers(scratch)
         atomic.remove_tree(scratch)
@@ -218,28 +201,26 @@ def run_part(
     folder: Path,
     deadline: float,
     tell: Callable[[CertifiedCheck], None],
-    stop: threading.Event,
 ) -> None:
-    """One part in a process of its own, until ``deadline`` (of ``time.monotonic``) or ``stop``."""
-    if time.monotonic() >= deadline or stop.is_set():
+    """One part in a process of its own, until ``deadline`` (of ``time.monotonic``)."""
+    if time.monotonic() >= deadline:
         tell(absent(name, "no time was left (--time-limit)"))
         return
     folder.mkdir(parents=True)
     order.write(folder / ORDER)
     command = f'exec "{sys.executable}" -P -m flows.certify.part {name} "{folder}"'
-    told, last, settings = 0, "", environment()
+    last, settings = "", environment()
     settings.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of ranks slow each other
     settings["HF_HUB_OFFLINE"] = "1"
     with TrainerProcess(command, settings, Path.cwd()) as process:
         code = None
-        while code is None and time.monotonic() < deadline and not stop.is_set():
+        while code is None and time.monotonic() < deadline:
             code = process.code
-            for line in process.lines(_POLL_S):
-                last = line.text.strip() or last
-            fresh = read_checks(folder)[told:]
-            told += len(fresh)
-            for one in fresh:
-                tell(CertifiedCheck(**one))
+            for line in process.lines(_POLL_S) if code is None else process.last_lines():
+                if line.text.startswith(MADE):
+                    tell(CertifiedCheck(**json.loads(line.text.removeprefix(MADE))))
+                else:
+                    last = line.text.strip() or last
     if code is None:
         tell(check(name, False, f"it came to no end in its time; its last line: {last[:200]}"))
     elif code:

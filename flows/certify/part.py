@@ -1,7 +1,7 @@
 """One part of a certification: ``python -m flows.certify.part NAME FOLDER``.
 
-In: ``FOLDER/order.json``. Out: a line of JSON in ``FOLDER/checks.jsonl`` per check, as soon as it
-is made; what the part prints is its log.
+In: ``FOLDER/order.json``. Out: a line that begins with :data:`MADE` for each check, as soon as it
+is made; whatever else the part prints is its log.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from flows.certify.work import Order
 
-CHECKS, ORDER = "checks.jsonl", "order.json"
+ORDER, MADE = "order.json", "certified-check "
 #: Part -> the module and function that make its checks, imported there: torch takes seconds.
 _MADE_BY = {
     "numerics": ("device", "numeric_checks"),
@@ -23,30 +22,18 @@ _MADE_BY = {
     "speed": ("device", "speed_checks"),
     "servers": ("processes", "server_checks"),
     "faults": ("processes", "fault_checks"),
-    "hang": ("processes", "hang_checks"),
 }
 PARTS = tuple(_MADE_BY)
 
 
-def main(arguments: list[str]) -> int:
+def main(name: str, folder: Path) -> None:
     """Make the checks of one part."""
-    name, folder = arguments[0], Path(arguments[1])
-    order = Order.read(folder / ORDER)
-    with (folder / CHECKS).open("a") as file:
-        module, function = _MADE_BY[name]
-        checks = getattr(importlib.import_module(f"flows.certify.{module}"), function)
-        for found in checks(order, folder):
-            file.write(json.dumps(asdict(found)) + "\n")
-            file.flush()
-    return 0
-
-
-def read_checks(folder: Path) -> list[dict[str, Any]]:
-    """Checks that a part has made so far; a line that is still being written is left out."""
-    path = folder / CHECKS
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    module, function = _MADE_BY[name]
+    checks = getattr(importlib.import_module(f"flows.certify.{module}"), function)
+    for found in checks(Order.read(folder / ORDER), folder):
+        sys.stdout.write(f"\n{MADE}{json.dumps(asdict(found))}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,7 +1,7 @@
-"""Program of each rank of a certification: ``python -m flows.certify.rank``, under torchrun.
+"""Program of each rank of a certification: ``python -m flows.certify.rank``.
 
-In: the order of the part, and torchrun's settings. Out: over the bridge of rank 0, per engine the
-losses and gradient norms of a short SFT, and what collectives gave and took.
+In: the order of the part, and the agent's settings. Out: over the bridge of rank 0, per engine the
+losses and gradient norms of a short SFT, and what a sum over all ranks gave and took.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from flows.certify.work import Order, metrics_of, open_io, recipe
 from flows.ranks.rank import run_rank
 from infra.ranks.bridge import RemoteIO
 from infra.ranks.protocol import ORDER
-from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.ranks import Ranks, open_ranks
 
@@ -39,18 +36,15 @@ def measure_as(rank: int) -> None:
         io.finish(report)
 
 
-def short_sft(config: RecipeConfig) -> RecipeConfig:
-    """Four steps of four packs."""
-    sft = replace(
-        config.sft,
-        learning_rate=1e-4,
-        pack_length=160,
-        gradient_accumulation_steps=4,
-        max_train_steps=4,
-        num_train_epochs=100.0,
-        async_save=False,
-    )
-    return replace(config, sft=sft)
+#: Four steps of four packs.
+SHORT_SFT: dict[str, Any] = {
+    "learning_rate": 1e-4,
+    "pack_length": 160,
+    "gradient_accumulation_steps": 4,
+    "max_train_steps": 4,
+    "num_train_epochs": 100.0,
+    "async_save": False,
+}
 
 
 def train(order: Order, folder: Path, ranks: Ranks, zero: int, attempt: str) -> dict[str, Any]:
@@ -58,7 +52,7 @@ def train(order: Order, folder: Path, ranks: Ranks, zero: int, attempt: str) -> 
     from refiner_core.training.sft import train_sft
 
     place = folder / attempt
-    config = short_sft(recipe(order, ranks=ranks.world, zero=zero))
+    config = recipe(order, ranks=ranks.world, zero=zero, sft=SHORT_SFT)
     train_sft(
         config,
         data_dir=folder / "rows",
@@ -82,57 +76,27 @@ def _measured(order: Order, folder: Path, ranks: Ranks) -> dict[str, Any]:
         except UnsupportedError as error:  # no DeepSpeed: the same on every rank
             found["missing"][str(zero)] = error.what
     if ranks.world > 1:
-        found["collectives"] = _collectives(order, ranks)
+        found["all_reduce"] = _all_reduce(order, ranks)
     return found
 
 
-def _collectives(order: Order, ranks: Ranks) -> dict[str, Any]:
-    """Bus bandwidth (as NCCL's tests count it) and whether the result is what it must be."""
+def _all_reduce(order: Order, ranks: Ranks) -> tuple[float, int]:
+    """Bus bandwidth in GB/s, as NCCL's tests count it, and on how many ranks a sum was wrong."""
     import torch
     import torch.distributed as dist
 
     world, size = ranks.world, _ELEMENTS[order.gpus > 0]
     device = torch.device("cuda", torch.cuda.current_device()) if order.gpus else "cpu"
     mine = torch.full((size,), float(ranks.rank + 1), device=device)
-    shared = torch.empty(world * size, device=device)
-    total = world * (world + 1) / 2
-    spread = torch.arange(1.0, world + 1, device=device).repeat_interleave(size)
-
-    def reduce() -> bool:
-        value = mine.clone()
+    right, seconds = [], []
+    for _ in range(_ROUNDS + 1):
+        value, began = mine.clone(), time.perf_counter()
         dist.all_reduce(value)
-        return bool((value == total).all())
-
-    def gather() -> bool:
-        dist.all_gather_into_tensor(shared, mine)
-        return bool((shared == spread).all())
-
-    def scatter() -> bool:
-        value = torch.empty_like(mine)
-        dist.reduce_scatter_tensor(value, mine.repeat(world))
-        return bool((value == total).all())
-
-    found: dict[str, Any] = {}
-    parts: dict[str, tuple[Callable[[], bool], float]] = {
-        "all_reduce": (reduce, 2 * (world - 1) / world * size),
-        "all_gather": (gather, (world - 1) * size),
-        "reduce_scatter": (scatter, (world - 1) * size),
-    }
-    for name, (act, elements) in parts.items():
-        try:
-            right = [act()]  # the first one connects
-            seconds = []
-            for _ in range(_ROUNDS):
-                began = time.perf_counter()
-                right.append(act())
-                seconds.append(time.perf_counter() - began)
-        except (RuntimeError, NotImplementedError) as error:  # gloo of older versions has not all
-            found[name] = {"missing": f"{error}".splitlines()[0]}
-            continue
-        wrong = ranks.add([float(not all(right))])[0]
-        rate = 4 * elements / statistics.median(seconds) / 1e9
-        found[name] = {"gb_per_s": rate, "wrong_ranks": int(wrong)}
-    return found
+        right.append(bool((value == world * (world + 1) / 2).all()))
+        seconds.append(time.perf_counter() - began)
+    wrong = ranks.add([float(not all(right))])[0]
+    moved = 4 * 2 * (world - 1) / world * size
+    return moved / statistics.median(seconds[1:]) / 1e9, int(wrong)  # the first one connects
 
 
 if __name__ == "__main__":

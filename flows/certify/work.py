@@ -7,7 +7,8 @@ IO of an attempt, as a training stage has them. Nothing is fetched.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from infra.attempt.stage_io import AttemptIO
 from infra.store.checkpoints import CheckpointStore
 from infra.store.layout import StagePaths
 from infra.store.traces import read_metrics
-from refiner_core.contract.config import GrpoConfig, ModelConfig, RecipeConfig, SftConfig
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.placement import ModelShape
 from refiner_core.contract.proofs import CertifiedCheck, CheckVerdict
 from refiner_core.contract.records import from_json
-from refiner_core.contract.sections.steering import Resources
 from refiner_core.contract.types import DemonstrationRow
 from refiner_core.data.prepared import write_demonstrations
 
@@ -176,25 +177,23 @@ def write_rows(folder: Path, lengths: list[int], *, seed: int = 0) -> Path:
     return folder
 
 
-def recipe(order: Order, *, attention: str = "sdpa", ranks: int = 1, zero: int = 0) -> RecipeConfig:
-    """A recipe that trains on the order's device, and saves nothing on its way."""
-    shared: dict[str, Any] = {
-        "resources": Resources(gpus=ranks if order.gpus else 0),
+def recipe(
+    order: Order, *, ranks: int = 1, zero: int = 0, **sections: Mapping[str, Any]
+) -> RecipeConfig:
+    """A recipe that trains on the order's device, and saves nothing on its way; ``sections`` hold
+    fields that it has besides."""
+    trained: dict[str, Any] = {
+        "resources.gpus": ranks if order.gpus else 0,
         "nproc_per_node": ranks,
         "deepspeed_stage": zero or None,
         "save_freq": 10**6,
     }
-    return replace(
-        RecipeConfig(seed=0),
-        stages=("sft",),
-        model=ModelConfig(
-            dtype=order.dtype,  # type: ignore[arg-type]
-            attn_implementation=attention,  # type: ignore[arg-type]
-            gradient_checkpointing=order.checkpointing,
-        ),
-        sft=SftConfig(**shared),
-        grpo=GrpoConfig(**shared, beta=0.0),
-    )
+    model = {"dtype": order.dtype, "gradient_checkpointing": order.checkpointing}
+    changes: dict[str, Any] = {"stages": ["sft"]}
+    default = {"model": model, "sft": trained, "grpo": {**trained, "beta": 0.0}}
+    for section, fields in (*default.items(), *sections.items()):
+        changes |= {f"{section}.{name}": value for name, value in fields.items()}
+    return replace_fields(RecipeConfig(), changes)
 
 
 @dataclass(frozen=True)
@@ -220,16 +219,10 @@ def load_of(order: Order) -> Load:
 
 
 def sft_recipe(order: Order, load: Load) -> RecipeConfig:
-    """The SFT that speed and memory are measured with; it is ended by :class:`MeasuringIO`."""
-    config = recipe(order)
-    sft = replace(
-        config.sft,
-        pack_length=load.pack,
-        gradient_accumulation_steps=load.packs,
-        max_train_steps=10 * STEPS,
-        num_train_epochs=1000.0,
-    )
-    return replace(config, sft=sft)
+    """The SFT that speed and memory are measured with, and that whoever measures ends."""
+    steps = {"max_train_steps": 10 * STEPS, "num_train_epochs": 1000.0}
+    packs = {"pack_length": load.pack, "gradient_accumulation_steps": load.packs}
+    return recipe(order, sft={**steps, **packs})
 
 
 def open_io(folder: Path, kind: type[AttemptIO] = AttemptIO) -> AttemptIO:

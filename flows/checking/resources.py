@@ -14,7 +14,7 @@ from flows.checking.models import model_files
 from infra.disk.forecast import ModelSize, model_size
 from infra.disk.keeper import gib
 from infra.store.workspace import Workspace
-from refiner_core.contract.checks.training import sampling_notes, training_notes
+from refiner_core.contract.checks.training import training_notes
 from refiner_core.contract.config import RecipeConfig, RolloutServerConfig, ServeConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.placement import (
@@ -55,7 +55,7 @@ def memory_json(plan: Plan) -> list[dict[str, Any]]:
 def planning_notes(plan: Plan) -> list[str]:
     """Notes on how a plan trains, before it runs; nothing of it is refused."""
     config = plan.config
-    notes = [*training_notes(config), *sampling_notes(config)]
+    notes = training_notes(config)
     if config.environment.name:
         from refiner_core.environments.registry import environment_notes
 

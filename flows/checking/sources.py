@@ -20,7 +20,7 @@ from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
 from refiner_core.contract.planned import HUB_DIGEST
 from refiner_core.contract.protocols import configs_under, refused_under, under
-from refiner_core.contract.sections.environment import check_domains, check_kinds
+from refiner_core.contract.sections.environment import check_settings
 from refiner_core.contract.services import engine_of, serves
 from refiner_core.data.sources import source_digest
 from refiner_core.generation.load import resolve_ref
@@ -49,8 +49,7 @@ def _check_shaping(config: RecipeConfig) -> None:
     if known is None:
         return
     domains, kinds = known
-    check_domains(config.environment.shaping, domains)
-    check_kinds(config.environment.shaping, kinds, domains)
+    check_settings(config.environment.shaping, domains, kinds)
 
 
 def _known_names(name: str) -> tuple[Collection[str], Collection[str]] | None:

@@ -1,12 +1,14 @@
-"""Former names of commands: they do what they did, and say on standard error what they are now."""
+"""Former names of commands, and a former option: they say on standard error what to do now."""
 
 from __future__ import annotations
 
 import copy
-from typing import cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import click
 
+F = TypeVar("F", bound=Callable[..., Any])
 #: Former command of `refiner` -> what it is now.
 FORMER = {"recipes": "list recipes", "profiles": "list profiles"}
 
@@ -30,3 +32,13 @@ def former_listing(kind: str, name: str) -> click.Command:
         context.invoke(now, kind=kind, as_json=as_json)
 
     return listed
+
+
+def former_flag(name: str, instead: str) -> Callable[[F], F]:
+    """A flag that does nothing any more, and says what to do instead."""
+
+    def warn(context: click.Context, option: click.Parameter, given: bool) -> None:
+        if given:
+            click.echo(f"warning: {name} does nothing any more. {instead}", err=True)
+
+    return click.option(name, is_flag=True, hidden=True, expose_value=False, callback=warn)

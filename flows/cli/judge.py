@@ -302,7 +302,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
         lambda: ["", *document_lines(document)],
     )
     if not as_json:
-        for line in next_lines(document, folder, words, planned.runs[0].overrides):
+        for line in next_lines(document, folder, words):
             say(line)
 
 

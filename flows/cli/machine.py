@@ -133,7 +133,7 @@ _VERDICT_COLOURS = {"pass": "green", "fail": "red", "absent": "yellow"}
     multiple=True,
     metavar="PART",
     help="only this part (repeatable; nothing is recorded then): numerics, ranks, speed, servers, "
-    "faults, hang",
+    "faults",
 )
 @click.option(
     "--time-limit",
@@ -154,8 +154,8 @@ def certify_command(
 ) -> int:
     """Try on this node what training relies on, and record a certificate in the workspace.
 
-    Attention kernels, bfloat16, ranks and ZeRO, collectives, speed and memory, saves, vLLM where an
-    environment is given, and planted faults; on all GPUs that torch sees, or on the CPU. Run it on
+    Attention kernels, bfloat16, ranks and ZeRO, all_reduce, speed and memory, vLLM where an
+    environment is given, and a kill -9; on all GPUs that torch sees, or on the CPU. Run it on
     a compute node, e.g. `srun --gpus-per-node=1 refiner certify workspace=DIR`. RECIPE gives the
     workspace, the type of weights and the environment of vLLM; KEY=VALUE words do, too.
 

@@ -315,10 +315,10 @@ def sweep_command(
     Exit codes: 0 when every trial is done, 1 when one has failed, 6 when some were stopped or are
     held by a limit, 5 or 7 when a full disk or a judge stands in the way; the same command goes on.
     """
-    from flows.sweeping.evidence import rescore_share
+    from flows.running.status import is_finished
+    from flows.sweeping.evidence import rescore_share, share_lines
     from flows.sweeping.launching import (
         begin_sweep,
-        is_finished,
         work_on_sweep,
         workspace_of,
     )
@@ -337,11 +337,11 @@ def sweep_command(
         share = rescore_share(plan, rescore) if rescore is not None else None
         show(
             as_json,
-            lambda: sweep_json(plan) | ({} if share is None else {"rescore": share.json()}),
-            lambda: [*show_sweep_plan(plan), *(() if share is None else share.lines())],
+            lambda: sweep_json(plan) | ({} if share is None else {"rescore": share}),
+            lambda: [*show_sweep_plan(plan), *(() if share is None else share_lines(share))],
         )
         return 0
-    finished = is_finished(plan, workspace_of(plan))
+    finished = is_finished(workspace_of(plan), plan.stages())
     look = None if finished else _looked_at(plan, rescore, shown=not (launch.quiet and yes))
     if not finished and not yes:
         why = "Nothing was launched: this is no terminal, so nobody can be asked."
@@ -356,7 +356,7 @@ def sweep_command(
 
 def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLook:
     """Forecast of a sweep, before anybody is asked; refuses what cannot be."""
-    from flows.sweeping.evidence import rescore_share
+    from flows.sweeping.evidence import rescore_share, share_lines
     from flows.sweeping.launching import check_launch
     from flows.sweeping.planning import forecast_sweep, show_sweep_plan
     from sweeps.forecast import refuse_what_cannot_fit
@@ -365,7 +365,7 @@ def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLoo
     look = forecast_sweep(plan)
     if shown:
         share = rescore_share(plan, rescore) if rescore is not None else None
-        for line in [*show_sweep_plan(plan, look), *(() if share is None else share.lines())]:
+        for line in [*show_sweep_plan(plan, look), *(() if share is None else share_lines(share))]:
             say(line)  # stdout is for the result
     refuse_what_cannot_fit(look.passed)
     return look
@@ -399,6 +399,7 @@ def _leave_sweep_to(
 
 def _list(where: str, as_json: bool) -> None:
     """Shipped sweeps, and those of a workspace."""
+    from flows.running.console import states_text
     from flows.sweeping.planning import list_sweeps
 
     known = list_sweeps(where)
@@ -410,10 +411,7 @@ def _list(where: str, as_json: bool) -> None:
         if not found:
             yield f"No sweep is recorded in {where}."
             return
-        rows = [
-            (name, str(s.record.number), ", ".join(f"{n} {state}" for state, n in s.counts.items()))
-            for name, s in found.items()
-        ]
+        rows = [(name, str(s.record.number), states_text(s.counts)) for name, s in found.items()]
         yield from table_lines(rows, (f"sweeps of {where}", "version", "trials"))
 
     recorded = [
@@ -484,7 +482,7 @@ _BY_HAND = ("only", "publish.evaluate", "stages")
 
 def _what_differs(run: RunRecord) -> Iterator[str]:
     """Notes on what a new `refiner run` would do otherwise; the record is what counts here."""
-    from flows.running.calls import in_folder_of
+    from flows.running.calls import in_folder
     from refiner_core.contract.errors import RefinerError
     from refiner_core.contract.loading import leaves, load_recipe
     from refiner_core.contract.records import to_json
@@ -493,7 +491,7 @@ def _what_differs(run: RunRecord) -> Iterator[str]:
     if not recipe:
         return
     try:
-        with in_folder_of(run):
+        with in_folder(run.provenance.get("folder")):
             new = dict(leaves("", to_json(load_recipe(str(recipe), run.overrides))))
     except RefinerError as error:
         yield f"the recipe cannot be read any more ({error.what}); the record is used"

@@ -6,7 +6,6 @@ import csv
 import io
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -49,7 +48,7 @@ def serve_command(files: tuple[str, ...], workspace: str | None) -> int:
     Serves the deployments `pipeline/refiner` and `sweep/refiner`, and for each nightly file
     `nightly/NAME`, with its schedule. A recipe or sweep that is given is what the form proposes.
     Uses the server that PREFECT_API_URL names, else the local one, which it starts. Ctrl-C ends it:
-    what runs then saves, and nights that come meanwhile are looked after at the next start.
+    what runs then saves, and a night that has begun meanwhile is worked on at the next start.
     """
     from flows.serving import serve
 
@@ -79,7 +78,6 @@ def deploy_command(files: tuple[str, ...], workspace: str | None, pool: str, as_
 
 
 file_argument = click.argument("file", metavar="FILE")
-known_argument = click.argument("file", metavar="FILE|NAME")
 
 
 @click.group("nightly", epilog="Start with: refiner nightly check tiny-nightly")
@@ -130,7 +128,7 @@ def run_command(
 ) -> int:
     """Work on a night, once: what is done is kept, what was left is gone on with.
 
-    Nights before that nobody has worked on are looked after, as far as `catch_up` reaches.
+    A night that has passed is not evaluated any more.
     """
     from flows.cli.run import stop_on_signals
     from flows.nightly.night import outcome_json, outcome_lines, run_nightly
@@ -143,7 +141,7 @@ def run_command(
 
 
 @nightly_command.command("status")
-@known_argument
+@file_argument
 @overrides_argument
 @json_option
 def status_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
@@ -169,7 +167,7 @@ def status_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
 
 
 @nightly_command.command("history")
-@known_argument
+@file_argument
 @overrides_argument
 @json_option
 @click.option("--csv", "as_csv", is_flag=True, help="print CSV on stdout, one line a number")
@@ -201,7 +199,7 @@ def _history_lines(reading: Reading, as_csv: bool) -> Iterator[str]:
 
 
 @nightly_command.command("page")
-@known_argument
+@file_argument
 @overrides_argument
 @click.option("--out", metavar="FILE", help="write it there; default: into the workspace")
 def page_command(file: str, overrides: tuple[str, ...], out: str | None) -> int:
@@ -272,12 +270,11 @@ def notify_test(words: tuple[str, ...], as_json: bool) -> int:
     recipe = at_most_one(names, "recipe", " for tiny") or "tiny"
     config = notify_settings(recipe, overrides)
     tried = try_channels(config, started=lambda name: say(f"{name}: sending …"))
-    worked = not any(t.why for t in tried)
-    channels = [{**asdict(t), "delivered": not t.why} for t in tried]
-    rows = [(t.channel, f"{t.seconds:.1f} s", t.why or "has taken it") for t in tried]
+    worked = all(t["delivered"] for t in tried)
+    rows = [(t["channel"], f"{t['seconds']:.1f} s", t["why"] or "has taken it") for t in tried]
     show(
         as_json,
-        lambda: {"version": 1, "recipe": config.recipe, "channels": channels},
+        lambda: {"version": 1, "recipe": config.recipe, "channels": tried},
         lambda: table_lines(rows, ("channel", "took", "what came of it")),
     )
     following = ["run"] if worked else ["notify", "test"]

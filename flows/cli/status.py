@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from flows.cli.aliases import former_flag
 from flows.cli.options import (
     at_most_one,
     command_line,
     json_option,
-    misuse,
     output_folder,
     print_json,
     say,
@@ -291,14 +291,14 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
 @click.option("--watch", is_flag=True, help="make it again until nobody works on it")
 @click.option("--every", "every_s", type=click.IntRange(min=1), default=15, show_default=True,
               metavar="SECONDS", help="how often, with --watch")  # fmt: skip
-@click.option("--wandb", "to_wandb", is_flag=True, help="put a sweep's tables into a W&B run, too")
+@former_flag("--wandb", "Log a sweep's numbers yourself: wandb.Table(dataframe=flows.api."
+             "comparisons_frame(SWEEP)), or report.csv.")  # fmt: skip
 @json_option
 def report_command(
     words: tuple[str, ...],
     out: str | None,
     watch: bool,
     every_s: int,
-    to_wandb: bool,
     as_json: bool,
 ) -> None:
     """Say what RUN has done and learned, or what SWEEP has shown (default: the newest).
@@ -309,7 +309,7 @@ def report_command(
     sweep is worked on, its page loads itself again; --watch keeps it fresh.
     """
     from flows.reporting.run.report import report_run
-    from flows.reporting.writing import log_report, report_sweep
+    from flows.reporting.writing import report_sweep
     from flows.running.status import required_run
     from infra.store.workspace import Workspace
     from refiner_core.report.pages import values
@@ -320,8 +320,6 @@ def report_command(
     sweep, run = subject(workspace, at_most_one(rest, "run or sweep", " for the newest"))
     what = "a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called"
     name = sweep or (run or required_run(workspace, None, what)).run
-    if to_wandb and not sweep:
-        raise misuse(f"{name} is a run, and --wandb is for the tables of a sweep; leave it out.")
     folder = output_folder(out or workspace.layout.reports / name)
     make: Callable[[], Written[Any]] = partial(
         report_sweep if sweep else report_run, name, where, folder=folder, reload_s=every_s
@@ -330,14 +328,12 @@ def report_command(
     report = made.report
     document = {**values(report), "folder": str(folder)}
     if sweep:
-        document["wandb"] = log_report(workspace, made) if to_wandb else ""
+        document["wandb"] = ""
     show(as_json, lambda: document, (folder / TEXT).read_text(encoding="utf-8").splitlines)
     if as_json:
         return
     beside = "report.md, report.csv, trials.csv, report.json" if sweep else "report.md, report.json"
     say(f"\nPage: {made.page}\nBeside it: {beside}")
-    if document.get("wandb"):
-        say(f"W&B: {document['wandb']}")
     if sweep and report.state == "running":
         say_next(command_line("report", name, "--watch", f"workspace={workspace.root}"))
     elif not sweep:

@@ -4,13 +4,8 @@ In: plans, and which checkpoint each is of. Out: the last views of their stages;
 metrics prompt by prompt, since outputs of old stages may be reclaimed. The canary's run comes
 first, so it has the first slot. Ctrl-C asks all of them to save and stop.
 
-Nights that nobody has worked on, or not to the end, are completed as far as that is honest:
-
-- Weights that are frozen have the same numbers in every night, so those that are there hold, late.
-- What was newest then is known only where a call of that night has recorded it; that call is
-  finished now, and its numbers belong to the conditions of the night that is now.
-- The canary of a past night cannot be measured any more: how the judge and the machines were then,
-  nobody can ask. Unless it had been measured, it is recorded as missed.
+A night that has passed is not evaluated any more: how the judge and the machines were then, nobody
+can ask.
 """
 
 from __future__ import annotations
@@ -18,74 +13,76 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
-from flows.nightly.checkpoints import (
-    Resolved,
-    evaluations_in,
-    is_done,
-    night_overrides,
-    night_plan,
-    resolve,
-)
-from flows.running.calls import pin_code, plan_of_run, record_run
+from flows.nightly.checkpoints import Resolved, evaluations_in, night_overrides
+from flows.running.calls import pin_code, record_run
+from flows.running.console import Console
 from flows.running.showing import orchestrate
 from infra.jobs.dispatch import make_router
-from infra.orchestrator.members import Given, Member
+from infra.orchestrator.members import Member, Source
 from infra.store.nightly_records import NightlyRecords
 from infra.store.orchestrators import orchestrator_of
 from infra.store.records import now_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord, StageResult
 from refiner_core.contract.types import StageView
 from refiner_core.nightly.changes import per_prompt
-from refiner_core.nightly.definition import ROW_VERSION, Checkpoint, Nightly, Row, Schedule
+from refiner_core.nightly.definition import ROW_VERSION, Nightly, Row
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class At:
-    """Context of a night. ``current`` is the newest night that has begun, ``base`` the recipe."""
+    """Context of a night; ``base`` is the recipe."""
 
     nightly: Nightly
-    schedule: Schedule
     workspace: Workspace
     records: NightlyRecords
-    current: str
     base: RecipeConfig
     tell: Tell
 
 
-class _Job(NamedTuple):
-    """One checkpoint of one night, to be evaluated."""
+def carry_out(
+    at: At, night: str, wanted: Sequence[tuple[Resolved, Plan]]
+) -> dict[str, tuple[str, Mapping[str, StageView]]]:
+    """Work on a recorded call for each plan, to its end; one that was begun in this night and not
+    finished goes on. The call and its last views, by checkpoint.
 
-    found: Resolved
-    plan: Plan
-    run: RunRecord
-
-
-def begin_jobs(at: At, night: str, wanted: Sequence[tuple[Resolved, Plan]]) -> list[_Job]:
-    """A recorded call for each plan; one that was begun in this night and not finished goes on."""
-    pinned, jobs = None, []
+    Raises
+    ------
+    KeyboardInterrupt
+        A second Ctrl-C, a while later: what runs goes on by itself.
+    """
+    pinned, members, workspace = None, list[Member](), at.workspace
     for found, plan in wanted:
         name = found.checkpoint.name
         run = _begun(at, night, name, plan)
         if run is None:
-            pinned = pinned or pin_code(at.workspace)
+            pinned = pinned or pin_code(workspace)
             words = night_overrides(at.nightly, found, night)
             which = {"name": at.nightly.name, "night": night, "checkpoint": name}
-            recipe = at.nightly.recipe
-            run = record_run(plan, at.workspace, recipe, words, pinned, nightly=which)
-            at.workspace.write_run(run)
+            run = record_run(plan, workspace, at.nightly.recipe, words, pinned, nightly=which)
+            workspace.write_run(run)
             at.records.note_run(night, name, run.run, found.digest)
-        jobs.append(_Job(found, plan, run))
-    return jobs
+        members.append(Member(plan, run, workspace, name))
+    if not members:
+        return {}
+    for member in members:
+        member.take_up()
+
+    def tell(member: Member) -> None:
+        bad = "; ".join(f"{v.name} {v.state}: {v.message}" for v in ended_badly(member.views()))
+        at.tell(f"{member.name}: {bad or 'evaluated'}")
+
+    config = members[0].plan.config
+    router = make_router(config.dispatch, workspace)
+    orchestrate(Source(members, tell), workspace, router, config, console=_Teller(at.tell))
+    return {member.name: (member.run.run, member.views()) for member in members}
 
 
 def _begun(at: At, night: str, checkpoint: str, plan: Plan) -> RunRecord | None:
@@ -97,49 +94,26 @@ def _begun(at: At, night: str, checkpoint: str, plan: Plan) -> RunRecord | None:
     return None
 
 
-def carry_out(at: At, jobs: Sequence[_Job]) -> dict[str, Mapping[str, StageView]]:
-    """Work on all calls to their end; views by checkpoint.
-
-    Raises
-    ------
-    KeyboardInterrupt
-        A second Ctrl-C, a while later: what runs goes on by itself.
-    """
-    if not jobs:
-        return {}
-    config, workspace = jobs[0].plan.config, at.workspace
-    members = [Member(j.plan, j.run, workspace, j.found.checkpoint.name) for j in jobs]
-    for member in members:
-        member.take_up()
-
-    def tell(member: Member) -> None:
-        bad = "; ".join(f"{v.name} {v.state}: {v.message}" for v in ended_badly(member.views()))
-        at.tell(f"{member.name}: {bad or 'evaluated'}")
-
-    router = make_router(config.dispatch, workspace)
-    orchestrate(Given(members, tell), workspace, router, config, console=_Teller(at.tell))
-    return {member.name: member.views() for member in members}
-
-
 def ended_badly(views: Mapping[str, StageView]) -> list[StageView]:
     """The stages that have failed, or were stopped."""
     return [v for v in views.values() if v.state in ("failed", "interrupted")]
 
 
-class _Teller:
-    """Shows a night's work in messages alone; a :class:`flows.running.showing.Shows`."""
+class _Teller(Console):
+    """Shows a night's work in messages alone."""
 
     def __init__(self, tell: Tell) -> None:
-        self.note = self.warn = tell
+        super().__init__()
+        self._tell = tell
+
+    def _print(self, message: str) -> None:
+        self._tell(message)
 
     def show(self, views: Mapping[str, StageView]) -> None:
         """Each checkpoint is told of when it has ended."""
 
     def finish(self, views: Mapping[str, StageView]) -> None:
         """All of them have been."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 # ---------------------------------------------------------------- lines of the history
@@ -157,7 +131,6 @@ def harvest(
     *,
     measured_in: str,
     run: str,
-    late: bool = False,
 ) -> None:
     """Write what the evaluations of a checkpoint say into the history.
 
@@ -195,7 +168,7 @@ def harvest(
                 samples=str(main["samples_file"]),
                 run=run,
                 fresh=stage.id not in before and bool(measured_in),
-                late=late,
+                late=False,
                 measured_in=before.get(stage.id, measured_in),
                 evaluated_at=now_text(),
                 numbers={e["metric"]: {k: e.get(k) for k in _NUMBER} for e in entries},
@@ -238,7 +211,7 @@ def _facts(plan: Plan, stage: PlannedStage, result: StageResult) -> dict[str, st
     return {name: str(value) for name, value in found.items() if value}
 
 
-# ---------------------------------------------------------------- nights that were missed
+# ---------------------------------------------------------------- whose night it is
 
 
 @contextmanager
@@ -256,69 +229,3 @@ def night_held(records: NightlyRecords, night: str, take_over: bool = False) -> 
         yield ""
     finally:
         records.leave_night(night, who.turn + 1)
-
-
-def look_after(at: At, now: datetime) -> dict[str, str]:
-    """Complete earlier nights within reach; night -> ``done``, ``incomplete`` or ``busy``. Before
-    the first known night there was nothing."""
-    known = at.records.nights()
-    if not known or not at.nightly.catch_up:
-        return {}
-    reach = at.schedule.nights_up_to(now, at.nightly.catch_up + 1)[:-1]
-    found: dict[str, str] = {}
-    for night in (n for n in reach if n >= known[0] and at.records.ended(n) is None):
-        with night_held(at.records, night) as refusal:
-            found[night] = "busy" if refusal else complete(at, night)
-    return found
-
-
-def complete(at: At, night: str) -> str:
-    """Complete a night that has passed, and that the caller has taken up: ``done`` or
-    ``incomplete``."""
-    if at.records.ended(night) is not None:
-        return "done"
-    at.tell(f"The night of {night} is looked after, late.")
-    found = [_look_after(at, night, checkpoint) for checkpoint in at.nightly.everybody]
-    if not all(found):
-        return "incomplete"
-    at.records.end_night(night, {"late": True, "in": at.current})
-    return "done"
-
-
-def _look_after(at: At, night: str, checkpoint: Checkpoint) -> bool:
-    """True if nothing is left to say of a checkpoint in a night that has passed."""
-    run, measured_in, is_canary = "", at.current, checkpoint == at.nightly.canary
-    if is_canary or checkpoint.source.frozen:
-        try:
-            found = resolve(checkpoint, at.workspace)
-            plan = night_plan(at.nightly, found, night, at.base)
-        except RefinerError as error:
-            if is_canary:
-                raise
-            at.tell(f"{checkpoint.name}: {error}")
-            return False
-        if is_canary:
-            measured_in = night  # who has measured it did so then: nobody begins a canary later
-            if not is_done(plan, at.workspace):
-                why = "nobody measured the canary that night; it cannot be now"
-                at.records.miss(night, checkpoint.name, why)
-                return True
-    else:
-        noted = at.records.runs_of(night, checkpoint.name)
-        if not noted:
-            why = f"nobody looked that night which one {checkpoint.source.text} was"
-            at.records.miss(night, checkpoint.name, why)
-            return True
-        record = at.workspace.read_run(noted[-1]["run"])
-        run, plan = record.run, plan_of_run(at.workspace, record)
-        ref, digest = plan.config.model.name_or_path, str(noted[-1]["digest"])
-        found = Resolved(checkpoint, ref, "", digest, checkpoint.source.text)
-        if is_done(plan, at.workspace):
-            measured_in = night
-        else:
-            carry_out(at, [_Job(found, plan, record)])
-    if not is_done(plan, at.workspace):
-        return False  # this night's own evaluation has not ended well either
-    rows = at.records.rows()
-    harvest(at, plan, found, night, rows, measured_in=measured_in, run=run, late=True)
-    return True

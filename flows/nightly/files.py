@@ -13,13 +13,11 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from infra.store.nightly_records import NightlyRecords, nightly_names
+from infra.store.nightly_records import NightlyRecords
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
 from refiner_core.contract.files import readable
 from refiner_core.contract.loading import load_recipe
-from refiner_core.contract.shipped import find_file, is_file_name, shipped_files
+from refiner_core.contract.shipped import find_file, shipped_files
 from refiner_core.nightly.definition import Nightly, Schedule, parse_nightly
 
 
@@ -48,15 +46,11 @@ def load_nightly(file: str, overrides: Sequence[str] = ()) -> Nightly:
     with readable(path, f"The nightly file {path}"):
         text = path.read_text(encoding="utf-8")
     nightly = parse_nightly(text, stem=path.stem, origin=str(path), folder=str(folder))
-    return with_overrides(nightly, overrides)
-
-
-def with_overrides(nightly: Nightly, overrides: Sequence[str]) -> Nightly:
-    """The same with further overrides; the workspace's path is whole from then on."""
     return replace(nightly, overrides=(*nightly.overrides, *map(_whole, overrides)))
 
 
 def _whole(override: str) -> str:
+    """The same from any folder."""
     key, sep, value = override.partition("=")
     if sep and key.strip() == "workspace":
         return f"workspace={Path(value).expanduser().absolute()}"
@@ -68,45 +62,6 @@ def workspace_of(nightly: Nightly) -> Path:
     with contextlib.chdir(nightly.folder):
         config = load_recipe(nightly.recipe, nightly.overrides)
         return Path(config.workspace).expanduser().absolute()
-
-
-def recorded_nightly(name: str, workspace: Workspace) -> Nightly | None:
-    """A nightly evaluation as its workspace remembers it; None where it does not."""
-    if name not in nightly_names(workspace):
-        return None
-    _, version = NightlyRecords(workspace, name).newest_version()
-    if version is None:
-        return None
-    parsed = parse_nightly(
-        version["text"], stem=name, origin=version["origin"], folder=version["folder"]
-    )
-    return replace(parsed, overrides=tuple(version["overrides"]))
-
-
-def find_nightly(wanted: str, overrides: Sequence[str] = ()) -> Nightly:
-    """A nightly evaluation by file, or by the name that the workspace among ``overrides``
-    remembers.
-
-    Raises
-    ------
-    ConfigurationError
-        It is neither.
-    """
-    if not is_file_name(wanted) and wanted not in shipped_nightlies():
-        roots = [o.partition("=")[2] for o in overrides if o.startswith("workspace=")]
-        workspace = Workspace.read_only(Path(roots[-1] if roots else "runs").absolute())
-        found = recorded_nightly(wanted, workspace)
-        if found is not None:
-            return with_overrides(found, overrides)
-        known = nightly_names(workspace)
-        if not Path(wanted).is_file():
-            raise ConfigurationError(
-                f"{workspace.root} remembers no nightly evaluation {wanted!r}."
-                f"{suggest(wanted, [*known, *shipped_nightlies()])}",
-                expected=f"a YAML file, or one of: {', '.join(known) or '(there are none)'}",
-                fix="name one of these, its file, or another workspace=DIR",
-            )
-    return load_nightly(wanted, overrides)
 
 
 def due_night(nightly: Nightly, now: datetime) -> str:

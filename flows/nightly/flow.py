@@ -15,19 +15,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prefect import flow, get_run_logger
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.events import emit_event
 from prefect.flows import EntrypointType
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 
-from flows.artifacts import artifact_key, inert
 from flows.nightly.files import load_nightly, shipped_nightlies
 from infra.host.processes import own_python
 from refiner_core.contract.errors import RefinerError
 from refiner_core.nightly.definition import Nightly, Schedule
-from refiner_core.report.printing import table
 
 #: Name of the event that tells an alert.
 ALERT = "refiner.nightly.alert"
@@ -54,11 +51,8 @@ def nightly(name: str, file: str, folder: str, overrides: list[str], night: str 
     code, said = _run(["nightly", "run", file, *overrides, "--night", night, "--json"], folder)
     if not said or "night" not in said:
         return Failed(message=str(said.get("error") or f"it ended with code {code}"))
-    create_markdown_artifact(
-        inert(_markdown(said)),
-        key=artifact_key("nightly", name, "night"),
-        description=f"Night {night}",
-    )
+    for checkpoint in said["checkpoints"]:
+        log.info("%s: %s %s", *(checkpoint[key] for key in ("checkpoint", "state", "why")))
     for alert in said["alerts"]:
         log.warning("%s", alert["title"])
         emit_alert(name, alert)
@@ -100,15 +94,6 @@ def _run(arguments: list[str], folder: str) -> tuple[int, dict[str, Any]]:
             return code, dict(json.load(output))
         except ValueError:
             return code or 70, {}
-
-
-def _markdown(said: dict[str, Any]) -> str:
-    header = ("checkpoint", "state", "why")
-    rows = [[str(c[name]) for name in header] for c in said["checkpoints"]]
-    alerts = [f"- **{a['title']}** {a['text']}" for a in said["alerts"]]
-    head = f"Night of {said['night']}: **{said['state']}**{' (late)' if said['late'] else ''}"
-    page = [f"Trend page: `{said['page']}`"] if said["page"] else []
-    return "\n".join([head, "", table(header, rows, str) if rows else "", "", *alerts, "", *page])
 
 
 # ---------------------------------------------------------------- deployments

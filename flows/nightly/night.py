@@ -16,25 +16,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from flows.nightly.checkpoints import (
-    NothingYet,
-    Resolved,
-    is_done,
-    night_plan,
-    resolve,
-)
+from flows.nightly.checkpoints import NothingYet, Resolved, is_done, night_plan, resolve
 from flows.nightly.evaluations import (
     At,
     Tell,
-    begin_jobs,
     carry_out,
-    complete,
     ended_badly,
     harvest,
-    look_after,
     night_held,
 )
-from flows.nightly.files import find_nightly, load_nightly, workspace_of
+from flows.nightly.files import load_nightly, workspace_of
 from flows.nightly.history import deliver, raise_alerts, read_history
 from infra.store import atomic
 from infra.store.nightly_records import NightlyRecords
@@ -76,11 +67,9 @@ class NightOutcome:
     ----------
     state
         ``incomplete``: the same command goes on; ``busy``: another process works on it;
-        ``missed``: it was before the history begins.
+        ``missed``: it has passed.
     late
         Whether a later night had begun before.
-    looked_after
-        Earlier nights that were completed as far as they can be, and how they stand now.
     alerts, undelivered
         New ones; and those that some channel did not take, with why.
     """
@@ -90,7 +79,6 @@ class NightOutcome:
     state: NightState
     late: bool
     entries: tuple[_Entry, ...] = ()
-    looked_after: Mapping[str, str] = field(default_factory=dict)
     alerts: tuple[Mapping[str, Any], ...] = ()
     undelivered: Mapping[str, str] = field(default_factory=dict)
     page: str = ""
@@ -205,7 +193,7 @@ def nightly_history(file: str, overrides: Sequence[str] = ()) -> NightlyHistory:
     Parameters
     ----------
     file
-        A YAML file, a shipped name, or the name that records have.
+        A YAML file, or a shipped name.
     overrides
         ``key=value``, such as ``workspace=DIR``.
 
@@ -219,7 +207,7 @@ def nightly_history(file: str, overrides: Sequence[str] = ()) -> NightlyHistory:
     ConfigurationError
         There is none; says where it was looked for.
     """
-    nightly = find_nightly(file, overrides)
+    nightly = load_nightly(file, overrides)
     workspace = Workspace.read_only(workspace_of(nightly))
     return NightlyHistory(read_history(nightly, workspace), NightlyRecords(workspace, nightly.name))
 
@@ -286,7 +274,7 @@ def run_night(
     take_over: bool = False,
     tell: Tell = lambda _: None,
 ) -> NightOutcome:
-    """Work on a night, look after earlier ones that nobody has, tell what has changed.
+    """Work on a night, and tell what has changed.
 
     Parameters
     ----------
@@ -313,57 +301,40 @@ def run_night(
             expected=f"{current}, or an earlier one",
             fix="wait, or drop --night",
         )
+    late = wanted != current
     with contextlib.chdir(nightly.folder):
         base = load_recipe(nightly.recipe, nightly.overrides)
         workspace = Workspace.open(Path(base.workspace).absolute(), base.data_root)
         records = NightlyRecords(workspace, nightly.name)
-        at = At(nightly, schedule, workspace, records, current, base, tell)
         _pinned_canary(nightly, workspace)
-        if nothing := _nothing_known(records, wanted, current):
-            return NightOutcome(nightly.name, wanted, "missed", True, message=nothing)
+        if late and records.ended(wanted) is None:
+            passed = f"The night of {wanted} has passed, and was not done; {current} is the newest."
+            return NightOutcome(nightly.name, wanted, "missed", late, message=passed)
         records.note_version(picked(nightly, "name", "text", "origin", "folder", "overrides"))
         with night_held(records, wanted, take_over) as refusal:
             if refusal:
-                late = wanted != current
                 return NightOutcome(nightly.name, wanted, "busy", late, message=refusal)
-            return _work(at, wanted, now)
-
-
-def _nothing_known(records: NightlyRecords, night: str, current: str) -> str:
-    """The reason that nothing can be said of a night that is past; empty where something can."""
-    known = records.nights()
-    if night == current or (known and night >= known[0]):
-        return ""
-    if not known:
-        return f"Nobody worked on the night of {night}, and it has passed; {current} is the newest."
-    return f"The history begins with the night of {known[0]}; nobody worked on earlier ones."
-
-
-def _work(at: At, night: str, now: datetime) -> NightOutcome:
-    late = night != at.current
-    entries: tuple[_Entry, ...] = ()
-    if at.records.ended(night) is None and not late:
-        entries = _tonight(at, night)
-        if all(e.state != "failed" for e in entries):
-            at.records.end_night(night, {"entries": {e.checkpoint: e.state for e in entries}})
-    looked_after = {night: complete(at, night)} if late else look_after(at, now)
-    reading = read_history(at.nightly, at.workspace)
-    alerts = raise_alerts(reading, at.records)
-    undelivered = deliver(at.nightly, alerts, at.records)
-    if alerts:
-        reading = read_history(at.nightly, at.workspace)
-    page = at.records.write_page(trend_page(reading, now_text()))
-    return NightOutcome(
-        nightly=at.nightly.name,
-        night=night,
-        state="done" if at.records.ended(night) else "incomplete",
-        late=late,
-        entries=entries,
-        looked_after=looked_after,
-        alerts=tuple(alerts),
-        undelivered=undelivered,
-        page=str(page),
-    )
+            entries: tuple[_Entry, ...] = ()
+            if records.ended(wanted) is None:
+                entries = _tonight(At(nightly, workspace, records, base, tell), wanted)
+                if all(e.state != "failed" for e in entries):
+                    states = {e.checkpoint: e.state for e in entries}
+                    records.end_night(wanted, {"entries": states})
+            reading = read_history(nightly, workspace)
+            alerts = raise_alerts(reading, records)
+            undelivered = deliver(nightly, alerts, records)
+            if alerts:
+                reading = read_history(nightly, workspace)
+            return NightOutcome(
+                nightly=nightly.name,
+                night=wanted,
+                state="done" if records.ended(wanted) else "incomplete",
+                late=late,
+                entries=entries,
+                alerts=tuple(alerts),
+                undelivered=undelivered,
+                page=str(records.write_page(trend_page(reading, now_text()))),
+            )
 
 
 def _tonight(at: At, night: str) -> tuple[_Entry, ...]:
@@ -384,12 +355,11 @@ def _tonight(at: At, night: str) -> tuple[_Entry, ...]:
             code = error.exit_code
             entries[checkpoint.name] = _Entry(checkpoint.name, "failed", str(error), exit_code=code)
     wanted = [pair for pair in plans.values() if not is_done(pair[1], at.workspace)]
-    jobs = begin_jobs(at, night, wanted)
-    views = carry_out(at, jobs)
-    runs = {job.found.checkpoint.name: job.run.run for job in jobs}
+    worked = carry_out(at, night, wanted)
     known = at.records.rows()
     for name, (found, plan) in plans.items():
-        run, noted = runs.get(name, ""), at.records.runs_of(night, name)
+        run, views = worked.get(name, ("", {}))
+        noted = at.records.runs_of(night, name)
         any_run = run or (str(noted[-1]["run"]) if noted else "")  # or another process's
         # The canary's stage is this night's.
         ours = any_run or found.checkpoint == at.nightly.canary
@@ -397,7 +367,7 @@ def _tonight(at: At, night: str) -> tuple[_Entry, ...]:
         if is_done(plan, at.workspace):
             entries[name] = _Entry(name, "measured" if run else "kept", run=run)
             continue
-        bad = ended_badly(views.get(name, {}))
+        bad = ended_badly(views)
         why = "; ".join(f"{v.name}: {v.message}" for v in bad) or "it was not evaluated"
         code = next((v.exit_code for v in bad if v.exit_code), 1)
         entries[name] = _Entry(name, "failed", why, run, code)
@@ -427,6 +397,7 @@ def outcome_json(outcome: NightOutcome) -> dict[str, Any]:
     return {
         "version": OUTPUT_VERSION,
         **value,
+        "looked_after": {},  # earlier versions completed nights that had passed
         "checkpoints": [picked(e, "checkpoint", "state", "why", "run") for e in outcome.entries],
         "exit_code": outcome.exit_code,
     }
@@ -442,9 +413,6 @@ def outcome_lines(outcome: NightOutcome) -> Iterator[str]:
         why = f": {entry.why}" if entry.why else ""
         run = f" ({entry.run})" if entry.run else ""
         yield f"  {entry.checkpoint}: {entry.state}{run}{why}"
-    for night, state in outcome.looked_after.items():
-        if night != outcome.night:
-            yield f"  night of {night}: looked after late, {state}"
     for alert in outcome.alerts:
         yield f"  alert: {alert['title']}"
         yield f"    {alert['text']}"

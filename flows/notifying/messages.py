@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from infra.host.secrets import masked
@@ -29,45 +29,39 @@ class Sight(NamedTuple):
     ended: bool = False
 
 
-@dataclass
-class Pause:
-    """Stages that stand still for one cause, and how far each had come."""
-
-    cause: str
-    since: float
-    marks: dict[str, int] = field(default_factory=dict)
-    reason: str = ""
-    told: bool = False
-
-
 class Pauses:
-    """The pauses of a call; one that is over within ``moment_s`` is not told of."""
+    """The pauses of a call, by cause; one that is over within ``moment_s`` is not told of."""
 
     def __init__(self, moment_s: float) -> None:
         self._moment_s = moment_s
-        self._open: dict[str, Pause] = {}
+        self._since: dict[str, float] = {}
+        self._told: set[str] = set()
+        self._marks: dict[str, dict[str, int]] = {}
 
-    def look(self, sights: Mapping[str, Sight], now: float, *, quiet: bool = False) -> list[Pause]:
-        """Pauses that are news; ``now`` in seconds. ``quiet``: no pause is, yet."""
+    def look(
+        self, sights: Mapping[str, Sight], now: float, *, quiet: bool = False
+    ) -> list[tuple[str, list[str], str]]:
+        """Pauses that are news: cause, stages that stand still for it, and the reason of the last;
+        ``now`` in seconds. ``quiet``: no pause is, yet."""
+        reasons: dict[str, str] = {}
         for stage, sight in sights.items():
             if sight.cause:
-                pause = self._open.setdefault(sight.cause, Pause(sight.cause, now))
-                pause.marks[stage] = max(sight.done, pause.marks.get(stage, 0))
-                pause.reason = sight.reason
-        news = [p for p in list(self._open.values()) if self._is_news(p, sights, now) and not quiet]
-        for pause in news:
-            pause.told = True
-        return news
-
-    def _is_news(self, pause: Pause, sights: Mapping[str, Sight], now: float) -> bool:
-        for stage, mark in list(pause.marks.items()):
-            sight = sights.get(stage, Sight(ended=True))
-            if sight.ended or (not sight.cause and sight.done > mark):
-                del pause.marks[stage]
-        if not pause.marks:
-            del self._open[pause.cause]
-        stands = any(sights[stage].cause == pause.cause for stage in pause.marks)
-        return stands and not pause.told and now - pause.since >= self._moment_s
+                self._since.setdefault(sight.cause, now)
+                marks = self._marks.setdefault(sight.cause, {})
+                marks[stage] = max(sight.done, marks.get(stage, 0))
+                reasons[sight.cause] = sight.reason
+        for cause, marks in list(self._marks.items()):
+            for stage, mark in list(marks.items()):
+                sight = sights.get(stage, Sight(ended=True))
+                if sight.ended or (not sight.cause and sight.done > mark):
+                    del marks[stage]
+            if not marks:
+                del self._marks[cause], self._since[cause]
+                self._told.discard(cause)
+        lasting = {c for c, since in self._since.items() if now - since >= self._moment_s}
+        news = [c for c in reasons if c in lasting - self._told and not quiet]
+        self._told.update(news)
+        return [(cause, list(self._marks[cause]), reasons[cause]) for cause in news]
 
 
 MESSAGE_VERSION = 1
@@ -78,15 +72,6 @@ _TITLE, _TEXT, _FIELD = 200, 1300, 600
 _CUT = " …"
 _METRICS, _LINES = 5, 8
 _LEFT, _GOES_ON = "is not worked on any more", "Jobs that it had submitted may go on"
-#: What a pause needs before it ends by itself.
-_NEEDS = {
-    "disk_full": "It goes on by itself as soon as there is room; `refiner disk` says what may go.",
-    "judge_outage": "It tries again by itself; look whether the judge answers.",
-    "environment_outage": "It tries again by itself; look at the environment's servers.",
-    "hub_outage": "It tries again by itself; what is trained is safe.",
-    "launch_failure": "It tries again by itself; look whether the scheduler answers.",
-    "system_outage": "It goes on by itself; look whether scheduler and file system answer.",
-}
 
 
 @dataclass(frozen=True)
@@ -220,8 +205,8 @@ def failed(topic: Topic, views: Mapping[str, StageView], causes: Mapping[str, st
 
 
 def _what(cause: str) -> str:
-    known = (said for failure, said in WHAT.items() if failure == cause)
-    return next(known, cause.replace("_", " "))
+    said: Mapping[Any, str] = WHAT  # `cause` may be another word
+    return said.get(cause, cause.replace("_", " "))
 
 
 def broke(topic: Topic, error: BaseException) -> Message:
@@ -249,11 +234,10 @@ def stopped(topic: Topic, why: str) -> Message:
 # ---------------------------------------------------------------- in between
 
 
-def paused(topic: Topic, pause: Pause) -> Message:
+def paused(topic: Topic, cause: str, stages: Sequence[str], reason: str) -> Message:
     """A pause has lasted."""
-    stages, cause = list(pause.marks), pause.cause
     named = ", ".join(stages[:_LINES]) + _more(stages)
-    text = f"{named}: {_line(pause.reason, 500)}\n{_NEEDS.get(cause, '')}".strip()
+    text = f"{named}: {_line(reason, 500)}\nIt goes on by itself as soon as that is over."
     full = cause == "disk_full" and not is_sweep(topic.call)
     next_ = shlex.join(["refiner", "disk", f"workspace={topic.workspace}"]) if full else ""
     happened, stage = f"pauses: {_what(cause)}", ", ".join(stages)

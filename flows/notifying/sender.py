@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -208,18 +207,6 @@ def serve(stream: IO[str]) -> None:
 # ---------------------------------------------------------------- by hand, and afterwards
 
 
-@dataclass(frozen=True)
-class Tried:
-    """Result of a message by one channel.
-
-    ``why`` says why it did not get through; empty where it did.
-    """
-
-    channel: str
-    seconds: float
-    why: str = ""
-
-
 def notify_settings(recipe: str, overrides: Sequence[str]) -> RecipeConfig:
     """A recipe of which at least the `notify` section can be carried out.
 
@@ -245,9 +232,10 @@ def notify_settings(recipe: str, overrides: Sequence[str]) -> RecipeConfig:
     return config
 
 
-def try_channels(config: RecipeConfig, *, started: Callable[[str], None]) -> list[Tried]:
+def try_channels(config: RecipeConfig, *, started: Callable[[str], None]) -> list[dict[str, Any]]:
     """Send a test message by every channel of ``config``, one after the other; ``started`` hears of
-    each. It raises nothing: a channel that fails says why."""
+    each. A row for each channel: ``channel``, ``seconds``, ``delivered``, and ``why`` not. It
+    raises nothing."""
     topic = Topic("test", config.recipe, str(Path(config.workspace).absolute()), host_name())
     told = ", ".join(config.notify.on) or "nothing: notify.on is empty"
     text = f"This is a test. What is told of runs of {config.recipe}: {told}."
@@ -260,7 +248,9 @@ def try_channels(config: RecipeConfig, *, started: Callable[[str], None]) -> lis
             send(alarm, message)
         except ChannelFailed as error:
             why = str(error)
-        tried.append(Tried(alarm.name, round(time.monotonic() - began, 2), why))
+        seconds = round(time.monotonic() - began, 2)
+        row = {"channel": alarm.name, "seconds": seconds, "why": why, "delivered": not why}
+        tried.append(row)
     return tried
 
 
@@ -273,9 +263,10 @@ def not_told(workspace: Workspace, call: str) -> list[dict[str, Any]]:
 
 def not_told_lines(workspace: Workspace, call: str) -> Iterator[str]:
     """For people: by channel, with what finds out why."""
-    found = not_told(workspace, call)
-    for channel in dict.fromkeys(event["channel"] for event in found):
-        of_it = [event for event in found if event["channel"] == channel]
+    by_channel: dict[str, list[dict[str, Any]]] = {}
+    for event in not_told(workspace, call):
+        by_channel.setdefault(event["channel"], []).append(event)
+    for channel, of_it in by_channel.items():
         kinds = ", ".join(event["kind"] for event in of_it)
         yield (
             f"not told by {channel}: {kinds}: {of_it[-1]['why']} (`refiner notify test` tries the "

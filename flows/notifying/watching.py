@@ -12,7 +12,6 @@ import contextlib
 import logging
 import time
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from flows.evaluations import evaluations_of
 from flows.notifying import messages as words
 from flows.notifying.messages import Message, Pauses, Sight, Topic
 from flows.notifying.sender import Sender
+from flows.running.console import trials_text
 from flows.running.showing import Hears
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.reconcile import paused_after
@@ -107,7 +107,7 @@ class Watching(Hears):
     def _watch_pauses(self, sights: Mapping[str, Sight]) -> None:
         now = self._clock() - self._began
         for pause in self._pauses.look(sights, now, quiet=self._sender.quiet):
-            self._tell(words.paused(self.topic, pause))
+            self._tell(words.paused(self.topic, *pause))
 
     def _why_stopped(self) -> str:
         asked = self._workspace.cancel_asked(self.topic.call)
@@ -252,7 +252,7 @@ class SweepWatching(Watching):
         self._failed_at = now if self._failed_at is None else self._failed_at
         if now - self._failed_at >= _TRIAL_WAIT_S:
             first, self._told_trial = new[0], True
-            counts = counted(trials)
+            counts = trials_text(trials)
             self._tell(words.trial_failed(self.topic, first, trials[first].reason, counts))
 
     def _end(self, _: Mapping[str, StageView]) -> None:
@@ -264,12 +264,6 @@ class SweepWatching(Watching):
         elif self._sweep.held and not wrong:
             self._tell_held()
         elif wrong or halted:
-            self._tell(words.sweep_ended(self.topic, {**wrong, **halted}, counted(trials)))
+            self._tell(words.sweep_ended(self.topic, {**wrong, **halted}, trials_text(trials)))
         elif self._worked or (self._resumed and not self._was_over):
-            self._tell(words.sweep_ended(self.topic, {}, counted(trials)))
-
-
-def counted(trials: Mapping[str, Any]) -> str:
-    """``7 trials done, 1 failed``."""
-    found = Counter(word.state for word in trials.values())
-    return f"{len(trials)} trials: " + ", ".join(f"{n} {state}" for state, n in found.items())
+            self._tell(words.sweep_ended(self.topic, {}, trials_text(trials)))

@@ -7,6 +7,7 @@ is shortened, and at which points it is interrupted. Changes nothing.
 from __future__ import annotations
 
 import json
+import math
 import random
 import shlex
 from collections.abc import Sequence
@@ -124,24 +125,13 @@ def plan_resume_proofs(recipe: str, overrides: Sequence[str] = (), **options: An
     ------
     ConfigurationError
         The recipe trains nothing that can be proven, or an option cannot be meant.
-    """
-    return plan_proofs(Asked(recipe, tuple(overrides), **options))
-
-
-def plan_proofs(asked: Asked) -> Plans:
-    """What proving will do. Reads, writes nothing.
-
-    Raises
-    ------
-    ConfigurationError
-        The recipe has no such stage, or the options make no sense.
     UnsupportedError
         It cannot be run here.
     """
-    _check(asked)
+    asked = Asked(recipe, tuple(overrides), **options)
     whole = make_recipe_plan(asked.recipe, asked.overrides)
     kinds = _kinds(asked, whole)
-    _check_room(asked, kinds)
+    _check(asked, kinds)
     workspace = Workspace.read_only(whole.config.workspace)
     changed = _changed(asked, whole, kinds, workspace)
     overrides = (*asked.overrides, *(f"{path}={json.dumps(v)}" for path, v in changed.items()))
@@ -153,31 +143,23 @@ def plan_proofs(asked: Asked) -> Plans:
     return Plans(asked, whole.config, stages, changed, given)
 
 
-def _check(asked: Asked) -> None:
-    for option, value, least in (
-        ("--steps", asked.steps, 2),  # one to be interrupted in, and one after it
-        ("--interruptions", asked.interruptions, 1),
-        ("--processes", asked.processes, 1),
-        ("--resume-processes", asked.resume_processes, 1),
-        ("--tolerance", asked.tolerance, 0),
+def _check(asked: Asked, kinds: Sequence[Trained]) -> None:
+    """Refuse what cannot be meant. Each interruption has a phase of a step to itself; the last step
+    has none, since it may be over before it is seen."""
+    most = min(len(PHASES[kind]) for kind in kinds) * (asked.steps - 1)
+    for option, value, least, limit in (
+        ("--steps", asked.steps, 2, math.inf),  # one to be interrupted in, and one after it
+        ("--interruptions", asked.interruptions, 1, most),
+        ("--processes", asked.processes, 1, math.inf),
+        ("--resume-processes", asked.resume_processes, 1, math.inf),
+        ("--tolerance", asked.tolerance, 0, math.inf),
     ):
-        if value is not None and not value >= least:  # which NaN is not, either
+        if value is not None and not least <= value <= limit:  # which NaN is not, either
+            expected = f"at least {least}"
+            if limit < math.inf:
+                expected += f", at most {limit}: each phase of each step but the last"
             fix = "give another value, or leave it out"
-            raise ConfigurationError(f"{option} is {value}.", expected=f"at least {least}", fix=fix)
-
-
-def _check_room(asked: Asked, kinds: Sequence[Trained]) -> None:
-    """Each interruption has a phase of a step to itself; the last step has none, since it may be
-    over before it is seen."""
-    phases = min(len(PHASES[kind]) for kind in kinds)
-    most = phases * (asked.steps - 1)
-    if asked.interruptions > most:
-        raise ConfigurationError(
-            f"--interruptions is {asked.interruptions}, and --steps {asked.steps}: there are not "
-            "as many places to be interrupted in.",
-            expected=f"at most {most}: each phase of each step but the last",
-            fix=f"use --interruptions {most}, or --steps {-(-asked.interruptions // phases) + 1}",
-        )
+            raise ConfigurationError(f"{option} is {value}.", expected=expected, fix=fix)
 
 
 def _kinds(asked: Asked, whole: Plan) -> tuple[Trained, ...]:
@@ -272,11 +254,11 @@ def plan_lines(plans: Plans) -> list[str]:
     """Lines on what is about to be done."""
     asked = plans.asked
     names = " and ".join(s.kind for s in plans.stages)
-    values = {k: f"[{','.join(v)}]" if isinstance(v, list) else v for k, v in plans.changed.items()}
     lines = [
         f"Proving exact resume of {names} of {asked.recipe}: {asked.steps} steps straight, and "
         f"once more with interruptions: {asked.interruptions} (seed {asked.seed}).",
-        "Changed for it: " + ", ".join(f"{path}={value}" for path, value in values.items()),
+        "Changed for it: "
+        + ", ".join(f"{path}={json.dumps(v)}" for path, v in plans.changed.items()),
     ]
     if plans.given:
         lines.append("Taken from the workspace: " + ", ".join(sorted(plans.given)))

@@ -12,26 +12,18 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.proving.planning import Asked, OneStage, Plans, Point, interruption_line
-from flows.running.calls import (
-    Pinned,
-    RunOutcome,
-    make_recipe_plan,
-    pin_code,
-    record_run,
-    work_on,
-)
+from flows.proving.planning import OneStage, Plans, Point, interruption_line
+from flows.running.calls import Pinned, make_recipe_plan, pin_code, record_run, work_on
 from flows.running.console import Console
 from flows.running.showing import Launch
 from flows.stored import rollouts_by_step
@@ -41,48 +33,40 @@ from infra.jobs.dispatch import make_router
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.checkpoints import CheckpointStore
-from infra.store.layout import AttemptPaths
 from infra.store.provenance import host, keep_scratch, new_scratch, versions, write_proof
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.errors import Interrupted, StageFailed, WorkspaceError
-from refiner_core.contract.plan import Plan
 from refiner_core.contract.proofs import PROOF_VERSION, Comparison, Interruption, ResumeProof
 
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Room:
+class _Room(NamedTuple):
     """A workspace of a proof, and the code that its jobs run."""
 
     workspace: Workspace
     pinned: Pinned
 
-    @classmethod
-    def make(cls, folder: Path) -> Room:
-        """A fresh one, with the code as it is now."""
-        workspace = Workspace.open(folder)
-        return cls(workspace, pin_code(workspace))
 
-    def beside(self, name: str, stages: Iterable[str]) -> Room:
-        """Another one with the same code, judgements, and these finished stages.
+def _beside(straight: _Room, name: str, stages: Iterable[str]) -> _Room:
+    """A workspace with the same code, judgements, and these finished stages.
 
-        Judgements are shared so that it is training that is compared: a model that judges need not
-        say the same twice.
-        """
-        other = Workspace.open(self.workspace.root.parent / name)
-        for part in ("code", "judgements"):
-            source, target = getattr(self.workspace.layout, part), getattr(other.layout, part)
-            if source.is_dir():
-                link_tree(source, target)
-        share_stages(self.workspace, other, stages)
-        return Room(other, self.pinned)
+    Judgements are shared so that it is training that is compared: a model that judges need not
+    say the same twice.
+    """
+    other = Workspace.open(straight.workspace.root.parent / name)
+    for part in ("code", "judgements"):
+        source, target = getattr(straight.workspace.layout, part), getattr(other.layout, part)
+        if source.is_dir():
+            link_tree(source, target)
+    share_stages(straight.workspace, other, stages)
+    return _Room(other, straight.pinned)
 
 
-def run_recipe_in(
-    room: Room, asked: Asked, overrides: tuple[str, ...], *, name: str, tell: Tell
-) -> RunOutcome:
+def _run_recipe_in(
+    room: _Room, recipe: str, overrides: tuple[str, ...], *, name: str, tell: Tell
+) -> None:
     """Carry a recipe out in a workspace of a proof, to its end.
 
     Raises
@@ -93,26 +77,20 @@ def run_recipe_in(
         A stage failed, or was ended and not taken up again; names its log.
     """
     workspace = room.workspace
-    where = (f"workspace={workspace.root}", "data_root=null")
-    plan = make_recipe_plan(asked.recipe, (*overrides, *where))
+    words = (*overrides, f"workspace={workspace.root}", "data_root=null")
+    plan = make_recipe_plan(recipe, words)
     make_router(plan.config.dispatch, workspace).check(plan.stages)
-    run = record_run(plan, workspace, asked.recipe, (*overrides, *where), room.pinned)
+    run = record_run(plan, workspace, recipe, words, room.pinned)
     workspace.write_run(run)
     console = _ProofConsole(name, tell)
     outcome = work_on(plan, workspace, run, Launch(False, True), console=console)
-    _require_done(outcome, plan, console.stopping)
-    return outcome
-
-
-def _require_done(outcome: RunOutcome, plan: Plan, stopping: bool) -> None:
-    for view in outcome.views.values():
-        if view.terminal and view.state in ("done", "skipped"):
-            continue
-        if stopping:
-            raise Interrupted(
-                f"Stopped while proving {plan.recipe}; nothing was recorded",
-                fix="run the same command again; it begins anew",
-            )
+    undone = [v for v in outcome.views.values() if v.state not in ("done", "skipped")]
+    if undone and console.stopping:
+        raise Interrupted(
+            f"Stopped while proving {plan.recipe}; nothing was recorded",
+            fix="run the same command again; it begins anew",
+        )
+    for view in undone:
         error = StageFailed(
             f"The proof came to no end: {view.name} {view.state}"
             + (f" ({view.message.rstrip('.')})" if view.message else ""),
@@ -171,8 +149,6 @@ def link_tree(source: Path, target: Path, leave_out: tuple[str, ...] = ()) -> No
 
 
 _LOOK_S = 0.002
-#: More than a line of metrics has.
-_TAIL_BYTES = 1 << 16
 #: A save in progress: step and attempt.
 _SAVE = re.compile(re.escape(atomic.TEMPORARY) + r"step-(\d+)-a(\d+)")
 
@@ -212,31 +188,20 @@ class _Interrupter:
 
     def run(self) -> list[Interruption]:
         """All points; gives what came about."""
-        for point in self._points:
-            if (found := self._hit(point)) is None:
-                break
-            self.made.append(found)
-            self._on_hit(found)
+        waiting, after = list(self._points), 0
+        while waiting and not self._left.wait(_LOOK_S) and not self._paths.result.exists():
+            point, sight = waiting[0], self._look()
+            if sight is None or sight.attempt <= after or sight.step < point.step:
+                continue
+            if sight.step == point.step and sight.phase != point.phase:
+                continue
+            time.sleep(point.delay_s)
+            after = sight.attempt  # also where it was over just before
+            if (found := self._strike(point, sight)) is not None:
+                self.made.append(found)
+                self._on_hit(found)
+                del waiting[0]
         return self.made
-
-    # ------------------------------------------------------------ one point
-
-    def _hit(self, point: Point) -> Interruption | None:
-        """None: the stage was done before."""
-        after = self.made[-1].attempt if self.made else 0
-        while not self._left.is_set() and not self._paths.result.exists():
-            sight = self._look()
-            if (
-                sight is not None
-                and sight.attempt > after
-                and (sight.step > point.step or sight[1:3] == (point.step, point.phase))
-            ):
-                time.sleep(point.delay_s)
-                if (found := self._strike(point, sight)) is not None:
-                    return found
-                after = sight.attempt  # it was over just before
-            time.sleep(_LOOK_S)
-        return None
 
     def _strike(self, point: Point, sight: _Sight) -> Interruption | None:
         if not sight.worker.alive:
@@ -253,34 +218,27 @@ class _Interrupter:
         return Interruption(last.step, last.phase, point.how, sight.attempt)
 
     def _look(self) -> _Sight | None:
-        numbers = self._paths.attempt_numbers()
-        if not numbers:
+        """The save that the last attempt is at, or was at when it died; else what it says of
+        itself: GRPO tells each of its phases at once, SFT has but one, and logs each step."""
+        number = max(self._paths.attempt_numbers(), default=0)
+        paths, there = self._paths.attempt(number), self._paths.checkpoints
+        process = _read(paths.started).get("process")
+        if not process:
             return None
-        paths = self._paths.attempt(numbers[-1])
-        started = _read(paths.started)
-        if not started.get("process"):
-            return None
-        found = self._told(numbers[-1], paths)
-        if found is None:
-            return None
-        return _Sight(numbers[-1], *found, ProcessId.parse(str(started["process"])))
-
-    def _told(self, attempt: int, paths: AttemptPaths) -> tuple[int, str] | None:
-        """The save that an attempt is at, or was at when it died; else what it says of itself:
-        GRPO tells each of its phases at once, SFT has but one, and logs each step."""
-        there = self._paths.checkpoints
+        worker = ProcessId.parse(str(process))
         for path in there.iterdir() if there.is_dir() else ():
             match = _SAVE.fullmatch(path.name)
-            if match and int(match.group(2)) == attempt:
-                return int(match.group(1)), "save"
+            if match and int(match.group(2)) == number:
+                return _Sight(number, int(match.group(1)), "save", worker)
         if self._kind == "sft":
-            step = last_logged(paths.metrics)
-            return None if step is None else (step + 1, "update")
+            lines = paths.metrics.read_bytes().split(b"\n")[:-1] if paths.metrics.exists() else ()
+            step = int(json.loads(lines[-1])["step"]) if lines else None
+            return None if step is None else _Sight(number, step + 1, "update", worker)
         progress = _read(paths.heartbeat).get("progress")
         if not progress:
             return None
-        phase = str(progress["phase"])
-        return int(progress["done"]) + 1, "between steps" if phase == "train" else phase
+        phase = "between steps" if progress["phase"] == "train" else str(progress["phase"])
+        return _Sight(number, int(progress["done"]) + 1, phase, worker)
 
 
 def as_they_were(
@@ -299,17 +257,6 @@ def as_they_were(
     ]
 
 
-def last_logged(metrics: Path) -> int | None:
-    """The step of the last whole line of a ``metrics.jsonl``; None where there is none yet."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return None
-    return int(json.loads(lines[-1])["step"]) if lines else None
-
-
 def _read(path: Any) -> dict[str, Any]:
     """A small file that somebody else replaces; nothing if it is not there."""
     value = atomic.read_json(path)
@@ -319,7 +266,7 @@ def _read(path: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- the proof
 
 
-class Trained(NamedTuple):
+class _Trained(NamedTuple):
     """A finished training, as far as it is compared: step and numbers line by line, rollouts by
     step, the exported weights, and the last complete checkpoint, which is that of the last step."""
 
@@ -329,7 +276,7 @@ class Trained(NamedTuple):
     checkpoint: Path
 
 
-def read_trained(workspace: Workspace, stage_id: str) -> Trained:
+def _read_trained(workspace: Workspace, stage_id: str) -> _Trained:
     """Files of the attempt that finished; they tell the whole story.
 
     Raises
@@ -340,45 +287,34 @@ def read_trained(workspace: Workspace, stage_id: str) -> Trained:
     stage, result = workspace.layout.stage(stage_id), workspace.read_result(stage_id)
     checkpoint = CheckpointStore(stage.checkpoints, 0).latest()
     if result is None or checkpoint is None:
-        undone = f"{stage_id} of {workspace.root} is not done"
         raise WorkspaceError(
-            undone if result is None else f"{stage.checkpoints} has no complete checkpoint",
-            expected="a finished stage" if result is None else "that of the last step",
+            f"{stage_id} of {workspace.root} is not done, or has no complete checkpoint",
+            expected="a finished stage, with the checkpoint of its last step",
             fix="prove it again with `refiner prove-resume`; leave its workspace alone meanwhile",
         )
     paths = stage.attempt(result.attempt)
-    rollouts = rollouts_by_step(paths.rollouts)
-    return Trained(
+    return _Trained(
         trace=[(line.step, line.metrics) for line in read_metrics(paths.metrics)],
-        rollouts={step: read_rollouts(path) for step, path in rollouts.items()},
+        rollouts={n: read_rollouts(p) for n, p in rollouts_by_step(paths.rollouts).items()},
         model=stage.data / result.output_dir / "model",
         checkpoint=checkpoint.path,
     )
 
 
-def compare(straight: Trained, interrupted: Trained, *, same_layout: bool) -> list[Comparison]:
-    """All that can be compared of two trainings, in the order in which things come about. Needs
-    torch, which is imported when it is called.
+def _compare(straight: _Trained, hit: _Trained, *, same_layout: bool) -> list[Comparison]:
+    """All that can be compared of two trainings, in the order in which things come about.
 
-    Parameters
-    ----------
-    same_layout
-        Both ended on as many processes.
+    ``same_layout``: both ended on as many processes.
     """
-    from refiner_core.training.equality import (
-        compare_checkpoints,
-        compare_rollouts,
-        compare_traces,
-        compare_weights,
-    )
+    from refiner_core.training import equality  # brings torch
 
     moved = sum(numbers.get("learning_rate") or 0.0 for _, numbers in straight.trace)
-    found = [compare_traces(straight.trace, interrupted.trace)]
+    found = [equality.compare_traces(straight.trace, hit.trace)]
     if straight.rollouts:
-        found.append(compare_rollouts(straight.rollouts, interrupted.rollouts))
-    found.append(compare_weights(straight.model, interrupted.model, moved))
-    found += compare_checkpoints(
-        straight.checkpoint, interrupted.checkpoint, moved, same_layout=same_layout
+        found.append(equality.compare_rollouts(straight.rollouts, hit.rollouts))
+    found.append(equality.compare_weights(straight.model, hit.model, moved))
+    found += equality.compare_checkpoints(
+        straight.checkpoint, hit.checkpoint, moved, same_layout=same_layout
     )
     return [c for c in found if c.compared]
 
@@ -411,10 +347,11 @@ def prove_resume(
     scratch = new_scratch(workspace, "-".join(s.short.id for s in plans.stages))
     evidence = False
     try:
-        straight = Room.make(scratch / "straight")
-        share_stages(workspace, straight.workspace, plans.given)
+        fresh = Workspace.open(scratch / "straight")
+        straight = _Room(fresh, pin_code(fresh))
+        share_stages(workspace, fresh, plans.given)
         overrides = plans.stages[-1].overrides
-        run_recipe_in(straight, plans.asked, overrides, name="straight", tell=tell)
+        _run_recipe_in(straight, plans.asked.recipe, overrides, name="straight", tell=tell)
         proofs = []
         for one in plans.stages:
             proof = _prove(plans, one, straight, tell)
@@ -433,15 +370,15 @@ def prove_resume(
             atomic.remove_tree(scratch)
 
 
-def _prove(plans: Plans, one: OneStage, straight: Room, tell: Tell) -> ResumeProof:
+def _prove(plans: Plans, one: OneStage, straight: _Room, tell: Tell) -> ResumeProof:
     asked, began = plans.asked, time.monotonic()
     done = [i for i in straight.workspace.stage_ids() if i != one.short.id]
-    room = straight.beside(f"interrupted-{one.kind}", done)
+    room = _beside(straight, f"interrupted-{one.kind}", done)
     made = _interrupted(plans, one, room, tell)
     tell(f"comparing {one.kind}")
     same = one.resumed_on is None
-    undisturbed, hit = (read_trained(r.workspace, one.short.id) for r in (straight, room))
-    comparisons = compare(undisturbed, hit, same_layout=same)
+    undisturbed, hit = (_read_trained(r.workspace, one.short.id) for r in (straight, room))
+    comparisons = _compare(undisturbed, hit, same_layout=same)
     return ResumeProof(
         version=PROOF_VERSION,
         recipe=plans.config.recipe,
@@ -472,7 +409,7 @@ def _prove(plans: Plans, one: OneStage, straight: Room, tell: Tell) -> ResumePro
     )
 
 
-def _interrupted(plans: Plans, one: OneStage, room: Room, tell: Tell) -> list[Interruption]:
+def _interrupted(plans: Plans, one: OneStage, room: _Room, tell: Tell) -> list[Interruption]:
     """The stage once more, hit again and again.
 
     On another number of processes it is resumed by another call, as somebody would who has fewer
@@ -490,7 +427,8 @@ def _interrupted(plans: Plans, one: OneStage, room: Room, tell: Tell) -> list[In
         with ThreadPoolExecutor(1, "interrupter") as pool:
             hits = pool.submit(interrupter.run)
             try:
-                run_recipe_in(room, asked, (*overrides, *more), name=name, tell=tell)
+                words = (*overrides, *more)
+                _run_recipe_in(room, asked.recipe, words, name=name, tell=tell)
             except StageFailed:
                 if not (expect_end and interrupter.made):
                     raise

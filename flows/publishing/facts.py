@@ -47,10 +47,6 @@ class _Candidate(NamedTuple):
     step: int
     entry: Mapping[str, Any]
 
-    def said(self) -> str:
-        """Its number, in words."""
-        return f"{measured(self.entry)}, n = {self.entry['n']}"
-
 
 def _choice_report(compared: Sequence[_Candidate]) -> dict[str, Any]:
     """For a stage's report."""
@@ -69,17 +65,17 @@ def _choice_sentence(compared: Sequence[_Candidate]) -> str:
     """For the card; empty where nothing was compared."""
     if not compared:
         return ""
-    best, *rest = compared
-    others = "; ".join(f"step {c.step}: {c.said()}" for c in rest)
-    entry = best.entry
+    entry, step = compared[0].entry, compared[0].step
+    best, *rest = (f"{measured(c.entry)}, n = {c.entry['n']}" for c in compared)
+    others = "; ".join(f"step {c.step}: {s}" for c, s in zip(compared[1:], rest, strict=True))
     how = f"`{entry['metric']}` ({entry['decoding']} decoding, protocol `{entry['protocol']}`)"
     return (
-        f"Published as the best of {len(compared)} checkpoints by {how}: step {best.step} with "
-        f"{best.said()}." + (f" The others had: {others}." if others else "")
+        f"Published as the best of {len(compared)} checkpoints by {how}: step {step} with {best}."
+        + (f" The others had: {others}." if others else "")
     )
 
 
-def measured_as(role: str, model: str) -> str:
+def _measured_as(role: str, model: str) -> str:
     """The name under which evaluations have the weights of a role (``weights-step50``)."""
     step = role.removeprefix("weights").removeprefix("-")
     return f"{model}-{step}" if step else model
@@ -97,12 +93,20 @@ def _compared(subject: Subject) -> list[_Candidate]:
     workspace, config, found = subject.workspace, subject.config.publish, []
     for role, stage_id in weights_of(subject).items():
         step = int(need_result(workspace, stage_id).report["steps"])
-        measured = subject.inputs.get(f"evaluation-{measured_as(role, subject.spec.model)}")
-        result = workspace.read_result(measured) if measured else None
+        evaluated = subject.inputs.get(f"evaluation-{_measured_as(role, subject.spec.model)}")
+        result = workspace.read_result(evaluated) if evaluated else None
         entries = result.report["evaluations"] if result is not None else ()
         found.append(_Candidate(role, step, _number(entries, step, config)))
     found.sort(key=lambda candidate: candidate.step)
-    _refuse_mixed(found)
+    if len({c.entry["protocol"] for c in found}) > 1:
+        by = (
+            f"step {c.step} by {c.entry.get('protocol_name') or c.entry['protocol']}" for c in found
+        )
+        raise StageFailed(
+            f"The checkpoints were measured in several ways: {', '.join(by)}",
+            expected="one protocol: the same prompts, decoding, judge and reward",
+            fix="evaluate all of them by one recipe",
+        )
     sign = -1.0 if higher_is_better(config.best_metric) is False else 1.0
     best = max(found, key=lambda c: (sign * float(c.entry["value"]), -c.step))
     return [best, *(c for c in found if c is not best)]
@@ -112,33 +116,16 @@ def _number(
     entries: Sequence[Mapping[str, Any]], step: int, config: PublishConfig
 ) -> Mapping[str, Any]:
     metric, decoding = config.best_metric, config.best_decoding
-    for entry in entries:
-        wanted = (entry["metric"], entry["decoding"]) == (metric, decoding)
-        if wanted and finite(entry.get("value")) is not None:
-            return entry
-    measured = sorted({e["metric"] for e in entries if e["decoding"] == decoding})
+    there: dict[str, Mapping[str, Any]] = {
+        e["metric"]: e for e in reversed(entries) if e["decoding"] == decoding
+    }
+    if finite(there.get(metric, {}).get("value")) is not None:
+        return there[metric]
     raise StageFailed(
         f"The checkpoint of step {step} has no {metric} under {decoding} decoding, so the best "
         "cannot be chosen",
-        expected=f"a number of each checkpoint; measured are: {', '.join(measured) or 'none'}",
+        expected=f"a number of each checkpoint; measured are: {', '.join(sorted(there)) or 'none'}",
         fix="set publish.best_metric= and publish.best_decoding= to what is measured",
-    )
-
-
-def _refuse_mixed(found: Sequence[_Candidate]) -> None:
-    by_protocol: dict[str, list[_Candidate]] = {}
-    for candidate in found:
-        by_protocol.setdefault(str(candidate.entry["protocol"]), []).append(candidate)
-    if len(by_protocol) < 2:
-        return
-    said = [
-        f"{c[0].entry.get('protocol_name') or protocol} (steps {', '.join(str(x.step) for x in c)})"
-        for protocol, c in by_protocol.items()
-    ]
-    raise StageFailed(
-        f"The checkpoints were measured in {len(said)} ways: {'; '.join(said)}",
-        expected="one protocol: the same prompts, decoding, judge and reward",
-        fix="evaluate all of them by one recipe",
     )
 
 
@@ -184,6 +171,7 @@ def collect(subject: Subject) -> Collected:
     compared = _compared(subject) if subject.spec.name == "publish-best" else []
     role = compared[0].role if compared else next(iter(weights))
     made = behind(workspace, weights[role])
+    made_by = role if role != "weights" else f"weights-step{made.step}"
     runs = runs_of(subject, made.trained)
     decided = subject.decided or decide(subject, made, runs)
     evaluations, protocols, records = _evaluations(subject)
@@ -212,7 +200,7 @@ def collect(subject: Subject) -> Collected:
         static_rubric_weights=tuple(w for _, w in decided["static_rubrics"]),
         recorded_fields=_recorded_fields(workspace, made),
         description=f"{config.description} {_choice_sentence(compared)}".strip(),
-        measured_as=_measured_as(made, role, model),
+        measured_as=_measured_as("" if made.whole else made_by, model),
         fingerprint=fingerprint,
         recipe_file=decided["recipe_file"],
         sources=decided["sources"],
@@ -230,12 +218,6 @@ def collect(subject: Subject) -> Collected:
     )
     best = _choice_report(compared) if compared else None
     return Collected(facts, made, role, runs[0], decided, best)
-
-
-def _measured_as(made: Behind, role: str, model: str) -> str:
-    if made.whole:
-        return model
-    return measured_as(role if role != "weights" else f"weights-step{made.step}", model)
 
 
 # ---------------------------------------------------------------- numbers

@@ -9,7 +9,6 @@ leaves with a card that does not hold: it is checked here, and refused with all 
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from flows.cards.reproduction import RECIPE_FILE
 from flows.publishing.facts import Collected, collect
 from flows.publishing.lineage import need_result, subject_at_work
 from flows.stages.work import StageWork
-from infra.foreign.exports import require_whole
+from infra.foreign.exports import COMPANIONS, lacking, matches, require_whole
 from infra.hub.target import make_target
 from infra.publishing import FileToPublish, Publication, Target, report_of
 from infra.store.stage_records import CARD, EVIDENCE
@@ -33,12 +32,8 @@ from refiner_core.contract.records import OutputFile, all_malformed
 
 #: What a model needs, and may not go without.
 MODEL_FILES = (
-    *("config.json", "generation_config.json", "model*.safetensors"),
-    *("model.safetensors.index.json", "tokenizer*", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.*", "merges.txt", "chat_template.*", "*.model", "*.tiktoken"),
-    *("LICENSE*", "NOTICE*"),
+    *("model*.safetensors", "model.safetensors.index.json", *COMPANIONS, "LICENSE*", "NOTICE*"),
 )
-_NEEDED = ("config.json", "tokenizer_config.json", "*.safetensors")
 _FOLDER = "model/"
 #: Findings that an error names one by one.
 _SAID = 5
@@ -66,8 +61,8 @@ def model_files(
         for f in result.files
         if f.path.startswith(_FOLDER) and "/" not in f.path.removeprefix(_FOLDER)
     ]
-    chosen = [f for f in there if _matches(f.name, patterns or MODEL_FILES)]
-    missing = [n for n in _NEEDED if not any(_matches(f.name, (n,)) for f in chosen)]
+    chosen = [f for f in there if matches(f.name, patterns or MODEL_FILES)]
+    missing = lacking(f.name for f in chosen)
     if missing:
         raise StageFailed(
             f"The model in {folder / _FOLDER} cannot be published: {', '.join(missing)} "
@@ -78,10 +73,6 @@ def model_files(
             else "delete the training stage's folder in the workspace and run the recipe again",
         )
     return chosen
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def papers(facts: CardFacts, files: Sequence[OutputFile]) -> list[FileToPublish]:

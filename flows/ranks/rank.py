@@ -1,6 +1,7 @@
-"""Program of each rank of a training stage: ``python -P -m flows.ranks.rank``, under torchrun.
+"""Program of each rank of a training stage: ``python -P -m flows.ranks.rank``.
 
-In: the order of its attempt and torchrun's settings, both in the environment. Out: a trained stage.
+In: the order of its attempt and its agent's settings, both in the environment. Out: a trained
+stage.
 Rank 0 has the attempt's IO, the judge and the report; the others train. Whatever ends a rank is
 told to the worker before the process ends.
 """

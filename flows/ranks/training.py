@@ -4,7 +4,7 @@ In: the work of an ``sft``, ``rft`` or ``grpo`` stage. Out: its report, which sa
 ``ranks``, ``nodes``, ``engine``, and under ``resumed_on`` every part of it that ran on something
 else.
 
-One process without DeepSpeed is the worker. Everything else is launched with torchrun, and imports
+One process without DeepSpeed is the worker. Everything else is launched in ranks, and imports
 torch there alone: the worker keeps the heartbeat, the fence and the outcome.
 """
 
@@ -119,7 +119,7 @@ def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[
 
 
 def _train_in_ranks(work: StageWork, placement: Placement) -> dict[str, Any]:
-    from infra.ranks.launch import OtherNodes, RanksJob, run_ranks
+    from infra.ranks.launch import OtherNodes, run_ranks
 
     layout = work.workspace.layout
 
@@ -135,10 +135,10 @@ def _train_in_ranks(work: StageWork, placement: Placement) -> dict[str, Any]:
             layout.attempt(work.stage_id, work.attempt).control, job, placement.nodes - 1
         )
 
-    job = RanksJob(
-        placement=placement,
-        module="flows.ranks.rank",
-        order={
+    return run_ranks(
+        placement,
+        "flows.ranks.rank",
+        {
             "workspace": str(work.workspace.root),
             "stage_id": work.stage_id,
             "attempt": work.attempt,
@@ -146,11 +146,11 @@ def _train_in_ranks(work: StageWork, placement: Placement) -> dict[str, Any]:
             "input_stages": dict(work.input_stages),
             "output_dir": str(work.output_dir),
         },
-        folder=layout.stage(work.stage_id).data,
+        work.io,
+        layout.stage(work.stage_id).data,
         check_fence=partial(work.check_fence, "ranks end"),
         meet=meet if placement.nodes > 1 else None,
     )
-    return run_ranks(job, work.io)
 
 
 def resumed_on(work: StageWork, used: dict[str, Any]) -> list[dict[str, Any]]:

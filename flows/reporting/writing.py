@@ -1,15 +1,13 @@
 """Files of a sweep's report (``report.html``, ``report.md``, ``report.csv``, ``trials.csv``,
-``report.json``), and its tables in W&B.
+``report.json``).
 
 In: a workspace and the name of a sweep. Out: the report, and its files below
 ``WORKSPACE/reports/SWEEP`` or another folder, each there completely or not at all. Whoever watches
-the page of a running sweep sees it load itself again; that of one that is over stays. In W&B a
-report is a run of its own, in the sweep's group.
+the page of a running sweep sees it load itself again; that of one that is over stays.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +17,8 @@ from flows.sweeping.status import newest_sweep
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.workspace import Workspace
-from infra.tracking import Table, TrackedRun, log_tables
-from refiner_core.contract.config import RecipeConfig, TrackingConfig
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.records import from_json
 from refiner_core.report.pages import json_text
 from refiner_core.report.printing import whole
 from refiner_core.report.run.document import RunReport
@@ -150,41 +146,3 @@ def files_of(report: SweepReport, *, reload_s: int = RELOAD_S) -> dict[str, str]
         TEXT: markdown(report),
         PAGE: page(report, reload_s=reload_s),
     }
-
-
-def log_report(workspace: Workspace, written: Written[SweepReport]) -> str:
-    """Log two tables, ``arms`` and ``trials``; says where they are.
-
-    Raises
-    ------
-    UnsupportedError
-        W&B does not take them.
-    NoSpaceError
-        There is no room for its files.
-    """
-    report = written.report
-    tables = {
-        name: Table(list(rows[0]) if rows else [], [list(row.values()) for row in rows])
-        for name, rows in (("arms", number_rows(report)), ("trials", trial_rows(report)))
-    }
-    folder = written.folder / "tracking"
-    folder.mkdir(parents=True, exist_ok=True)
-    run = TrackedRun(
-        run_id=f"report-{secrets.token_hex(6)}",
-        name=f"report of {report.sweep}",
-        group=report.sweep,
-        job_type="report",
-        folder=folder,
-        config={n: getattr(report, n) for n in ("sweep", "recipe", "baseline", "state", "made_at")},
-    )
-    return log_tables(_tracking_of(workspace, report), run, tables)
-
-
-def _tracking_of(workspace: Workspace, report: SweepReport) -> TrackingConfig:
-    """``tracking`` of the newest trial that has begun; the default where none has."""
-    runs = sorted(filter(None, (trial.run for trial in report.trials)))
-    for run in reversed(runs):
-        found = workspace.read_run(run).config.get("tracking")
-        if isinstance(found, dict):
-            return from_json(TrackingConfig, found)
-    return TrackingConfig()

@@ -8,7 +8,6 @@ judged is in the store, so that the same command goes on where it was stopped.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -21,13 +20,13 @@ from refiner_core.contract.types import (
     JudgementStore,
     JudgeRequest,
     JudgeUsage,
-    PendingJudgements,
     StreamingJudge,
 )
 from refiner_core.rescoring.rollouts import Key, is_batched, keys_of
 
-#: Questions that are handed to a judge at once are this many times what it asks at a time.
-_DEEP = 4
+#: Questions that are handed to a judge at once are this many times what it asks at a time: a judge
+#: idles for a moment at the end of each such piece.
+_DEEP = 16
 _LEAST = 512
 #: Four characters a token: for an estimate before anything was asked.
 _CHARACTERS_PER_TOKEN = 4.0
@@ -115,29 +114,11 @@ class Asking:
         began = time.monotonic()
         keys = keys_of(requests, batched=self._batched)
         new = {k: r for k, r in zip(keys, requests, strict=True) if k not in self._answers}
-        for piece, judgements in self._in_flight(new):
-            self._answers.update(zip(piece, judgements, strict=True))
+        for piece in pieces_of(new, max(_LEAST, _DEEP * self.plan.config.concurrency)):
+            self._answers |= zip(piece, self._judge.judge(list(piece.values())), strict=True)
             self._tell(len(self._answers), self.plan.open)
         self._seconds += time.monotonic() - began
         return [self._answers[key] for key in keys]
-
-    def _in_flight(
-        self, new: Mapping[Key, JudgeRequest]
-    ) -> Iterator[tuple[Sequence[Key], Sequence[Judgement]]]:
-        """Questions and their judgements, some at a time; a judge that streams has the next ones
-        before the last ones are answered, so that it is never idle."""
-        waiting: deque[tuple[list[Key], PendingJudgements]] = deque()
-        for piece in pieces_of(new, max(_LEAST, _DEEP * self.plan.config.concurrency)):
-            requests = list(piece.values())
-            if not isinstance(self._judge, StreamingJudge):
-                yield list(piece), self._judge.judge(requests)
-                continue
-            waiting.append((list(piece), self._judge.submit(requests)))
-            if len(waiting) > 1:
-                first, pending = waiting.popleft()
-                yield first, pending.result()
-        for keys, pending in waiting:
-            yield keys, pending.result()
 
     def bill(self, prices: Prices) -> dict[str, Any]:
         """Bill so far. ``questions`` are distinct: ``reused`` were stored with the rollouts,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -35,12 +36,13 @@ from refiner_core.contract.loading import apply_overrides, parse_config
 from refiner_core.contract.marks import walk
 from refiner_core.contract.recipes import settled
 from refiner_core.contract.records import RunRecord, to_json
+from refiner_core.contract.types import Judgement
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.rescoring.compare import common_prompts
 from refiner_core.rescoring.rollouts import (
+    Key,
     Metric,
     Question,
-    Recorded,
     is_batched,
     judge_identity,
     questions_of,
@@ -103,7 +105,13 @@ def make_settings(base: RecipeConfig, options: Options) -> list[Setting]:
         changes = list(product(*(factor for factor in factors if factor)))  # type: ignore[arg-type]
     if not changes and any(not _says_where(o) for o in options.overrides):
         return [_setting(base, (), options.overrides)]
-    return _told_apart([_setting(base, change, options.overrides) for change in changes])
+    made = [_setting(base, change, options.overrides) for change in changes]
+    again = Counter[str]()
+    for place, setting in enumerate(made):  # no two of one name
+        again[setting.name] += 1
+        if (number := again[setting.name]) > 1:
+            made[place] = setting._replace(name=f"{setting.name} #{number}")
+    return made
 
 
 def _says_where(override: str) -> bool:
@@ -133,16 +141,6 @@ def _setting(
     if "static" in config.reward.rubric_source and not config.reward.instance_rubrics_only:
         load_rubric_set(config.reward.static_rubrics)
     return Setting(", ".join(names), config)
-
-
-def _told_apart(settings: Sequence[Setting]) -> list[Setting]:
-    """No two of one name."""
-    seen: dict[str, int] = {}
-    apart = []
-    for setting in settings:
-        seen[setting.name] = number = seen.get(setting.name, 0) + 1
-        apart.append(setting if number == 1 else setting._replace(name=f"{setting.name} #{number}"))
-    return apart
 
 
 def rubrics_of(name: str, reward: RewardConfig) -> RewardConfig:
@@ -224,7 +222,8 @@ WRITER = "rescore"
 @dataclass
 class Planned:
     """What is wanted, and the work that it takes. ``questions`` are by policy and kind of
-    questions, ``recorded`` by policy."""
+    questions; ``recorded``, the judgements stored with the rollouts, and ``unused``, how many of
+    these nobody asks for any more, by policy."""
 
     workspace: Workspace
     runs: tuple[RunRecord, ...]
@@ -238,7 +237,8 @@ class Planned:
     settings: list[Setting] = field(default_factory=list)
     judges: dict[str, JudgePlan] = field(default_factory=dict)
     questions: dict[tuple[str, str], list[tuple[Question, ...]]] = field(default_factory=dict)
-    recorded: dict[str, Recorded] = field(default_factory=dict)
+    recorded: dict[str, Mapping[Key, Sequence[Judgement]]] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
 
     @property
     def new_calls(self) -> int:
@@ -361,17 +361,18 @@ def _fill(planned: Planned) -> None:
     planned.policies, planned.settings = policies, _settings(policies, planned)
     for policy in policies:
         questions = planned.questions_under(policy, policy.config.reward)
-        found = recorded(policy.rollouts, questions, batched=is_batched(policy.config.judge))
-        planned.recorded[policy.name] = found
+        batched = is_batched(policy.config.judge)
+        known, planned.unused[policy.name] = recorded(policy.rollouts, questions, batched=batched)
+        planned.recorded[policy.name] = known
         own = planned.judges[planned.judge_key(policy, own_setting(policy.config))]
-        own.known = {**found.known, **own.known}
+        own.known = {**known, **own.known}
     for setting, policy in product(planned.settings, policies):
         plan = planned.judges[planned.judge_key(policy, setting)]
         plan.config = setting.config.judge  # with the address that this call has given
         # A run's own settings have been asked already.
         if identity_of(setting.config) != identity_of(policy.config):
             asked = planned.questions_under(policy, setting.config.reward)
-            plan.need([question.request for questions in asked for question in questions])
+            plan.need([request for questions in asked for request, _ in questions])
     for plan in planned.judges.values():
         if plan.served and plan.open:
             _check_prompts(plan)

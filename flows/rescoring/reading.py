@@ -26,9 +26,8 @@ from refiner_core.data.prepared import load_prompts
 from refiner_core.evaluation.metrics import load_samples
 from refiner_core.rescoring.rollouts import (
     StoredRollout,
-    from_evaluation,
-    from_training,
     some_groups,
+    stored_rollouts,
 )
 
 Source = Literal["rollouts", "evaluation"]
@@ -159,7 +158,7 @@ def _trained(workspace: Workspace, run: RunRecord, part: Part) -> Iterator[Polic
     rows = [row for step in chosen for row in read_rollouts(files[step])]
     yield replace(
         policy,
-        rollouts=tuple(from_training(rows, prompts)),
+        rollouts=tuple(stored_rollouts(rows, prompts)),
         files=tuple(str(files[step]) for step in chosen),
     )
 
@@ -221,7 +220,7 @@ def _evaluated(workspace: Workspace, run: RunRecord, part: Part) -> Iterator[Pol
                 continue
             some = True
             path = folder / f"samples-{decoding}.parquet"
-            rollouts = tuple(from_evaluation(load_samples(path), prompts, decoding))
+            rollouts = tuple(stored_rollouts(load_samples(path), prompts, decoding))
             name = f"{model} {decoding}"
             yield replace(policy, name=name, rollouts=rollouts, files=(str(path),))
     if not some:

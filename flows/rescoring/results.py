@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from flows.rescoring.asking import Asking, JudgePlan
 from flows.rescoring.planning import (
     AGAIN,
-    OWN,
     WRITER,
     Planned,
     Setting,
@@ -36,9 +35,9 @@ from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.traces import encode_rollouts
 from infra.store.workspace import now_text
-from refiner_core.contract.loading import override_text
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.records import picked, to_json
-from refiner_core.contract.types import Judgement
+from refiner_core.contract.types import Judge, Judgement
 from refiner_core.judge_report.measures import plain
 from refiner_core.judges import build_judge
 from refiner_core.report.printing import table_lines
@@ -176,44 +175,45 @@ def _scores(
 ) -> Scores:
     """A policy's rollouts under a setting, by all that is known of its judge, each rollout's own
     judgements first; under its run's own, as they were stored."""
-    normalization = policy.config.grpo.advantage_normalization_type
     if identity_of(setting.config) == identity_of(policy.config):
+        normalization = policy.config.grpo.advantage_normalization_type
         return stored_scores(policy.rollouts, again, normalization)
     key = planned.judge_key(policy, setting)
     known: dict[Key, Sequence[Judgement]] = dict(planned.judges[key].known)
     if key == planned.judge_key(policy, own_setting(policy.config)):
-        known |= planned.recorded[policy.name].known
-    rest = asking.get(key, NobodyToAsk())
-    judge = RecordedJudge(known, rest, batched=is_batched(setting.config.judge))
-    return scores_under(policy.rollouts, setting.config.reward, judge, normalization)
+        known |= planned.recorded[policy.name]
+    return _judged(policy, setting.config, known, asking.get(key, NobodyToAsk()))
 
 
 def _own_again(planned: Planned, policy: Policy) -> Scores:
     """The run's own settings once more, from what was stored with the rollouts alone; the lexical
     judge, which costs nothing, judges what was not."""
-    config = policy.config
-    rest = build_judge(config.judge) if config.judge.kind == "lexical" else NobodyToAsk()
-    known = planned.recorded[policy.name].known
+    judge = policy.config.judge
+    rest = build_judge(judge) if judge.kind == "lexical" else NobodyToAsk()
+    return _judged(policy, policy.config, planned.recorded[policy.name], rest)
+
+
+def _judged(
+    policy: Policy, config: RecipeConfig, known: Mapping[Key, Sequence[Judgement]], rest: Judge
+) -> Scores:
     judge = RecordedJudge(known, rest, batched=is_batched(config.judge))
-    normalization = config.grpo.advantage_normalization_type
+    normalization = policy.config.grpo.advantage_normalization_type
     return scores_under(policy.rollouts, config.reward, judge, normalization)
 
 
 def _fidelity(planned: Planned, policy: Policy, again: Scores) -> dict[str, Any]:
-    found = planned.recorded[policy.name]
+    known, unused = planned.recorded[policy.name], planned.unused[policy.name]
     rejudged = alike = 0
     if policy.config.judge.kind == "lexical":
         questions = planned.questions_under(policy, policy.config.reward)
-        requests = [q.request for asked in questions for q in asked if q.request in found.known]
+        requests = [asked for of in questions for asked, _ in of if asked in known]
         today = build_judge(policy.config.judge).judge(requests)
         rejudged = len(requests)
         alike = sum(
-            now.score == found.known[request][0].score
+            now.score == known[request][0].score
             for request, now in zip(requests, today, strict=True)
         )
-    return fidelity(
-        policy.rollouts, again, unused=found.unused, rejudged=rejudged, judged_alike=alike
-    )
+    return fidelity(policy.rollouts, again, unused=unused, rejudged=rejudged, judged_alike=alike)
 
 
 def _compare_all(planned: Planned, scores: ScoresOf) -> Iterator[dict[str, Any]]:
@@ -345,32 +345,14 @@ def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield from section.words
 
 
-def next_lines(
-    document: Mapping[str, Any], folder: Path, words: Sequence[str], begun_with: Sequence[str]
-) -> Iterator[str]:
-    """Lines on where the files are, and commands that make sense now; ``words`` are those of this
-    call, ``begun_with`` the overrides of the first run, which a run like it needs too."""
+def next_lines(document: Mapping[str, Any], folder: Path, words: Sequence[str]) -> Iterator[str]:
+    """Lines on where the files are, and a command that makes sense now; ``words`` are those of this
+    call."""
     yield ""
     yield f"Files: {folder}/ ({DOCUMENT}, {REWARDS}, {TABLE})"
     yield "Next:"
-    if not document["comparisons"]:
+    if document["comparisons"]:
+        yield f"  less {shlex.quote(str(folder / TABLE))}"
+    else:
         tried = ["--rubrics", "v3", "--citation-weight", "0.5"]
         yield f"  {shlex.join(['refiner', 'rescore', *words, *tried])}"
-        return
-    yield f"  less {shlex.quote(str(folder / 'table.md'))}"
-    own = document["settings"][0]
-    where = [word for word in words if word.startswith("workspace=")]
-    for setting in document["settings"]:
-        overrides = [
-            override_text(f"reward.{name}", value)
-            for name, value in setting["reward"].items()
-            if own["reward"].get(name) != value
-        ]
-        # A judge's address is no part of what a setting is, so only rewards are proposed.
-        same_judge = setting["judge"] == own["judge"]
-        if not setting["name"].startswith(OWN) and overrides and same_judge:
-            recipe = document["policies"][0]["recipe"]
-            changed = tuple(override.partition("=")[0] + "=" for override in overrides)
-            kept = [o for o in begun_with if not o.startswith(("workspace=", *changed))]
-            yield f"  {shlex.join(['refiner', 'plan', recipe, *where, *kept, *overrides])}"
-            return

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from flows.running.showing import Launch, Shows
+from flows.running.console import Console
+from flows.running.showing import Launch
 from infra.host.processes import environment, start_apart
 from infra.jobs.protocol import job_settings, tail_of
 from infra.prefect_server import passed_on, server_status, state_dir, terminal_link
@@ -178,7 +179,7 @@ def _resume_command(workspace: Workspace, call: str, code: str, *options: str) -
 _LOGS_KEPT = 20
 
 
-def attach(workspace: Workspace, call: str, console: Shows, stream: TextIO | None = None) -> None:
+def attach(workspace: Workspace, call: str, console: Console, stream: TextIO | None = None) -> None:
     """Let a process show the call, and say where. Does not wait.
 
     Parameters
@@ -205,7 +206,7 @@ def attach(workspace: Workspace, call: str, console: Shows, stream: TextIO | Non
     threading.Thread(target=_listen, args=listening, daemon=True).start()
 
 
-def _listen(read: int, log: Path, console: Shows, stream: TextIO) -> None:
+def _listen(read: int, log: Path, console: Console, stream: TextIO) -> None:
     with os.fdopen(read) as lines:
         for line in lines:
             message = json.loads(line)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,11 @@ from flows.checking.models import check_model_files
 from flows.checking.resources import check_server_programs
 from flows.checking.sources import resolve_sources
 from flows.running.console import Console
-from flows.running.showing import Hears, Launch, Shows, orchestrate
+from flows.running.showing import Hears, Launch, orchestrate
 from flows.running.status import find_run, unfinished_runs
 from infra.host.secrets import mask_keys_of
 from infra.jobs.dispatch import make_router
-from infra.orchestrator.members import Given, Member
+from infra.orchestrator.members import Member, Source
 from infra.store import atomic
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace, now_text
@@ -75,7 +75,7 @@ def pin_code(workspace: Workspace) -> Pinned:
     """
     from infra.store import provenance
 
-    code = provenance.snapshot_code(workspace).id
+    code = provenance.snapshot_code(workspace).name
     checkout, command = provenance.checkout_of(), provenance.this_command()
     known = provenance.run_provenance(command, code, checkout)
     diff = provenance.limited_diff(checkout.diff) if checkout.diff else ""
@@ -349,7 +349,7 @@ def work_on(
     run: RunRecord,
     launch: Launch,
     command: Sequence[str] = (),
-    console: Shows | None = None,
+    console: Console | None = None,
 ) -> RunOutcome:
     """Take a recorded call up and work on it to its end.
 
@@ -399,7 +399,7 @@ def work_on(
             say=shown.warn,
         )
     views = orchestrate(
-        Given([member]),
+        Source([member]),
         workspace,
         router,
         plan.config,
@@ -411,15 +411,10 @@ def work_on(
     return RunOutcome(run.run, plan, views, tuple(following))
 
 
-@contextlib.contextmanager
-def in_folder_of(run: RunRecord) -> Iterator[None]:
-    """Work where the call was begun, if that folder is still there: its paths may be relative."""
-    folder = run.provenance.get("folder")
-    if not folder or not Path(folder).is_dir():
-        yield
-        return
-    with contextlib.chdir(folder):
-        yield
+def in_folder(folder: Any) -> contextlib.AbstractContextManager[None]:
+    """Work where a call was begun, if that folder is still there: its paths may be relative."""
+    there = folder and Path(folder).is_dir()
+    return contextlib.chdir(folder) if there else contextlib.nullcontext()
 
 
 def check_hub_access(config: RecipeConfig) -> None:
@@ -534,7 +529,7 @@ def resume_run(
     root = Path(workspace).absolute()
     run = run_to_resume(Workspace.read_only(root), run_id)
     room = with_room(from_json(RecipeConfig, run.config), lambda: Workspace.open(root))
-    with in_folder_of(run):
+    with in_folder(run.provenance.get("folder")):
         plan = plan_of_run(room, run)
         check_supported(plan.config)
         launch = Launch(use_server, quiet, take_over=take_over, resumed=True)
@@ -565,7 +560,7 @@ def publish_run(
         Another process works on it.
     """
     command = ["refiner", "resume", run.run, f"workspace={workspace.root}"]
-    with in_folder_of(run):
+    with in_folder(run.provenance.get("folder")):
         return work_on(plan, workspace, run, Launch(use_server, quiet), command)
 
 

@@ -17,7 +17,7 @@ import psutil
 
 from flows.running.status import required_run, stage_names, the_stage
 from infra.host.processes import ProcessId, host_name, user_name
-from infra.orchestrator.acting import POLL_S, Ending, Seldom, Tell, open_stages
+from infra.orchestrator.acting import POLL_S, Seldom, Tell, end_jobs, open_stages
 from infra.store.orchestrators import (
     Orchestrator,
     held_by_others,
@@ -147,9 +147,8 @@ def cancel(
             ended = ended and not left
             return CancelOutcome(run.run, names, "orchestrator", ended, left, who)
         tell(f"{who.where} has ended before that; its jobs are ended from here")
-    left = Ending(workspace, settings, ids, "cancelled", f"cancelled by {by}", tell).work(
-        patience_s
-    )
+    reason = f"cancelled by {by}"
+    left = end_jobs(workspace, settings, ids, "cancelled", reason, tell, patience_s)
     return CancelOutcome(run.run, names, "here", not left, left, who)
 
 

@@ -16,7 +16,8 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from infra.host.terminal import printable, raw
@@ -39,10 +40,11 @@ _LINE_EVERY_S = 10.0
 #: Of a sweep: how often plain lines name the stages at work, and how many a terminal shows.
 _AT_WORK_EVERY_S = 30.0
 _ROWS = 16
-_BAR_WIDTH = 16
 _WORKING = ("running", "reattached")
 _NOT_YET = ("queued", "paused", "waiting")
-_TRIAL_STATES = ("done", "running", "waiting", "held", "interrupted", "failed")
+_STATES = ("done", "skipped", "failed", "interrupted", "blocked", *_WORKING, *_NOT_YET)
+#: Of trials, in the order in which they are counted.
+TRIAL_STATES = ("done", "running", "waiting", "held", "interrupted", "failed")
 
 
 class Console:
@@ -125,7 +127,7 @@ class Console:
             if self._trials is not None:
                 trials, rows = self._trials(), _at_work(rows)
                 self._note_trials(trials, rows, now)
-                title = _trials_counted(trials)
+                title = trials_text(trials)
             if self._fancy and not self._lost:
                 with self._while_it_can_be_written():
                     self._redraw(rows, title)
@@ -139,7 +141,7 @@ class Console:
         if self._trials is not None:
             trials = self._trials()
             if not self._quiet or any(t.state != "done" for t in trials.values()):
-                self._print(f"{_trials_counted(trials)} in {rough(self._clock() - self._began)}")
+                self._print(f"{trials_text(trials)} in {rough(self._clock() - self._began)}")
             return
         if any(map(_is_told, views.values())) or not self._quiet:
             elapsed = self._clock() - self._began
@@ -147,7 +149,8 @@ class Console:
 
     def summary(self, views: Mapping[str, StageView], elapsed_s: float) -> list[str]:
         """Lines: what was done, skipped, failed; where the logs are."""
-        lines = [f"{_counted(views)} in {clock(elapsed_s)}"]
+        counts = states_counted((view.state for view in views.values()), _STATES)
+        lines = [f"{states_text(counts) or 'nothing to do'} in {clock(elapsed_s)}"]
         for view in views.values():
             if _is_told(view):
                 lines.append(f"  {view.name}: {view.state}{_colon(view.message)}")
@@ -180,11 +183,9 @@ class Console:
             if self._trials is None and (not self._quiet or view.state == "failed"):
                 self._print_plain(view, now)
             return
-        told = self._trials is None and not self._quiet
-        if not told or view.progress is None or view.state not in _WORKING:
-            return
         said_at, said = self._said.get(view.name, (self._since.get(view.name, now), None))
-        if now - said_at >= _LINE_EVERY_S and view.progress != said:
+        told = self._trials is None and not self._quiet and now - said_at >= _LINE_EVERY_S
+        if told and view.state in _WORKING and view.progress not in (None, said):
             self._print_plain(view, now)
 
     def _print_plain(self, view: StageView, now: float) -> None:
@@ -207,7 +208,7 @@ class Console:
                 self._print(f"{name}: {trial.state}{run}{why}")
         if not self._fancy and not self._quiet and now - self._at_work_said >= _AT_WORK_EVERY_S:
             self._at_work_said = now
-            self._print(_trials_counted(trials))
+            self._print(trials_text(trials))
             for view in rows:
                 self._print(f"  {view.name}: {' '.join(filter(None, [view.state, detail(view)]))}")
 
@@ -237,8 +238,8 @@ class Console:
             if view.state in _WORKING:
                 seconds = max(seconds, now - self._since.get(view.name, now))
             took = clock(seconds) if seconds else ""
-            cells.append((view.name, view.state, bar(view), took, detail(view)))
-        return [*table_lines(cells, ("stage", "state", "", "time", "progress"))] if cells else []
+            cells.append((view.name, view.state, took, detail(view)))
+        return [*table_lines(cells, ("stage", "state", "time", "progress"))] if cells else []
 
 
 def drawn(lines: Sequence[str]) -> Text:
@@ -274,20 +275,15 @@ def detail(view: StageView) -> str:
     return ", ".join(filter(None, parts))
 
 
-def bar(view: StageView) -> str:
-    """A bar of blocks for a stage at work, else nothing."""
-    progress = view.progress
-    if view.state not in _WORKING or progress is None or progress.total <= 0:
-        return ""
-    filled = round(_BAR_WIDTH * min(1.0, progress.done / progress.total))
-    return "█" * filled + "░" * (_BAR_WIDTH - filled)
+def states_counted(states: Iterable[str], order: Sequence[str] = TRIAL_STATES) -> dict[str, int]:
+    """How many there are of each state that there is."""
+    found = Counter(states)
+    return {state: found[state] for state in order if found[state]}
 
 
-def _counted(views: Mapping[str, StageView]) -> str:
-    states = [view.state for view in views.values()]
-    order = ("done", "skipped", "failed", "interrupted", "blocked", *_WORKING, *_NOT_YET)
-    parts = [f"{states.count(s)} {s}" for s in order if s in states]
-    return ", ".join(parts) or "nothing to do"
+def states_text(counts: Mapping[str, int]) -> str:
+    """``3 done, 1 failed``."""
+    return ", ".join(f"{n} {state}" for state, n in counts.items())
 
 
 def _at_work(views: Sequence[StageView]) -> list[StageView]:
@@ -302,10 +298,10 @@ def _at_work(views: Sequence[StageView]) -> list[StageView]:
     return rows
 
 
-def _trials_counted(trials: Mapping[str, Any]) -> str:
-    states = [trial.state for trial in trials.values()]
-    counts = ", ".join(f"{states.count(s)} {s}" for s in _TRIAL_STATES if s in states)
-    return f"{len(states)} trials: {counts or 'none'}"
+def trials_text(trials: Mapping[str, Any]) -> str:
+    """``4 trials: 3 done, 1 failed``."""
+    counts = states_counted(trial.state for trial in trials.values())
+    return f"{len(trials)} trials: {states_text(counts) or 'none'}"
 
 
 def _is_told(view: StageView) -> bool:

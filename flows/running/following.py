@@ -152,9 +152,9 @@ class Follower:
         return view
 
     def _progress(self, view: StageView) -> Progress | None:
-        node = self.nodes[view.name]
-        there = node.id and view.attempt
-        beat = self._workspace.read_heartbeat(node.id, view.attempt) if there else None
+        stage_id = self.nodes[view.name].id
+        there = stage_id and view.attempt
+        beat = self._workspace.read_heartbeat(stage_id, view.attempt) if there else None
         found = (beat or {}).get("progress")
         return view.progress if found is None else from_json(Progress, found)
 
@@ -189,36 +189,25 @@ class SweepFollower:
         trials = self._trials.look()
         if not self._by_stage:
             return trials
-        views: dict[str, StageView] = {}
+        views = {name: node.waiting for name, node in self.nodes.items()}
         for trial, whole in trials.items():
-            for name, view in self._of_trial(trial, whole).items():
-                node = self._names[self._stages[trial][name]]
-                other, view = views.get(node), replace(view, name=node)
-                if other is None or _says(view) > _says(other):
-                    views[node] = view
+            stages, mine = self._stages[trial], dict[str, StageView]()
+            run = self._trials.runs.get(trial) if whole.state != "waiting" else None
+            if run is not None:
+                follower = Follower(self._workspace, run, stages)
+                mine = self._followers.setdefault((trial, run), follower).look()
+            over: ViewState = "skipped" if whole.state in ("done", "skipped") else "interrupted"
+            for name, stage_id in stages.items():
+                node = self._names[stage_id]
+                view = replace(mine.get(name, self.nodes[node].waiting), name=node)
+                if whole.terminal and not view.terminal:  # it never came to be
+                    view = replace(view, state=over, message=whole.message)
+                views[node] = max(views[node], view, key=_says)
         return views
 
     def news(self) -> list[Mapping[str, Any]]:
         """Events of trials and the disk since the newest ``begin``, each once."""
         return self._trials.news()
-
-    def _of_trial(self, trial: str, whole: StageView) -> Mapping[str, StageView]:
-        """The stages of a trial; what never came to be in one that is over is over too."""
-        stages, run = self._stages[trial], self._trials.runs.get(trial)
-        if whole.state == "waiting" or run is None:
-            views = {name: Node(name, stage_id).waiting for name, stage_id in stages.items()}
-        else:
-            key = (trial, run)
-            if key not in self._followers:
-                self._followers[key] = Follower(self._workspace, run, stages)
-            views = self._followers[key].look()
-        if not whole.terminal:
-            return views
-        done: ViewState = "skipped" if whole.state in ("done", "skipped") else "interrupted"
-        said = whole.message
-        return {
-            n: v if v.terminal else replace(v, state=done, message=said) for n, v in views.items()
-        }
 
 
 def inputs_of(workspace: Workspace, nodes: Mapping[str, Node], name: str) -> list[str]:

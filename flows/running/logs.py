@@ -125,7 +125,7 @@ def follow_log(
     """
     room = Workspace.read_only(workspace)
     stage_id, run_id, number = _attempt(room, stage, run, attempt)
-    return _Follower(room, stage_id, run_id, tell).follow(1 if number is None else number)
+    return _follow(room, stage_id, run_id, number or 1, tell)
 
 
 def _attempt(
@@ -182,66 +182,51 @@ def _pieces(file: BinaryIO, decoder: codecs.IncrementalDecoder) -> Iterator[str]
         yield decoder.decode(data)
 
 
-class _Follower:
-    """Follows a stage's log from attempt to attempt until the stage ends. ``tell`` hears of which
-    log something comes."""
-
-    def __init__(
-        self, workspace: Workspace, stage_id: str, run_id: str, tell: Callable[[str], None]
-    ) -> None:
-        self._workspace, self._stage_id, self._run_id = workspace, stage_id, run_id
-        self._tell = tell
-
-    def follow(self, number: int) -> Iterator[str]:
-        """Text of the log of attempt ``number`` and what comes, then those of the later ones."""
-        said = ""
-        while True:
-            if self._exists(number):
-                yield from self._follow_one(number)
-                number += 1
-                said = ""
-            if self._is_over(number):
-                return
-            if not self._exists(number) and not said:
-                said = f"waiting for attempt {number} of {self._stage_id}"
-                self._tell(said)
-            time.sleep(_FOLLOW_S)
-
-    def _follow_one(self, number: int) -> Iterator[str]:
-        path, position, decoder = None, 0, _decoder()
-        while True:
-            attempt = self._workspace.read_attempt(self._stage_id, number)
-            over = attempt is None or attempt.outcome is not None or self._exists(number + 1)
-            found = log_file(self._workspace, self._stage_id, number)
+def _follow(
+    workspace: Workspace, stage_id: str, run_id: str, number: int, tell: Callable[[str], None]
+) -> Iterator[str]:
+    """Text of the log of attempt ``number`` and what comes, then those of the later ones."""
+    path, position, decoder, waits = Path(), 0, _decoder(), False
+    while True:
+        if _exists(workspace, stage_id, number):
+            attempt = workspace.read_attempt(stage_id, number)
+            outcome = attempt.outcome if attempt is not None else None
+            over = attempt is None or outcome is not None
+            over = over or _exists(workspace, stage_id, number + 1)
+            found = log_file(workspace, stage_id, number)
             if found != path and found.exists():
                 path, position, decoder = found, 0, _decoder()
-                self._tell(f"==> {path} (attempt {number})")
-            if path is not None:
+                tell(f"==> {path} (attempt {number})")
+            if found.exists():
                 with path.open("rb") as file:
                     file.seek(position)
                     yield from _pieces(file, decoder)
                     position = file.tell()
             if over:
-                if attempt is not None and attempt.outcome is not None:
-                    how = f"{attempt.outcome.failure} {attempt.outcome.message}".strip()
-                    self._tell(f"==> attempt {number} ended: {how}")
-                return
-            time.sleep(_FOLLOW_S)
+                if outcome is not None:
+                    how = f"{outcome.failure} {outcome.message}".strip()
+                    tell(f"==> attempt {number} ended: {how}")
+                number, waits = number + 1, False
+                continue
+        elif _is_over(workspace, stage_id, run_id, number):
+            return
+        elif not waits:
+            waits = True
+            tell(f"waiting for attempt {number} of {stage_id}")
+        time.sleep(_FOLLOW_S)
 
-    def _exists(self, number: int) -> bool:
-        return self._workspace.layout.attempt(self._stage_id, number).intent.exists()
 
-    def _is_over(self, number: int) -> bool:
-        """True if nothing will come after attempt ``number - 1``, as far as one can tell."""
-        if self._workspace.layout.stage(self._stage_id).result.exists():
-            return True
-        if self._exists(number):
-            return False
-        last = self._workspace.read_attempt(self._stage_id, number - 1) if number > 1 else None
-        stopped = last is not None and last.outcome is not None and last.outcome.decision == "stop"
-        if stopped:
-            return True
-        return not (self._run_id and orchestrator_of(self._workspace, self._run_id).works)
+def _exists(workspace: Workspace, stage_id: str, number: int) -> bool:
+    return workspace.layout.attempt(stage_id, number).intent.exists()
+
+
+def _is_over(workspace: Workspace, stage_id: str, run_id: str, number: int) -> bool:
+    """True if no attempt ``number`` will come, as far as one can tell."""
+    if workspace.layout.stage(stage_id).result.exists():
+        return True
+    last = workspace.read_attempt(stage_id, number - 1) if number > 1 else None
+    stopped = last is not None and last.outcome is not None and last.outcome.decision == "stop"
+    return stopped or not (run_id and orchestrator_of(workspace, run_id).works)
 
 
 def _decoder() -> codecs.IncrementalDecoder:

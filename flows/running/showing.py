@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
 
+from flows.running.console import Console
 from infra.disk.keeper import DiskEvent, DiskKeeper, DiskWatch
 from infra.jobs.dispatch import Router
 from infra.orchestrator.members import Source
@@ -28,7 +28,7 @@ _ONE_WISH_S = 1.0
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class StopSignals:
+class _StopSignals:
     """Signals that would raise ``KeyboardInterrupt`` are noted while the context lasts. Outside of
     the main thread, which alone gets any, it does nothing."""
 
@@ -37,7 +37,7 @@ class StopSignals:
         self._came: list[tuple[int, float]] = []
         self._first_at: float | None = None
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> _StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in _NUMBERS:
                 old = signal.getsignal(number)
@@ -131,32 +131,13 @@ class Hears:
         """Wait a while for what is on its way."""
 
 
-class Shows(Protocol):
-    """Console, as far as it is asked here. :class:`flows.running.console.Console` is one."""
-
-    def show(self, views: Mapping[str, StageView]) -> None:
-        """Bring the display up to date."""
-
-    def note(self, message: str) -> None:
-        """Say something in between."""
-
-    def warn(self, message: str) -> None:
-        """Say something that is amiss, but stops nothing."""
-
-    def finish(self, views: Mapping[str, StageView]) -> None:
-        """Say how it ended and what to do next."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was. May be called twice."""
-
-
 def orchestrate(
     source: Source,
     workspace: Workspace,
     router: Router,
     config: RecipeConfig,
     *,
-    console: Shows,
+    console: Console,
     hears: Hears | None = None,
     begun: Callable[[], None] = lambda: None,
 ) -> dict[str, StageView]:
@@ -186,7 +167,7 @@ def orchestrate(
 def run_shown(
     orchestrator: Orchestrator,
     *,
-    console: Shows,
+    console: Console,
     hears: Hears | None = None,
     begun: Callable[[], None] = lambda: None,
 ) -> dict[str, StageView]:
@@ -212,7 +193,7 @@ def run_shown(
         The last view of each stage.
     """
     hears = hears or Hears()
-    with StopSignals() as signals:
+    with _StopSignals() as signals:
         orchestrator.start()  # work begins before anything else is even imported
         try:
             begun()
@@ -230,7 +211,7 @@ def run_shown(
 
 
 def _until_joined(
-    orchestrator: Orchestrator, console: Shows, hears: Hears, signals: StopSignals
+    orchestrator: Orchestrator, console: Console, hears: Hears, signals: _StopSignals
 ) -> dict[str, StageView]:
     ended: Future[dict[str, StageView]] = Future()
 

@@ -13,7 +13,7 @@ import itertools
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,7 +22,7 @@ from infra.disk.probe import Prober, Room
 from infra.jobs.dispatch import LocalDispatcher, Router, router_to_look
 from infra.jobs.failures import CLASSES, budget_left
 from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt
-from infra.orchestrator.observe import Observer, Patience
+from infra.orchestrator.observe import Observer
 from infra.orchestrator.reconcile import NO_ROOM, Seen
 from infra.orchestrator.timeline import Incident, devices_of, first_line, run_events, run_incidents
 from infra.store.orchestrators import Orchestrator, Standing, orchestrator_of
@@ -62,7 +62,7 @@ def newest_runs(
         if "nightly" in run.provenance:
             counts = not models and orchestrator_of(workspace, run.run).works
         else:
-            counts = not models and not is_finished(workspace, run)
+            counts = not models and not is_finished(workspace, run.stages.values())
             counts = counts or any(
                 has_begun(workspace, run, stage_id)
                 for name, stage_id in run.stages.items()
@@ -114,21 +114,14 @@ def find_run(
     if len(hits) == 1:
         return workspace.read_run(hits[0])
     hint = suggest(wanted, [*known, *_swept(workspace)])
-    if not known:
-        raise ConfigurationError(
-            f"{workspace.root} has no run {wanted!r}: no run is recorded there.{hint}",
-            expected="a workspace with runs",
-            fix="name another one with workspace=DIR, or begin a run with `refiner run RECIPE`",
-        )
     what = f"{workspace.root} has no run {wanted!r}.{hint}"
     if hits:
         what = f"{wanted!r} may mean {len(hits)} runs of {workspace.root}."
-    shown = ", ".join((hits or known)[-5:])
     raise ConfigurationError(
         what,
-        expected=f"one of: {shown}",
+        expected=f"one of: {', '.join((hits or known)[-5:]) or '(no run is recorded there)'}",
         fix="name one of these (`refiner status --all` lists them; a trial is SWEEP:ARM/seedN), or "
-        "another workspace=DIR",
+        "another workspace=DIR; `refiner run RECIPE` begins one",
     )
 
 
@@ -202,15 +195,12 @@ def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:
     run_id = trial_run(workspace, name, trial)
     if run_id is not None:
         return workspace.read_run(run_id)
-    if trial in known:
-        raise ConfigurationError(
-            f"Trial {trial} of sweep {name} has not begun.",
-            expected="a trial that has a run",
-            fix=f"look with `refiner status {name}`",
-        )
+    has = f"has no trial {trial!r}.{suggest(trial, known)}"
     raise ConfigurationError(
-        f"Sweep {name} has no trial {trial!r}.{suggest(trial, known)}",
-        expected=f"one of: {', '.join(known[:5])}{', …' if len(known) > 5 else ''}",
+        f"Trial {trial} of sweep {name} has not begun."
+        if trial in known
+        else f"Sweep {name} {has}",
+        expected=f"a trial that has a run, of: {', '.join(known[:5])}{', …' * (len(known) > 5)}",
         fix=f"name one of these (`refiner status {name}` shows them)",
     )
 
@@ -218,13 +208,13 @@ def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:
 def unfinished_runs(workspace: Workspace) -> list[RunRecord]:
     """Runs of which a stage is not done, oldest first."""
     runs = workspace.runs()
-    return [run for run in runs if not is_finished(workspace, run)]
+    return [run for run in runs if not is_finished(workspace, run.stages.values())]
 
 
-def is_finished(workspace: Workspace, run: RunRecord) -> bool:
-    """True if every stage of a run is done."""
-    stages = (i for i in run.stages.values() if not is_service(i))  # these are never done
-    return all(workspace.layout.stage(i).result.exists() for i in stages)
+def is_finished(workspace: Workspace, stages: Iterable[str]) -> bool:
+    """True if every stage of a run or a sweep is done, by their ids."""
+    own = (i for i in stages if not is_service(i))  # these are never done
+    return all(workspace.layout.stage(i).result.exists() for i in own)
 
 
 class KnownRun(NamedTuple):
@@ -267,8 +257,8 @@ def list_runs(workspace: str | Path = RecipeConfig.workspace) -> list[KnownRun]:
     for run in room.runs():
         stages = [i for i in run.stages.values() if not is_service(i)]
         done = sum(room.layout.stage(i).result.exists() for i in stages)
-        who, finished = orchestrator_of(room, run.run), is_finished(room, run)
-        found.append(KnownRun(run.run, run.recipe, who.standing, finished, done, len(stages)))
+        who, count = orchestrator_of(room, run.run), len(stages)
+        found.append(KnownRun(run.run, run.recipe, who.standing, done == count, done, count))
     return found
 
 
@@ -442,12 +432,11 @@ class Watcher:
         self.workspace, self.run = workspace, run
         settings = from_json(DispatchConfig, run.config.get("dispatch") or {})
         self._retries = settings.retries
-        patience = Patience(settings.heartbeat_timeout_s, settings.hung_after_s)
         near = {"local": LocalDispatcher(workspace)}
         alone = Router(near, lambda _: "local", missing="no scheduler was asked")
         router = router_to_look(settings, workspace) if ask else alone
         self._router = HurriedRouter(router, wait_s)
-        self._observer = Observer(workspace, self._router, patience)
+        self._observer = Observer(workspace, self._router, settings)
         config = from_json(DiskConfig, run.config.get("disk") or {})
         self._room = Prober(workspace.layout.data, config), _Hurry[Room](wait_s)
 
@@ -462,15 +451,13 @@ class Watcher:
         for name in stage_names(run):
             stage_id = run.stages[name]
             record = records.get(stage_id)
-            row = StageStatus(
-                name, stage_id, "waiting", gpus=devices_of(run.config, name.partition("-")[0])
-            )
-            row = _with_attempts(row, record, workspace)
             state, reason = self._state(stage_id, record, observed.attempts.get(stage_id))
             if state in ("waiting", "interrupted", "failed", "idle") and name in told:
                 state, reason = told[name]
-            eta = row.eta_s if state == "running" else None
-            rows.append(replace(row, state=state, reason=reason, eta_s=eta))
+            gpus = devices_of(run.config, name.partition("-")[0])
+            more = self._by_attempts(stage_id, record) if record and record.attempts else {}
+            row = StageStatus(name, stage_id, state, reason, gpus=gpus, **more)
+            rows.append(row if state == "running" else replace(row, eta_s=None))
         return RunStatus(
             *(run.run, run.recipe, run.command, run.started_at),
             finished=all(row.state == "done" for row in rows if not is_service(row.id)),
@@ -514,6 +501,28 @@ class Watcher:
         if seen.running:
             return "running", "" if seen.note.startswith("RUNNING") else seen.note
         return ("suspended" if seen.note.startswith("SUSPENDED") else "queued"), seen.note
+
+    def _by_attempts(self, stage_id: str, record: StageRecord) -> dict[str, Any]:
+        """Job, node, progress and last failure, by the newest attempt."""
+        last, result = record.attempts[-1], record.result
+        if result is not None:
+            last = next((a for a in record.attempts if a.number == result.attempt), last)
+        beat = self.workspace.read_heartbeat(stage_id, last.number) or {}
+        seconds = result.seconds if result else last.seconds or beat.get("seconds")
+        failed = [(a.number, a.outcome) for a in record.attempts if a.outcome]
+        failure = ""
+        for number, outcome in failed:
+            if outcome.failure != "none":
+                step = f" at step {outcome.step}" if outcome.step else ""
+                said = f": {first_line(outcome.message, 80)}" if outcome.message else ""
+                failure = f"attempt {number}: {outcome.failure}{step}{said}"
+        return {
+            **picked(last, "job_id", "node"),
+            **{"attempt": last.number, "attempts": len(record.attempts), "last_failure": failure},
+            "phase": str((beat.get("progress") or {}).get("phase") or ""),
+            **progress_of(beat, last.resumed_from_step),
+            "seconds": None if seconds is None else round(float(seconds), 1),
+        }
 
 
 def status_of_run(
@@ -580,38 +589,6 @@ def watch_run(
 # ---------------------------------------------------------------- rows
 
 
-def _with_attempts(
-    row: StageStatus, record: StageRecord | None, workspace: Workspace
-) -> StageStatus:
-    """Job, node, progress and last failure, by the newest attempt."""
-    if record is None or not record.attempts:
-        return row
-    last = record.attempts[-1]
-    if record.result is not None:
-        last = next((a for a in record.attempts if a.number == record.result.attempt), last)
-    beat = workspace.read_heartbeat(row.id, last.number) or {}
-    seconds = record.result.seconds if record.result else last.seconds or beat.get("seconds")
-    failed = [a for a in record.attempts if a.outcome and a.outcome.failure != "none"]
-    failure = ""
-    if failed and (outcome := failed[-1].outcome):
-        step = f" at step {outcome.step}" if outcome.step else ""
-        said = f": {first_line(outcome.message, 80)}" if outcome.message else ""
-        failure = f"attempt {failed[-1].number}: {outcome.failure}{step}{said}"
-    progress = progress_of(beat, last.resumed_from_step)
-    if record.result is not None or last.outcome is not None:
-        progress["eta_s"] = None
-    return replace(
-        row,
-        **picked(last, "job_id", "node"),
-        attempt=last.number,
-        attempts=len(record.attempts),
-        phase=str((beat.get("progress") or {}).get("phase") or ""),
-        **progress,
-        seconds=None if seconds is None else round(float(seconds), 1),
-        last_failure=failure,
-    )
-
-
 def progress_of(beat: Mapping[str, Any], resumed_from: int | None) -> dict[str, Any]:
     """How far a stage is by a heartbeat, as :class:`StageStatus` and trials have it."""
     progress = beat.get("progress") or {}
@@ -652,13 +629,13 @@ def metric_text(values: Mapping[str, Any]) -> str:
 
 def _last_words(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
     """Last words of the orchestrator on stages that have no live job: it knows why they wait."""
-    words = {}
-    for event in events:
-        if event.get("event") == "stage":
-            state = str(event.get("state"))
-            words[str(event["stage"])] = (state, str(event.get("message") or ""))
+    said = {
+        str(e["stage"]): (str(e.get("state")), str(e.get("message") or ""))
+        for e in events
+        if e.get("event") == "stage"
+    }
     waiting = ("waiting", "paused", "blocked", "failed", "interrupted")
-    return {name: word for name, word in words.items() if word[0] in waiting}
+    return {name: word for name, word in said.items() if word[0] in waiting}
 
 
 def _outage(events: Sequence[Mapping[str, Any]]) -> str:

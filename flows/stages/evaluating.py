@@ -14,7 +14,7 @@ from refiner_core.contract.protocols import protocol_name
 def run_evaluate(work: StageWork) -> dict[str, Any]:
     """Weights and a protocol to per-sample results and numbers. Of an agent nobody is asked to
     judge but where the environment is to ask."""
-    from refiner_core.evaluation.run import Circumstances, evaluate_model
+    from refiner_core.evaluation.run import evaluate_model
 
     if work.spec.model == "command":
         require_whole(work.inputs["weights"] / "model", "evaluation")
@@ -24,19 +24,19 @@ def run_evaluate(work: StageWork) -> dict[str, Any]:
         "model_ref": work.model_ref,
         "model_name": work.spec.model,
         "output_dir": work.output_dir,
+        "protocol_file": protocol_name(work.spec.name),
     }
-    protocol, environment = protocol_name(work.spec.name), work.config.environment
+    environment = work.config.environment
     if not environment.name:
-        around = Circumstances(protocol, _first_attempt(work))
+        mark = _first_attempt(work)
         with judge_for(work) as (judge, io):
-            return evaluate_model(work.config, **common, io=io, judge=judge, circumstances=around)
+            return evaluate_model(work.config, **common, io=io, judge=judge, mark=mark)
     from refiner_core.evaluation.episodes import evaluate_episodes
 
     as_planned(work.spec.sources, work.config)
     asks = environment.nl_assertions == "judge"
-    around = Circumstances(protocol)
     with judge_for(work) if asks else nullcontext((None, work.io)) as (judge, io):
-        return evaluate_episodes(work.config, **common, io=io, judge=judge, circumstances=around)
+        return evaluate_episodes(work.config, **common, io=io, judge=judge)
 
 
 def _first_attempt(work: StageWork) -> str:

@@ -114,13 +114,14 @@ def _wanted(config: RecipeConfig, source: str) -> _Wanted:
     role, protocol = without_protocol(source), protocol_name(source)
     if protocol:
         config = configs_under(config)[protocol]
-    model, data = config.model, config.data
-    if role == "model":
-        return _Wanted(source, model.name_or_path, model.revision, "model")
-    if role == "tokenizer":
-        return _Wanted(source, str(model.tokenizer_name_or_path), "main", "model")
-    if role == JUDGE_WEIGHTS:
-        return _Wanted(source, config.judge.model, config.judge.revision or "main", "model")
+    model, data, judge = config.model, config.data, config.judge
+    weights = {
+        "model": (model.name_or_path, model.revision),
+        "tokenizer": (str(model.tokenizer_name_or_path), "main"),
+        JUDGE_WEIGHTS: (judge.model, judge.revision or "main"),
+    }
+    if role in weights:
+        return _Wanted(source, *weights[role], "model")
     which = role.removeprefix("data.")
     path, revision = getattr(data, f"{which}_path"), getattr(data, f"{which}_revision")
     return _Wanted(source, path, revision, "dataset", getattr(data, f"{which}_split"))
@@ -143,8 +144,10 @@ def _snapshot(wanted: _Wanted) -> Path:
                 ignore_patterns=list(_NOT_READ) if wanted.kind == "model" else None,
             )
         )
-        if wanted.kind == "dataset":
-            _prepare_rows(wanted)
+        if wanted.kind == "dataset":  # `datasets` keeps a cache of its own: fill that, too
+            from datasets import load_dataset
+
+            load_dataset(wanted.repo_id, split=wanted.split, revision=wanted.revision)
     except (RepositoryNotFoundError, RevisionNotFoundError, GatedRepoError) as error:
         raise ConfigurationError(
             f"The Hub refuses {wanted.kind} {wanted.repo_id}@{wanted.revision}: "
@@ -157,20 +160,14 @@ def _snapshot(wanted: _Wanted) -> Path:
     except Exception as error:  # the client raises OS, HTTP, value and its own errors alike
         if is_no_space(error, _cache()):
             raise no_space_error(_cache(), f"fetching {wanted.repo_id}", error) from error
+        why = (str(error).strip() or "no reason given").splitlines()[0]
         raise FetchFailed(
             f"{wanted.repo_id}@{wanted.revision} could not be fetched ({type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'})",
+            f"{why})",
             expected="a node that reaches the Hub",
             fix="run the same command again where there is a network; what has come stays",
         ) from error
     return folder
-
-
-def _prepare_rows(wanted: _Wanted) -> None:
-    """Rows are read through `datasets`, which keeps a cache of its own: fill that, too."""
-    from datasets import load_dataset
-
-    load_dataset(wanted.repo_id, split=wanted.split, revision=wanted.revision)
 
 
 def _described(wanted: _Wanted, folder: Path) -> dict[str, Any]:

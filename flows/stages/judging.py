@@ -18,33 +18,26 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from flows.stages.work import StageWork
 from infra.host.processes import node_address
 from infra.jobs.protocol import AttemptRef
-from infra.jobs.signals import AttemptClosed
-from infra.services.judges import Server
+from infra.services.judges import Server, live_endpoints, service_key, write_endpoint
 from infra.store.orchestrators import Lease, LeaseWatch, attempt_holder, hand_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted
 from refiner_core.contract.plan_builder import judge_service
 from refiner_core.contract.services import asks_judge, engine_of, serves
-from refiner_core.contract.types import (
-    Endpoint,
-    FreshJudge,
-    Judge,
-    Progress,
-    StageIO,
-)
+from refiner_core.contract.types import Endpoint, FreshJudge, Judge, Progress, StageIO
 from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
 if TYPE_CHECKING:
     from infra.judgements.store import WorkspaceStore
-    from infra.services.judges import Server
-    from refiner_core.judges.surroundings import Surroundings
 
 
 log = logging.getLogger(__name__)
@@ -69,14 +62,9 @@ def run_serve(work: StageWork) -> dict[str, Any]:
     RefinerError
         It could not be started, or has ended by itself; or somebody wanted it to.
     """
-    from infra.services.judges import Server, service_key, write_endpoint
-
     judge, ref = work.config.judge, AttemptRef(work.stage_id, work.attempt)
     folder = work.workspace.layout.service(work.stage_id)
-    key, source = "", "none"
-    if engine_of(judge) != "transformers":
-        key, source = service_key(folder)
-
+    key, source = _key(judge, folder)
     work.io.progress(Progress(0, 0, "starting"))
     with Server(
         *(judge, folder),
@@ -97,6 +85,11 @@ def run_serve(work: StageWork) -> dict[str, Any]:
     return {"ended": why}
 
 
+def _key(judge: JudgeConfig, folder: Path) -> tuple[str, str]:
+    """A server's key, and where it comes from; one over transformers has none."""
+    return ("", "none") if engine_of(judge) == "transformers" else service_key(folder)
+
+
 def _weights(model: str) -> str | None:
     return resolve_ref(model) if model.startswith(BUILTIN_PREFIX) else None
 
@@ -109,11 +102,7 @@ def _serve(work: StageWork, server: Server) -> float:
     held = leases.look()
     while True:
         now = time.monotonic()
-        if work.workspace.is_stale(work.stage_id, work.attempt):
-            raise AttemptClosed(
-                f"Attempt {work.attempt} of {work.stage_id} was given up",
-                fix="nothing; whoever gave it up goes on",
-            )
+        work.check_fence("server ends")
         if work.io.should_stop():
             raise Interrupted(
                 "The judge's server was asked to end",
@@ -152,8 +141,6 @@ def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
     judge = work.config.judge
     service = judge_service(work.config)
     if service is not None:
-        from infra.services.judges import live_endpoints
-
         folder = work.workspace.layout.service(service.id)
         with Lease(folder, attempt_holder(work.stage_id, work.attempt)):
             yield functools.partial(live_endpoints, work.workspace, service.id)
@@ -165,16 +152,10 @@ def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
 
 
 def _server_beside(work: StageWork) -> Server:
-    from infra.services.judges import Server, service_key
-
     judge, paths = work.config.judge, work.workspace.layout.attempt(work.stage_id, work.attempt)
-    key = ""
-    if engine_of(judge) != "transformers":
-        key, _ = service_key(paths.control)
-
     return Server(
         *(judge, paths.control),
-        key=key,
+        key=_key(judge, paths.control)[0],
         weights=_weights(judge.model),
         log=str(paths.log),
         prefix="[judge] ",
@@ -208,24 +189,19 @@ def judge_for(work: StageWork) -> Iterator[tuple[Judge, StageIO]]:
     RefinerError
         Its server could not be started.
     """
-    from refiner_core.judges import build_judge
-    from refiner_core.judges.surroundings import Surroundings
-
     noted = _NotedIO(work.io)
     io = cast(StageIO, noted)
     if not asks_judge(work.config, work.spec.kind):
-        yield build_judge(JudgeConfig(), Surroundings()), io
+        from refiner_core.judges import LexicalJudge
+
+        yield LexicalJudge(), io
         return
-    with contextlib.ExitStack() as stack:
-        endpoints = stack.enter_context(judge_endpoints(work))
-        writer = f"{work.stage_id}-{work.attempt}"
-        around = Surroundings(
-            store=stack.enter_context(stored(work.config.judge, work.workspace, writer)),
-            endpoints=endpoints,
-            should_stop=work.io.should_stop,
-            on_pause=noted.pause,
-        )
-        judge = stack.enter_context(_built(work.config.judge, around))
+    with _asking(
+        *(work.config.judge, work.workspace, f"{work.stage_id}-{work.attempt}"),
+        judge_endpoints(work),
+        should_stop=work.io.should_stop,
+        on_pause=noted.pause,
+    ) as judge:
         # An evaluation of an occasion of its own is judged afresh; what its attempts have been
         # answered before it keeps.
         if work.config.evaluate.occasion and work.spec.kind == "evaluate":
@@ -234,13 +210,28 @@ def judge_for(work: StageWork) -> Iterator[tuple[Judge, StageIO]]:
 
 
 @contextlib.contextmanager
-def judge_by_hand(
+def _asking(
     config: JudgeConfig,
     workspace: Workspace,
-    *,
-    writer: str = "by-hand",
-    calls: bool = True,
+    writer: str,
+    addresses: AbstractContextManager[Endpoints | None],
+    **more: Any,
 ) -> Iterator[Judge]:
+    """A judge behind the workspace's store, for the time of a block."""
+    from refiner_core.judges import build_judge
+    from refiner_core.judges.surroundings import Surroundings
+
+    with contextlib.ExitStack() as stack:
+        endpoints = stack.enter_context(addresses)
+        store = stack.enter_context(stored(config, workspace, writer))
+        judge = build_judge(config, Surroundings(store=store, endpoints=endpoints, **more))
+        stack.callback(getattr(judge, "close", lambda: None))
+        yield judge
+
+
+def judge_by_hand(
+    config: JudgeConfig, workspace: Workspace, *, writer: str = "by-hand", calls: bool = True
+) -> AbstractContextManager[Judge]:
     """A judge for commands outside of stages, with the same store behind it. A server that a run
     has started is kept as long as the block lasts. Without ``calls`` the store is known to answer
     everything, and no server need run.
@@ -250,14 +241,7 @@ def judge_by_hand(
     ConfigurationError
         Nothing says where the judge is, or its prompts cannot be read.
     """
-    from refiner_core.judges.surroundings import Surroundings
-
-    with contextlib.ExitStack() as stack:
-        around = Surroundings(
-            store=stack.enter_context(stored(config, workspace, writer)),
-            endpoints=stack.enter_context(endpoints_by_hand(workspace, config, calls=calls)),
-        )
-        yield stack.enter_context(_built(config, around))
+    return _asking(config, workspace, writer, endpoints_by_hand(workspace, config, calls=calls))
 
 
 @contextlib.contextmanager
@@ -277,8 +261,6 @@ def endpoints_by_hand(
     if service is None or config.base_url or config.base_urls:
         yield None
         return
-    from infra.services.judges import live_endpoints
-
     if not live_endpoints(workspace, service.id):
         if not calls:
             yield tuple
@@ -307,18 +289,6 @@ def stored(
     folder = workspace.layout.judgements
     with WorkspaceStore(folder, writer=writer, limit_bytes=limit_bytes) as store:
         yield store
-
-
-@contextlib.contextmanager
-def _built(config: JudgeConfig, around: Surroundings) -> Iterator[Judge]:
-    from refiner_core.judges import build_judge
-
-    judge = build_judge(config, around)
-    close: Callable[[], None] = getattr(judge, "close", lambda: None)
-    try:
-        yield judge
-    finally:
-        close()
 
 
 class _NotedIO:

@@ -1,98 +1,274 @@
 """Admission of the trials of a sweep: those that may begin now, and how each stands.
 
-In: a planned sweep, trials that can be begun, a budget. Out: members for an orchestrator, as they
-may begin, and how each trial ended, told as it happens: to the sweep's event log, and to whoever
-shows it. Trials begin in the plan's order, as many at a time as may; what is all done is not begun
-at all. One trial goes ahead alone until it has shown what training takes
-(:mod:`flows.sweeping.trials`). A trial that fails stops no other; a shared stage that fails stops
-those that need it.
+In: a planned sweep, and a budget. Out: members for an orchestrator, as they may begin, and how each
+trial ended, told as it happens: to the sweep's event log, and to whoever shows it. Trials begin in
+the plan's order, as many at a time as may; what is all done is not begun at all. A trial that was
+begun before goes on as its run, with the code that it was begun with; one that has failed, or whose
+stages are others by now, becomes a new run with the code as it is now, which is pinned once. A
+trial that fails stops no other; a shared stage that fails stops those that need it.
+
+The first trial goes ahead alone until its training has shown what it takes: as soon as its last
+training stage has done two real steps and one save, there is a
+:class:`~sweeps.forecast.CanaryMeasure`. Where any trial has come that far before (an earlier call,
+another seed), nobody needs to go ahead: what it measured is history.
+
+The sweep's page is kept fresh meanwhile, by `refiner report` in a process of its own, at low
+priority, no more often than that it takes a tenth of the time. Why one could not be made stands in
+``page.log`` beside it.
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import logging
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
+from flows.running.calls import Pinned, pin_code, record_run
 from flows.sweeping.budget import Budget
 from flows.sweeping.forecasting import canary_text, forecast_lines
-from flows.sweeping.live import LivePage
-from flows.sweeping.trials import (
-    OVER,
-    Canary,
-    Trials,
-    TrialWord,
-    failed_by_its_arm,
-    measured_canary,
-    word_of_error,
-    word_of_views,
-)
-from infra.host.processes import ProcessId
+from flows.sweeping.status import last_words
+from infra.host.processes import own_python, start_apart
 from infra.jobs.failures import is_outage
-from infra.orchestrator.members import Diary, Member, RequestStop
+from infra.orchestrator.members import Diary, Member, Source
 from infra.orchestrator.timeline import first_line
 from infra.orchestrator.waiting import Outage, with_patience
+from infra.store import atomic
+from infra.store.checkpoints import MARKER
 from infra.store.layout import sweep_call
-from infra.store.orchestrators import wanted_by_others
+from infra.store.orchestrators import orchestrator_of, wanted_by_others
+from infra.store.sweep_records import note_trial, trial_run
+from infra.store.traces import MetricsLine, read_metrics
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import RefinerError
-from refiner_core.contract.records import picked
+from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.kinds import TRAINED
+from refiner_core.contract.placement import STAGES
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.records import RunRecord, picked
 from refiner_core.contract.services import is_service
-from sweeps.forecast import Passed, SweepForecast
-from sweeps.history import CanaryMeasure
+from refiner_core.contract.types import StageView
+from refiner_core.report.sweep.document import TrialState
+from sweeps.forecast import GIB, CanaryMeasure, Passed, SweepForecast
 from sweeps.values import SweepPlan, Trial
 
+log = logging.getLogger(__name__)
 #: Trials that are begun after one round, so that those at work are not left alone for long.
 _AT_ONCE = 8
 #: How a trial that could not be begun for want of room, or of anything else, is tried again.
 _AGAIN_S = 5.0
+#: Trials at a time where the sweep does not say: on a cluster the queue decides how many run.
+_MANY = 256
 
 
-@dataclass
-class Outlook:
-    """Expectations of the sweep, and who hears when they change.
+#: A trial that stands so is not worked on any more.
+OVER: tuple[TrialState, ...] = ("done", "failed", "interrupted", "held")
 
-    Parameters
-    ----------
-    canary
-        The trial that goes ahead; None where nobody needs to.
-    forecast
-        As it was shown before the sweep began.
-    corrected
-        Makes another forecast by what the canary has shown.
-    passed
-        The limits that a forecast passes.
-    past_canary
-        Release the others whatever the canary shows.
+
+@dataclass(frozen=True)
+class TrialWord:
+    """Standing of a trial: its state, why, and the exit code that this would mean for a run."""
+
+    state: TrialState = "waiting"
+    reason: str = ""
+    run: str = ""
+    exit_code: int = 0
+
+
+def word_of_views(views: Mapping[str, StageView], run: str) -> TrialWord:
+    """End of a trial, by its stages."""
+    for state in ("failed", "interrupted"):
+        if found := [v for v in views.values() if v.state == state]:
+            # What ended so by itself comes before what it stopped.
+            view = min(found, key=lambda v: v.message.startswith("needs "))
+            said = f"{view.name}: {view.message}" if view.message else view.name
+            return TrialWord(state, said, run, view.exit_code or 1)
+    return TrialWord("done", run=run)
+
+
+def word_of_error(error: Exception, run: str) -> TrialWord:
+    """End of a trial that an error has ended."""
+    if isinstance(error, RefinerError):
+        state: TrialState = "interrupted" if error.resumable else "failed"
+        return TrialWord(state, str(error), run, error.exit_code)
+    log.exception("a trial ends with an error", exc_info=error)
+    return TrialWord("failed", f"{type(error).__name__}: {error}", run, 70)
+
+
+#: A step that the canary's training saves after, so that a save is measured early.
+CANARY_STEPS = 2
+#: The trial that goes ahead, and the stage that is measured: the last that it trains.
+Canary = tuple[Trial, PlannedStage]
+
+
+def find_canary(plan: SweepPlan, workspace: Workspace) -> Canary | None:
+    """The first trial that has training to do; None where nothing is trained, or where a training
+    stage like it has been measured in this sweep."""
+    first: Canary | None = None
+    looked: set[str] = set()
+    for trial in plan.trials:
+        stage = next((s for s in reversed(trial.plan.stages) if s.kind in TRAINED), None)
+        if stage is None or stage.id in looked:
+            continue
+        first = first or (trial, stage)
+        done = workspace.layout.stage(stage.id).result.exists()
+        if done or measured_canary(workspace, stage) is not None:
+            return None
+        looked.add(stage.id)
+    return first
+
+
+def failed_by_its_arm(workspace: Workspace, stage: PlannedStage) -> bool:
+    """True if a stage's training failed for what its arm is: a loss that is not finite is a
+    result, and says nothing of the others."""
+    record = workspace.read_record(stage.id)
+    last = record.attempts[-1].outcome if record is not None and record.attempts else None
+    return last is not None and last.failure in ("not_finite", "unhealthy")
+
+
+def measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure | None:
+    """Measure of the first steps of a training stage; None before there are two and a save.
+
+    A stage of fewer steps has shown all it can when it is done. Another trainer's (``command``) is
+    measured by its progress; when it saves is its own business.
     """
+    numbers = workspace.layout.stage(stage.id).attempt_numbers()
+    if not numbers:
+        return None
+    if stage.kind == "command":
+        return _of_another_trainer(workspace, stage.id, numbers[-1])
+    done = workspace.layout.stage(stage.id).result.exists()
+    path = workspace.layout.attempt(stage.id, numbers[-1]).metrics
+    lines = read_metrics(path) if path.exists() else []
+    steps = len({line.step for line in lines})
+    saves = workspace.layout.stage(stage.id).checkpoints.glob(f"step-*/{MARKER}")
+    markers = filter(None, map(atomic.read_json, saves))
+    save = min(markers, key=lambda m: int(m.get("step") or 0), default=dict[str, Any]())
+    if not done and (steps < CANARY_STEPS or not save):
+        return None
+    seconds, save_s, start_s = _values(lines, "time/step_s"), save.get("seconds"), None
+    first = seconds[: int(save.get("step") or 0)]
+    if first and (elapsed_s := save.get("elapsed_s")) is not None:
+        start_s = max(0.0, elapsed_s - sum(first) - (save_s or 0.0))
+    # The most memory: of the GPU where there is one, else of the process.
+    memory = (_values(lines, f"memory/{which}_peak_gib") for which in ("gpu", "host"))
+    peak = next(filter(None, memory), None)
+    return CanaryMeasure(
+        *(stage.id, steps, _settled(seconds), save_s, start_s),
+        tokens_per_second=_settled(_values(lines, "tokens_per_second")),
+        peak_memory_bytes=round(max(peak) * GIB) if peak else None,
+        judge_calls_per_step=_mean(_values(lines, "judge/calls")),
+    )
 
-    canary: Canary | None
-    forecast: SweepForecast | None
-    corrected: Callable[[Sequence[CanaryMeasure]], SweepForecast]
-    passed: Callable[[SweepForecast], Sequence[Passed]]
-    past_canary: bool = False
+
+def _values(lines: list[MetricsLine], name: str) -> list[float]:
+    return [v for line in lines if (v := line.metrics.get(name)) is not None]
+
+
+def _settled(values: list[float]) -> float | None:
+    """The mean without the first step, in which kernels are compiled and caches filled."""
+    return _mean(values[1:] or values)
+
+
+def _mean(values: list[float]) -> float | None:
+    return mean(values) if values else None
+
+
+def _of_another_trainer(workspace: Workspace, stage_id: str, number: int) -> CanaryMeasure | None:
+    beat = workspace.read_heartbeat(stage_id, number) or {}
+    steps = int((beat.get("progress") or {}).get("done") or 0)
+    if workspace.layout.stage(stage_id).result.exists():
+        return CanaryMeasure(stage_id, steps, None)
+    if steps < CANARY_STEPS:
+        return None
+    passed = float(beat.get("moved_at_s") or 0.0)
+    return CanaryMeasure(stage_id, steps, passed / steps if passed else None)
+
+
+#: Seconds between two reports, and how much longer than one takes that has to be.
+EVERY_S = 30.0
+PAUSE = 9.0
+
+
+class LivePage:
+    """Keeps the page of one sweep fresh, in the folder of its report."""
+
+    def __init__(self, workspace: Workspace, sweep: str) -> None:
+        self.folder = workspace.layout.reports / sweep
+        words = ("-P", "-m", "flows.cli.main", "report", sweep, f"workspace={workspace.root}")
+        self._command = ["nice", sys.executable, *words]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._began = 0.0
+        self._due: float | None = None
+
+    def tick(self) -> None:
+        """Begin to make a report, if one is due and none is being made."""
+        now = time.monotonic()
+        if self._process is not None and self._process.poll() is None:
+            self._due = now + max(EVERY_S, PAUSE * (now - self._began))
+        elif self._due is None:
+            self._due = now + EVERY_S / 3
+        elif now >= self._due:
+            self._make()
+
+    def end(self, timeout_s: float = 60.0) -> None:
+        """Make the last report, of how it has all ended, and wait for it at most ``timeout_s``.
+        Where nothing was ever at work (no :meth:`tick`), the report that there is still holds."""
+        if self._due is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                self._process.wait(timeout_s)  # one that has begun says that the sweep still runs
+            self._make()
+            if self._process is not None:
+                self._process.wait(timeout_s)
+
+    def close(self) -> None:
+        """End a report that is being made; the newest complete one stays."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    def _make(self) -> None:
+        self._began, self._due = time.monotonic(), time.monotonic() + EVERY_S
+        with contextlib.suppress(OSError):  # a full disk
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "page.log").open("wb") as output:
+                env = {**own_python(), "OMP_NUM_THREADS": "1"}
+                self._process = start_apart(self._command, output, env)
 
 
 @dataclass
-class Admission:
-    """Admits the trials of a sweep; a :class:`infra.orchestrator.members.Source`.
+class Admission(Source):
+    """Admits the trials of a sweep.
 
     Parameters
     ----------
     plan, workspace
         What should be, and where it is recorded.
-    trials
-        Begins trials.
     budget
         Says whether another one may begin.
-    outlook
-        The canary and the forecast.
-    concurrency
-        Trials at a time.
     poll_s
         Seconds after an outage until it is tried again, at first.
+    corrected, passed
+        Makes another forecast by what the canary has shown; the limits that a forecast passes.
+    canary
+        The trial that goes ahead, and its stage that is measured; None where nobody needs to.
+    forecast
+        As it was shown before the sweep began.
+    past_canary
+        Release the others whatever the canary shows.
+    take_over
+        Also take up runs that a process on another host says it works on.
+    pin
+        Makes the snapshot of the code.
     tell
         Hears what people should know.
     page
@@ -101,15 +277,19 @@ class Admission:
 
     plan: SweepPlan
     workspace: Workspace
-    trials: Trials
     budget: Budget
-    outlook: Outlook
-    concurrency: int
     poll_s: float
+    corrected: Callable[[Sequence[CanaryMeasure]], SweepForecast]
+    passed: Callable[[SweepForecast], Sequence[Passed]]
+    canary: Canary | None = None
+    forecast: SweepForecast | None = None
+    past_canary: bool = False
+    take_over: bool = False
+    pin: Callable[[Workspace], Pinned] = pin_code
     tell: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
     page: LivePage | None = None
-    request_stop: RequestStop = field(init=False)
+    request_stop: Callable[..., None] = field(init=False)
     live: dict[str, Member] = field(default_factory=dict)
     words: dict[str, TrialWord] = field(default_factory=dict)
     held: str = ""
@@ -118,14 +298,17 @@ class Admission:
     _waiting: list[Trial] = field(default_factory=list)
     _begun: set[str] = field(default_factory=set)
     _stopping: bool = False
-    _ahead: Canary | None = None
     _not_before: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _pinned: Pinned | None = None
+    _diff: Path = Path()
+    _not_begun: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._trials = {t.name: t for t in self.plan.trials}
-        call = sweep_call(self.plan.sweep.name)
-        self._diary = Diary(self.workspace, call, str(ProcessId.of()))
+        self._name = self.plan.sweep.name
+        self._most = _concurrency(self.plan)
+        self._told = last_words(self.workspace, self._name)
+        self._diary = Diary(self.workspace, sweep_call(self._name))
         self._outage = Outage(self.poll_s, lambda: self.clock(), self.note)
 
     # ------------------------------------------------------------ for the orchestrator
@@ -138,9 +321,8 @@ class Admission:
     def begin(self) -> None:
         """Say who works on the sweep, and sort out what is done."""
         self._diary.write_orchestrator("running", None)
-        self._ahead = self.outlook.canary
-        if self.outlook.forecast is not None:
-            self.budget.expect(self.outlook.forecast)
+        if self.forecast is not None:
+            self.budget.expect(self.forecast)
         for trial in self.plan.trials:
             with_patience(lambda trial=trial: self._sort_out(trial))  # type: ignore[misc]
 
@@ -148,7 +330,8 @@ class Admission:
         stages, layout, is_done = trial.plan.stages, self.workspace.layout, self.budget.use.is_done
         self._begun |= {s.id for s in stages if is_done(s.id) or layout.stage(s.id).spec.exists()}
         if all(is_done(s.id) for s in stages if not is_service(s.id)):
-            self._say(trial, TrialWord("done", run=self.trials.ensure_run(trial)))
+            run = self._recorded(trial) or self._new_run(trial, self._plan(trial, False))
+            self._say(trial, TrialWord("done", run=run.run))
         else:
             self._waiting.append(trial)
             self.words[trial.name] = TrialWord()
@@ -197,8 +380,7 @@ class Admission:
 
     def standing(self) -> dict[str, TrialWord]:
         """Standing of every trial."""
-        with self._lock:
-            return dict(self.words)
+        return dict(self.words)
 
     @property
     def exit_code(self) -> int:
@@ -213,8 +395,8 @@ class Admission:
     # ------------------------------------------------------------ ending
 
     def _hear_cancel(self) -> None:
-        call = sweep_call(self.plan.sweep.name)
-        if self._stopping or (asked := self.workspace.cancel_asked(call)) is None:
+        asked = self.workspace.cancel_asked(sweep_call(self._name))
+        if self._stopping or asked is None:
             return
         by = asked.get("by", "somebody")
         if asked["stages"]:  # trials: none of them is to begin
@@ -242,13 +424,11 @@ class Admission:
 
     def _next(self) -> Trial | None:
         """The next trial that may begin now."""
-        if not self._waiting or len(self.live) >= self.concurrency:
+        if not self._waiting or len(self.live) >= self._most:
             return None
-        trial = self._waiting[0]
-        if self._ahead is not None:
-            trial = self._ahead.trial
-            if not any(t is trial for t in self._waiting):
-                return None
+        trial = self.canary[0] if self.canary else self._waiting[0]
+        if self.canary and self.words[trial.name].state != "waiting":
+            return None
         live = [self._trials[name] for name in self.live]
         why = self.budget.why_held(trial, self._begun, live)
         if why and not self.live:
@@ -259,9 +439,8 @@ class Admission:
 
     def _begin(self, trial: Trial) -> None:
         self._waiting.remove(trial)
-        ahead = self._ahead is not None and self._ahead.trial is trial
         try:
-            member = self.trials.begin(trial, canary=ahead)
+            member = self._member(trial, bool(self.canary))
         except Exception as error:
             if not is_outage(error):
                 self._say(trial, word_of_error(error, ""))
@@ -281,39 +460,107 @@ class Admission:
         self.held = why
         self.note({"event": "hold", "reason": why})
 
+    # ------------------------------------------------------------ trials as runs
+
+    def _member(self, trial: Trial, canary: bool) -> Member:
+        """Record the trial as a run, or take its run up."""
+        plan = self._plan(trial, canary)
+        run = self._recorded(trial)
+        if run is None or not self._goes_on(trial, run):
+            run = self._new_run(trial, plan)
+        member = Member(plan, run, self.workspace, trial.name, self.clock)
+        self._take_up(member)
+        self.workspace.withdraw_cancel(run.run)
+        try:
+            member.begin()
+        except Exception as error:  # else it would seem to be worked on as long as the sweep is
+            member.give_up(error)
+            self._not_begun.add(run.run)
+            raise
+        self._not_begun.discard(run.run)
+        return member
+
+    def _take_up(self, member: Member) -> None:
+        run_id = member.run.run
+        who = orchestrator_of(self.workspace, run_id)
+        if run_id in self._not_begun and who.standing == "running" and who.pid == os.getpid():
+            return  # in an outage, in which it could not be said either that it was given up
+        try:
+            member.take_up(regardless=self.take_over)
+        except ConfigurationError as error:
+            error.exit_code, error.resumable = 6, True
+            raise
+
+    def _plan(self, trial: Trial, canary: bool) -> Plan:
+        changes: dict[str, Any] = {"tracking.group": self._name}
+        if canary:
+            changes |= {f"{kind}.first_save": CANARY_STEPS for kind in STAGES}
+        return replace(trial.plan, config=replace_fields(trial.plan.config, changes))
+
+    def _recorded(self, trial: Trial) -> RunRecord | None:
+        """The trial's run, if it is there and has the trial's stages as they are by now."""
+        run_id = trial_run(self.workspace, self._name, trial.name)
+        try:
+            run = None if run_id is None else self.workspace.read_run(run_id)
+        except ConfigurationError:  # it was deleted
+            return None
+        wanted = {s.name: s.id for s in trial.plan.stages}
+        return run if run is not None and dict(run.stages) == wanted else None
+
+    def _goes_on(self, trial: Trial, run: RunRecord) -> bool:
+        """True if a trial goes on as a run of before: it has not failed, and its code is there."""
+        failed = self._told.get(trial.name, {}).get("state") == "failed"
+        return not failed and (not run.code or (self.workspace.layout.code / run.code).is_dir())
+
+    def _new_run(self, trial: Trial, plan: Plan) -> RunRecord:
+        pinned = self._pinned = self._pinned or self.pin(self.workspace)
+        more = {"sweep": {"name": self._name, "arm": trial.arm, "seed": trial.seed}}
+        once = replace(pinned, diff="")  # all trials share one file of it
+        recipe = self.plan.sweep.recipe
+        run = record_run(plan, self.workspace, recipe, trial.overrides, once, **more)
+        if pinned.diff:
+            path = self.workspace.layout.run(run.run).diff
+            try:
+                os.link(self._diff, path)
+            except OSError:  # the first one, or a file system without hard links
+                atomic.write_text(path, pinned.diff)
+                self._diff = path
+        self.workspace.write_run(run)
+        note_trial(self.workspace, self._name, trial.name, run.run)
+        return run
+
     # ------------------------------------------------------------ the canary
 
     def _watch_canary(self) -> None:
         """Release the others once it has shown what there is to see, or hold them."""
-        if self._ahead is None or self._stopping:
+        if self.canary is None or self._stopping:
             return
-        ahead, word = self._ahead, self.words.get(self._ahead.trial.name, TrialWord())
-        measured = measured_canary(self.workspace, ahead.stage)
+        (trial, stage), measured = self.canary, measured_canary(self.workspace, self.canary[1])
+        word = self.words.get(trial.name, TrialWord())
         if measured is not None:
-            self._ahead = None
-            self._release(ahead.trial.name, measured)
+            self.canary = None
+            self._release(trial.name, measured)
         elif word.state in OVER and word.state != "done":
-            self._ahead = None
-            if self.outlook.past_canary or failed_by_its_arm(self.workspace, ahead):
-                self.note({"event": "canary", "trial": ahead.trial.name, "passed": False})
+            self.canary = None
+            if self.past_canary or failed_by_its_arm(self.workspace, stage):
+                self.note({"event": "canary", "trial": trial.name, "passed": False})
             else:
                 how = "failed" if word.state == "failed" else "been stopped"
                 self._hold(
-                    f"{ahead.trial.name}, which went ahead, has {how}: "
+                    f"{trial.name}, which went ahead, has {how}: "
                     f"{first_line(word.reason, 300).rstrip('.')}; nothing else was begun "
                     "(--past-canary goes on without it)"
                 )
 
     def _release(self, name: str, measured: CanaryMeasure) -> None:
-        forecast = self.outlook.corrected([measured])
-        before = self.outlook.forecast
+        forecast = self.corrected([measured])
         self.budget.expect(forecast)
         self.note({"event": "canary", "trial": name, "passed": True, "stage": measured.stage})
         total = next(iter(forecast_lines(forecast)), "")
         self.tell(f"{name} has shown what training takes: {canary_text(measured)}\n{total}")
-        known = {p.field for p in self.outlook.passed(before)} if before else set()
-        new = [p.text for p in self.outlook.passed(forecast) if p.field not in known]
-        if new and not self.outlook.past_canary and self._waiting:
+        known = {p.field for p in self.passed(self.forecast)} if self.forecast else set()
+        new = [p.text for p in self.passed(forecast) if p.field not in known]
+        if new and not self.past_canary and self._waiting:
             self._hold(
                 f"by what {name} has shown, the sweep {'; it '.join(new)} (raise the limit, or "
                 "take what fits with --past-canary)"
@@ -325,11 +572,19 @@ class Admission:
 
     def _say(self, trial: Trial, word: TrialWord) -> None:
         """Note how a trial stands, and tell it if that is news."""
-        told = self.trials.told.get(trial.name) or {}
+        told = self._told.get(trial.name, {})
         before = self.words.get(trial.name)
-        with self._lock:
-            self.words[trial.name] = word
+        self.words[trial.name] = word
         if before is None and told.get("state") == word.state == "done":
             return  # it was said in an earlier call
         how = picked(word, "state", "reason", "run")
         self.note({"event": "trial", "trial": trial.name, **how})
+
+
+def _concurrency(plan: SweepPlan) -> int:
+    """Trials at a time: as the sweep says, else as many as this machine has slots for, or as a
+    cluster's queue takes."""
+    dispatch = plan.config.dispatch
+    if plan.sweep.limits.concurrency is not None:
+        return plan.sweep.limits.concurrency
+    return dispatch.max_parallel if dispatch.executor == "local" else _MANY

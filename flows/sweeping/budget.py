@@ -28,7 +28,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.kinds import section_name
 from refiner_core.contract.records import StageRecord, from_json
 from refiner_core.contract.services import is_service
-from sweeps.forecast import StageForecast, SweepForecast
+from sweeps.forecast import GIB, StageForecast, SweepForecast, amount
 from sweeps.values import Limits, Trial
 
 _HOUR_S = 3600.0
@@ -195,7 +195,6 @@ class UseReader:
         return sum(known) if known else None
 
 
-GIB = 2**30
 #: Bytes that what is not done of trials takes, all together.
 DiskOf = Callable[[Sequence[Trial]], int]
 #: So long the size of what is done is taken for what it was: it only shrinks, and there is much.
@@ -301,13 +300,9 @@ def _passed(name: str, unit: str, limit: float, used: float, coming: float, adds
     """In words, where the limit is reached or would be passed."""
     if used < limit and used + coming + adds <= limit:
         return ""
-    parts = [f"{_short(used)} used"]
+    parts = [f"{amount(used)} used"]
     if coming:
-        parts.append(f"{_short(coming)} to come of what runs")
+        parts.append(f"{amount(coming)} to come of what runs")
     if adds:
-        parts.append(f"{_short(adds)} forecast for it")
-    return f"limits.{name} is {_short(limit)} {unit}: {', '.join(parts)}"
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+        parts.append(f"{amount(adds)} forecast for it")
+    return f"limits.{name} is {amount(limit)} {unit}: {', '.join(parts)}"

@@ -16,8 +16,8 @@ import functools
 import json
 import logging
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
@@ -31,7 +31,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.fingerprint import get_field
-from refiner_core.contract.loading import override_text
+from refiner_core.contract.loading import leaves, override_text
 from refiner_core.contract.marks import walk
 from refiner_core.contract.protocols import under
 from refiner_core.contract.records import RunRecord, from_json
@@ -129,15 +129,9 @@ def _note(
 
 def _arm(config: Mapping[str, Any]) -> str:
     """Settings that train the model, but for the seed, as text."""
-    values = {}
-    for path, info in walk(RecipeConfig):
-        if info.mark != "identity" or not path.startswith(_TRAINS):
-            continue
-        value: Any = config
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        values[path] = value
-    return json.dumps(values, sort_keys=True, default=str)
+    values = dict(leaves("", config))
+    fields = [p for p, info in walk(RecipeConfig) if info.mark == "identity"]
+    return json.dumps({p: values.get(p) for p in fields if p.startswith(_TRAINS)}, default=str)
 
 
 # ---------------------------------------------------------------- spreads
@@ -176,18 +170,15 @@ def _nothing_spreads(known: Components) -> bool:
 def _layout(arm: Mapping[int, Path], seeds: Sequence[int], metric: str) -> Floats:
     """Means per [seed, prompt] over samples; NaN where none counts. One protocol, so that the
     prompts are the same."""
-    tables = [_means(arm[seed], metric) for seed in seeds]
-    prompts = sorted(set.union(*(set(t) for t in tables)))
-    return np.array([[t.get(p, np.nan) for p in prompts] for t in tables])
+    import pandas as pd
 
-
-def _means(path: Path, metric: str) -> dict[str, float]:
-    groups: dict[str, list[float]] = {}
-    for row in load_samples(path):
-        value = row.get(metric)
-        if value is not None:
-            groups.setdefault(str(row["sample_id"]), []).append(float(value))
-    return {prompt: sum(values) / len(values) for prompt, values in groups.items()}
+    tables = []
+    for seed in seeds:
+        rows = ((str(row["sample_id"]), row.get(metric)) for row in load_samples(arm[seed]))
+        table = pd.DataFrame(rows, columns=["prompt", seed]).astype({seed: float}).dropna()
+        tables.append(table.groupby("prompt")[seed].mean())
+    found: Floats = pd.concat(tables, axis=1).sort_index().to_numpy().T
+    return found
 
 
 def _pooled(found: Sequence[Components]) -> Components:
@@ -205,60 +196,10 @@ def _pooled(found: Sequence[Components]) -> Components:
 #: Of the run's last steps, and so many groups of them at most: enough for a share.
 STEPS, GROUPS = "last:5", 200
 _SECTIONS = ("reward.", "judge.")
+_SHARES = ("best_changed", "sign_changed")
 
 
-@dataclass(frozen=True)
-class ArmShare:
-    """Share of the run's groups that one arm's reward and judge would change.
-
-    Attributes
-    ----------
-    changes
-        The settings of `reward` and `judge` in which it differs from the run, as overrides.
-    best_changed, sign_changed
-        Share of groups without a best answer in common, and of advantages with another sign, each
-        with its interval and count; None where it was not computed, which ``note`` explains.
-    groups, rollouts
-        What was looked at.
-    calls
-        Calls that a server would have to be asked with first.
-    command
-        The command that asks them.
-    """
-
-    arm: str = ""
-    changes: tuple[str, ...] = ()
-    best_changed: Mapping[str, Any] | None = None
-    sign_changed: Mapping[str, Any] | None = None
-    groups: int = 0
-    rollouts: int = 0
-    calls: int = 0
-    command: str = ""
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class RescoreShare:
-    """Every arm against one run."""
-
-    run: str
-    arms: tuple[ArmShare, ...]
-
-    def lines(self) -> list[str]:
-        """For people, a line or two for each arm."""
-        lines = [f"By the rollouts of {self.run} ({STEPS.replace(':', ' ')} steps):"]
-        for arm in self.arms:
-            lines.append(f"  {arm.arm}: {_arm_text(arm)}")
-            if arm.command:
-                lines.append(f"    {arm.command}")
-        return lines
-
-    def json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {"run": self.run, "steps": STEPS, "arms": [asdict(arm) for arm in self.arms]}
-
-
-def rescore_share(plan: SweepPlan, run: str) -> RescoreShare:
+def rescore_share(plan: SweepPlan, run: str) -> dict[str, Any]:
     """Which share of a run's groups the arms' rewards and judges would change; asks no judge.
 
     Parameters
@@ -270,8 +211,12 @@ def rescore_share(plan: SweepPlan, run: str) -> RescoreShare:
 
     Returns
     -------
-    RescoreShare
-        One share per arm.
+    dict
+        ``run``, ``steps``, and ``arms``: of each its ``changes`` of `reward` and `judge` as
+        overrides, the shares of groups without a best answer in common (``best_changed``) and of
+        advantages with another sign (``sign_changed``), each with its interval, None where it was
+        not computed, which ``note`` explains; ``groups`` and ``rollouts`` that were looked at; the
+        ``calls`` that a server would have to be asked with first, and the ``command`` that does.
 
     Raises
     ------
@@ -284,34 +229,36 @@ def rescore_share(plan: SweepPlan, run: str) -> RescoreShare:
     then = from_json(RecipeConfig, wanted.config)
     rescored = functools.cache(partial(_share, workspace, wanted))
     first = {trial.arm: trial.plan.config for trial in reversed(plan.trials)}
-    found = []
+    arms = []
     for arm in plan.arms:
         others = [p for p in arm.changes if not p.startswith(_SECTIONS)]
-        changes = _changes(then, first[arm.name])
-        shared = ArmShare(changes=changes, note="rewards and judges as the run did")
+        changes, found = _changes(then, first[arm.name]), _NOT_LOOKED_AT
         if others:
             note = f"changes {', '.join(others)}, too: stored rollouts cannot tell"
-            shared = replace(shared, note=note)
+            found = {**found, "note": note}
         elif changes:
-            shared = rescored(changes)
-        found.append(replace(shared, arm=arm.name))
-    return RescoreShare(wanted.run, tuple(found))
+            found = rescored(changes)
+        arms.append({"arm": arm.name, "changes": changes, **found})
+    return {"run": wanted.run, "steps": STEPS, "arms": arms}
+
+
+_NOT_LOOKED_AT: Mapping[str, Any] = {
+    **{"best_changed": None, "sign_changed": None, "groups": 0, "rollouts": 0, "calls": 0},
+    **{"command": "", "note": "rewards and judges as the run did"},
+}
 
 
 def _changes(then: RecipeConfig, now: RecipeConfig) -> tuple[str, ...]:
     """Identity fields of reward and judge that differ, and where the judge is asked if they do."""
-    found: list[str] = []
-    where: list[str] = []
+    found: dict[str, list[str]] = {"identity": [], "execution": []}
     for path, info in walk(RecipeConfig):
-        if not path.startswith(_SECTIONS):
-            continue
-        value = get_field(now, path)
-        if value != get_field(then, path):
-            (found if info.mark == "identity" else where).append(override_text(path, value))
-    return (*found, *where) if found else ()
+        value = get_field(now, path) if path.startswith(_SECTIONS) else None
+        if path.startswith(_SECTIONS) and value != get_field(then, path):
+            found[info.mark].append(override_text(path, value))
+    return (*found["identity"], *found["execution"]) if found["identity"] else ()
 
 
-def _share(workspace: Workspace, run: RunRecord, changes: tuple[str, ...]) -> ArmShare:
+def _share(workspace: Workspace, run: RunRecord, changes: tuple[str, ...]) -> Mapping[str, Any]:
     from flows.rescoring.planning import Options, plan_rescoring
     from flows.rescoring.reading import Part
     from flows.rescoring.results import carry_out
@@ -319,32 +266,30 @@ def _share(workspace: Workspace, run: RunRecord, changes: tuple[str, ...]) -> Ar
     part = Part(source="rollouts", sample=GROUPS)
     options = Options(overrides=changes)
     planned = plan_rescoring([run.run], workspace.root, options=options, part=part, steps=STEPS)
-    of_arm = ArmShare(
-        changes=changes,
-        groups=len({r.group for p in planned.policies for r in p.rollouts}),
-        rollouts=sum(len(p.rollouts) for p in planned.policies),
-    )
+    rollouts = [r for p in planned.policies for r in p.rollouts]
+    found = {"groups": len({r.group for r in rollouts}), "rollouts": len(rollouts)}
     if calls := planned.new_calls:
         words = ["refiner", "rescore", run.run, f"workspace={workspace.root}", *changes]
         command = shlex.join([*words, "--steps", STEPS, "--sample", str(GROUPS)])
         note = f"{calls} calls of its judge are needed first"
-        return replace(of_arm, calls=calls, command=command, note=note)
+        return {**_NOT_LOOKED_AT, **found, "calls": calls, "command": command, "note": note}
     try:
         document, _ = carry_out(planned)
     except RefinerError as error:
-        return replace(of_arm, note=error.what)
+        return {**_NOT_LOOKED_AT, **found, "note": error.what}
     name = planned.settings[-1].name
-    found = next((c for c in document["comparisons"] if c["setting"] == name), None)
-    if found is None:
-        return replace(of_arm, note="nothing to compare")
-    best, sign = found["best_changed"], found["sign_changed"]
-    return replace(of_arm, best_changed=best, sign_changed=sign)
+    compared = next((c for c in document["comparisons"] if c["setting"] == name), None)
+    if compared is None:
+        return {**_NOT_LOOKED_AT, **found, "note": "nothing to compare"}
+    return {**_NOT_LOOKED_AT, **found, **{k: compared[k] for k in _SHARES}, "note": ""}
 
 
-def _arm_text(arm: ArmShare) -> str:
-    if arm.note:
-        return arm.note
-    return (
-        f"another best answer in {share(arm.best_changed)} of the groups; advantages of another "
-        f"sign in {share(arm.sign_changed)} of the samples"
-    )
+def share_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """What :func:`rescore_share` gave, for people: a line or two for each arm."""
+    yield f"By the rollouts of {found['run']} ({STEPS.replace(':', ' ')} steps):"
+    for arm in found["arms"]:
+        best, sign = (share(arm[name]) for name in _SHARES)
+        said = f"another best answer in {best} of the groups; advantages of another sign in {sign} "
+        yield f"  {arm['arm']}: {arm['note'] or said + 'of the samples'}"
+        if arm["command"]:
+            yield f"    {arm['command']}"

@@ -1,6 +1,6 @@
 """The forecast of a sweep: gathered from a workspace, for people, for scripts and for records.
 
-In: a planned sweep and a workspace. Out: a :class:`~sweeps.history.History` of finished stages of
+In: a planned sweep and a workspace. Out: a :class:`~sweeps.forecast.History` of finished stages of
 the kinds and weights that the sweep has, newest runs first; by it a
 :class:`~sweeps.forecast.SweepForecast` with the disk's part in it, lines of text, JSON. It looks at
 so many runs and stages and no more, so that a workspace with thousands of them is read in a second
@@ -9,6 +9,7 @@ or two. Imports nothing heavy and writes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections import Counter
@@ -23,24 +24,27 @@ from typing import Any
 from flows.sweeping.budget import UseReader, judge_calls_in
 from flows.sweeping.status import use_file
 from infra.disk.forecast import Knowledge, forecast_disk, size_of_model
-from infra.orchestrator.timeline import devices_of, rough, size_text
+from infra.jobs.protocol import tail_of
+from infra.orchestrator.timeline import devices_of, rough
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import StageRecord
+from refiner_core.contract.records import StageRecord, picked
 from refiner_core.contract.services import is_service
-from refiner_core.report.printing import table_lines
-from sweeps.forecast import Passed, StageForecast, SweepForecast, forecast_sweep, passed_limits
-from sweeps.history import (
+from refiner_core.report.printing import size, table_lines
+from sweeps.forecast import (
     CanaryMeasure,
     History,
     Measured,
+    Passed,
     Shape,
+    StageForecast,
+    SweepForecast,
     Work,
-    judge_of,
+    forecast_sweep,
+    passed_limits,
     shape_of,
-    steps_key,
     work_of,
 )
 from sweeps.values import SweepPlan
@@ -60,10 +64,7 @@ def read_history(workspace: Workspace, plan: SweepPlan) -> History:
     """
     stages = [s for s in plan.stages().values() if not is_service(s.id)]
     wanted = {(s.kind, s.sources.get("model", "")) for s in stages}
-    found = tuple(_measured(workspace, wanted))
-    files = ("rl_test.parquet", "rl_train.parquet")
-    held_out, training = (_prompts(workspace, stages, file) for file in files)
-    return History(found, held_out, training)
+    return History(tuple(_measured(workspace, wanted)), _prompts(workspace, stages))
 
 
 def done_stages(workspace: Workspace, plan: SweepPlan) -> AbstractSet[str]:
@@ -122,7 +123,6 @@ def _stage(
         saves = -(-own_units // save_freq) if save_freq else 0
         start_s = max(0.0, result.seconds - own_units * unit_s - saves * (save_s or 0.0))
     return Measured(
-        stage=stage_id,
         shape=shape_of(spec.kind, spec.identity, model, devices_of(config, spec.kind)),
         work=work,
         data=spec.input_fingerprints.get("data", ""),
@@ -130,8 +130,7 @@ def _stage(
         save_s=save_s,
         start_s=start_s,
         judge_calls=judge_calls_in(result.report),
-        judge=judge_of(spec.identity),
-        steps_key=steps_key(spec.kind, spec.identity),
+        identity=spec.identity,
     )
 
 
@@ -153,38 +152,24 @@ def _done_work(
 
 
 def _step_s(metrics: Path) -> float | None:
-    """Seconds of a step in the middle; None where no step was timed."""
-    times = [t for m in _last_lines(metrics) if (t := m.get("time/step_s")) is not None]
+    """Seconds of a step in the middle of the last ones; None where no step was timed."""
+    times = []
+    for line in tail_of([metrics], _TAIL_BYTES).splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off in the middle
+            times.append(float(json.loads(line)["metrics"]["time/step_s"]))
     return median(times) if times else None
 
 
-def _last_lines(path: Path) -> list[dict[str, float | None]]:
-    """Metrics of the last steps; none where there is no file."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            start = max(0, size - _TAIL_BYTES)
-            file.seek(start)
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    found = []
-    for line in text.splitlines()[1 if start else 0 :]:
-        try:
-            found.append(dict(json.loads(line)["metrics"]))
-        except (ValueError, KeyError, TypeError):  # cut off in the middle
-            continue
-    return found
-
-
-def _prompts(workspace: Workspace, stages: Iterable[PlannedStage], file: str) -> dict[str, int]:
-    """Prompts in a file of the `data` stages that are done, by fingerprint."""
+def _prompts(workspace: Workspace, stages: Iterable[PlannedStage]) -> dict[str, tuple[int, int]]:
+    """Held-out and training prompts of the `data` stages that are done, by fingerprint."""
     found = {}
     for stage in stages:
         result = workspace.read_result(stage.id) if stage.kind == "data" else None
         files = (result.report.get("files") if result is not None else None) or {}
-        if (rows := (files.get(file) or {}).get("rows")) is not None:
-            found[stage.fingerprint] = int(rows)
+        named = [files.get(f"rl_{part}.parquet") or {} for part in ("test", "train")]
+        if any("rows" in one for one in named):
+            test, train = (int(one.get("rows") or 0) for one in named)
+            found[stage.fingerprint] = test, train
     return found
 
 
@@ -228,13 +213,13 @@ def forecast_lines(
     """Forecast in lines, one per kind of stage, then disk and limits."""
     if not forecast.stages:
         return ["Forecast: nothing is left to run."]
-    rows = [_kind_row(group) for group in _by_kind_and_basis(forecast.stages)]
+    rows = map(_kind_row, _kinds(forecast.stages))
     lines = [_total_line(forecast), *table_lines(rows, indent="  ")]
     lines += [f"  canary: {canary_text(measured)}" for measured in forecast.canary]
     if forecast.disk_bytes is not None:
-        free = "" if free_bytes is None else f", {size_text(free_bytes)} free"
+        free = "" if free_bytes is None else f", {size(free_bytes)} free"
         note = f" ({forecast.disk_basis})" if forecast.disk_basis else ""
-        lines.append(f"Disk: {size_text(forecast.disk_bytes)} at a time{free}{note}")
+        lines.append(f"Disk: {size(forecast.disk_bytes)} at a time{free}{note}")
     lines += [f"Limit: {p.text}" for p in passed]
     return lines
 
@@ -272,29 +257,33 @@ def canary_text(measured: CanaryMeasure) -> str:
     if measured.tokens_per_second is not None:
         parts.append(f"{measured.tokens_per_second:.0f} tokens/s")
     if measured.peak_memory_bytes is not None:
-        parts.append(f"{size_text(measured.peak_memory_bytes)} of memory at most")
+        parts.append(f"{size(measured.peak_memory_bytes)} of memory at most")
     return f"{measured.steps} steps of {measured.stage}: {', '.join(parts) or 'no numbers'}"
 
 
-def _by_kind_and_basis(stages: Sequence[StageForecast]) -> list[list[StageForecast]]:
+def _kinds(stages: Sequence[StageForecast]) -> list[dict[str, Any]]:
+    """Sums over the stages of a kind that are known by the same; None where one has no number."""
     groups: dict[tuple[str, str, str], list[StageForecast]] = {}
     for stage in stages:
         groups.setdefault((stage.kind, stage.basis, stage.calls_basis), []).append(stage)
-    return list(groups.values())
+    found = []
+    for (kind, basis, calls_basis), group in groups.items():
+        each = {name: [getattr(s, name) for s in group] for name in _SUMMED}
+        sums = {name: None if None in values else sum(values) for name, values in each.items()}
+        row = {"kind": kind, "stages": len(group), **sums}
+        found.append({**row, "basis": basis, "calls_basis": calls_basis})
+    return found
 
 
-def _kind_row(group: Sequence[StageForecast]) -> list[str]:
-    seconds = [s.seconds for s in group]
-    hours, calls = [s.gpu_hours for s in group], [s.judge_calls for s in group]
-    known = sum(c or 0 for c in calls)
-    basis = "; judge calls ".join(filter(None, [group[0].basis, group[0].calls_basis]))
+def _kind_row(kind: Mapping[str, Any]) -> list[str]:
+    seconds, hours, calls = (kind[name] for name in _SUMMED)
     return [
-        group[0].kind,
-        f"{len(group)} x",
-        rough(sum(s or 0.0 for s in seconds)) if None not in seconds else "?",
-        f"{sum(h or 0.0 for h in hours):.1f} GPU-h" if any(hours) else "",
-        "? calls" if None in calls else f"{known} calls" if known else "",
-        basis,
+        kind["kind"],
+        f"{kind['stages']} x",
+        "?" if seconds is None else rough(seconds),
+        f"{hours:.1f} GPU-h" if hours else "",
+        "? calls" if calls is None else f"{calls} calls" if calls else "",
+        "; judge calls ".join(filter(None, [kind["basis"], kind["calls_basis"]])),
     ]
 
 
@@ -311,14 +300,6 @@ def forecast_json(
     trials
         With each trial's share; without, it stays small however many trials there are.
     """
-    kinds = [
-        {
-            **{"kind": group[0].kind, "stages": len(group)},
-            **{k: _sum([getattr(s, k) for s in group]) for k in _SUMMED},
-            **{"basis": group[0].basis, "calls_basis": group[0].calls_basis},
-        }
-        for group in _by_kind_and_basis(forecast.stages)
-    ]
     shown = (*_SUMMED, "wall_seconds", "parallel", "disk_bytes", "disk_basis")
     found: dict[str, Any] = {
         **{"version": FORECAST_VERSION, "stages": len(forecast.stages)},
@@ -328,39 +309,24 @@ def forecast_json(
             "judge_calls": len(forecast.unknown_calls),
             "examples": list(forecast.unknown[:_FEW]),
         },
-        "kinds": kinds,
+        "kinds": _kinds(forecast.stages),
         "canary": [asdict(c) for c in forecast.canary],
         "passed_limits": [{**asdict(p), "text": p.text} for p in passed],
     }
     if trials:
-        found["trials"] = [asdict(t) for t in forecast.trials]
+        found["trials"] = [dict(t) for t in forecast.trials]
     return found
 
 
-def _sum(values: Sequence[float | None]) -> float | None:
-    """The sum; None where one is not known."""
-    return None if None in values else sum(v for v in values if v is not None)
-
-
-def used_before(plan: SweepPlan, workspace: Workspace) -> dict[str, float]:
+def used_before(plan: SweepPlan, workspace: Workspace) -> dict[str, Any]:
     """Use of the stages of a sweep before it is launched: a forecast is of what is left,
     and only both together can be held against what has been used in the end."""
     used = UseReader(workspace, use_file(workspace, plan.sweep.name)).total(plan.stages())
-    return {"seconds": used.seconds, "gpu_hours": used.gpu_hours}
+    return picked(used, *_SUMMED)
 
 
-def passed_by(
-    forecast: SweepForecast, plan: SweepPlan, workspace: Workspace | None = None
-) -> tuple[Passed, ...]:
-    """The limits of the sweep file that it would pass, with what its stages have used so far, where
-    a workspace is given."""
+def passed_by(forecast: SweepForecast, plan: SweepPlan, workspace: Workspace) -> tuple[Passed, ...]:
+    """The limits of the sweep file that it would pass, with what its stages have used so far."""
     limits = plan.sweep.limits
-    if workspace is None or (limits.gpu_hours is None and limits.judge_calls is None):
-        return passed_limits(forecast, limits)
-    used = UseReader(workspace).total(plan.stages())
-    return passed_limits(
-        forecast,
-        limits,
-        used_gpu_hours=used.gpu_hours,
-        used_judge_calls=used.judge_calls or 0,
-    )
+    limited = limits.gpu_hours is not None or limits.judge_calls is not None
+    return passed_limits(forecast, limits, used_before(plan, workspace) if limited else {})

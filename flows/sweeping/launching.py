@@ -8,7 +8,6 @@ again. To who ends it a sweep is one call that has the stages of all its trials.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from flows.running.calls import (
     Pinned,
     check_hub_access,
     check_supported,
+    in_folder,
     pin_code,
     refuse_what_never_fits,
     say,
@@ -34,13 +34,12 @@ from flows.running.calls import (
 from flows.running.cancelling import CancelOutcome, cancel, waiting_stages
 from flows.running.console import Console
 from flows.running.showing import Launch, orchestrate
-from flows.sweeping.admission import Admission, Outlook
+from flows.running.status import is_finished
+from flows.sweeping.admission import Admission, LivePage, TrialWord, find_canary
 from flows.sweeping.budget import Budget, UseReader
 from flows.sweeping.forecasting import forecast_json, forecast_of, passed_by, used_before
-from flows.sweeping.live import LivePage
 from flows.sweeping.planning import SweepLook, detectable_json, forecast_sweep, make_sweep_plan
-from flows.sweeping.status import last_words, use_file
-from flows.sweeping.trials import Trials, TrialWord, find_canary
+from flows.sweeping.status import use_file
 from infra.host.processes import ProcessId, host_name, user_name
 from infra.jobs.dispatch import make_router
 from infra.store import atomic
@@ -67,7 +66,6 @@ from refiner_core.contract.records import (
     from_json,
     to_json,
 )
-from refiner_core.contract.services import is_service
 from sweeps.forecast import refuse_what_cannot_fit
 from sweeps.values import SweepPlan
 
@@ -153,7 +151,7 @@ def pin_for(workspace: Workspace, name: str) -> Pinned:
     """The code as it is now, and where it comes from, kept beside the sweep: who works on it in the
     background imports the snapshot, and knows nothing of a checkout."""
     code = snapshot_code(workspace)
-    path = sweep_folder(workspace, name) / "pinned" / f"{code.id}.json"
+    path = sweep_folder(workspace, name) / "pinned" / f"{code.name}.json"
     if (found := workspace.read_control(path)) is not None:
         return from_json(Pinned, found)
     pinned = pin_code(workspace)
@@ -192,15 +190,7 @@ def plan_of_record(workspace: Workspace, record: SweepRecord) -> SweepPlan:
     return plan
 
 
-def in_folder(folder: str) -> contextlib.AbstractContextManager[None]:
-    """Work where the sweep was launched, if that folder is still there: paths may be relative."""
-    there = folder and Path(folder).is_dir()
-    return contextlib.chdir(folder) if there else contextlib.nullcontext()
-
-
 log = logging.getLogger(__name__)
-#: Trials at a time where the sweep does not say: on a cluster the queue decides how many run.
-MANY = 256
 
 
 @dataclass(frozen=True)
@@ -282,13 +272,31 @@ def work_on_sweep(
     router.check(plan.stages().values())
     with_room(config, lambda: take_up(workspace, call, regardless=launch.take_over))
     with_room(config, lambda: workspace.withdraw_cancel(call))
-    admission = admission_of(plan, workspace, record, launch)
+    name, limits, finished = record.name, plan.sweep.limits, is_finished(workspace, plan.stages())
+    use = UseReader(workspace, use_file(workspace, name))
+    admission = Admission(
+        plan,
+        workspace,
+        Budget(
+            *(limits, use),
+            disk_of=lambda trials: planned_room([t.plan for t in trials]).forecast.needed_bytes,
+        ),
+        poll_s=config.dispatch.poll_s,
+        corrected=lambda canary: forecast_of(plan, workspace, canary),
+        passed=lambda forecast: passed_by(forecast, plan, workspace),
+        canary=None if finished else find_canary(plan, workspace),
+        forecast=None if finished else forecast_of(plan, workspace),
+        past_canary=launch.past_canary,
+        take_over=launch.take_over,
+        pin=lambda room: pin_for(room, name),
+        page=LivePage(workspace, name),
+    )
     hears = hears_of(
         *(partial(SweepWatching, admission), call, record, config.notify, workspace, before),
         resumed=launch.resumed,
         say=say,
     )
-    if is_finished(plan, workspace):
+    if finished:
         admission.begin()
         admission.end(None)
         hears.over({})
@@ -304,58 +312,12 @@ def work_on_sweep(
             begun=lambda: attach(workspace, call, console) if launch.use_server else None,
         )
     try:  # for whoever looks next; a disk that does not take it costs them a second
-        admission.budget.use.keep(use_file(workspace, record.name), plan.stages())
+        use.keep(use_file(workspace, name), plan.stages())
     except OSError as error:
         log.warning("what the sweep has used is not kept: %s", error)
     return SweepOutcome(
         record, workspace, admission.standing(), admission.held, admission.exit_code
     )
-
-
-def admission_of(
-    plan: SweepPlan, workspace: Workspace, record: SweepRecord, launch: Launch
-) -> Admission:
-    """Admission of the trials of a sweep, before it begins."""
-    name, limits = record.name, plan.sweep.limits
-    finished = is_finished(plan, workspace)
-    return Admission(
-        plan,
-        workspace,
-        Trials(
-            *(name, plan.sweep.recipe, workspace, last_words(workspace, name)),
-            take_over=launch.take_over,
-            pin=lambda room: pin_for(room, name),
-        ),
-        Budget(
-            *(limits, UseReader(workspace, use_file(workspace, name))),
-            disk_of=lambda trials: planned_room([t.plan for t in trials]).forecast.needed_bytes,
-        ),
-        Outlook(
-            canary=None if finished else find_canary(plan, workspace),
-            forecast=None if finished else forecast_of(plan, workspace),
-            corrected=lambda canary: forecast_of(plan, workspace, canary),
-            passed=lambda forecast: passed_by(forecast, plan, workspace),
-            past_canary=launch.past_canary,
-        ),
-        concurrency=concurrency_of(plan),
-        poll_s=plan.config.dispatch.poll_s,
-        page=LivePage(workspace, name),
-    )
-
-
-def concurrency_of(plan: SweepPlan) -> int:
-    """Trials at a time: as the sweep says, else as many as this machine has slots for, or as a
-    cluster's queue takes."""
-    dispatch = plan.config.dispatch
-    if plan.sweep.limits.concurrency is not None:
-        return plan.sweep.limits.concurrency
-    return dispatch.max_parallel if dispatch.executor == "local" else MANY
-
-
-def is_finished(plan: SweepPlan, workspace: Workspace) -> bool:
-    """True if every stage of every trial is done."""
-    stages = (i for i in plan.stages() if not is_service(i))
-    return all(workspace.layout.stage(i).result.exists() for i in stages)
 
 
 def begin_sweep(
@@ -389,7 +351,7 @@ def begin_sweep(
         It cannot be carried out here, does not fit its limits, or another process works on it.
     """
     forecast = {}
-    if not is_finished(plan, workspace_of(plan)):
+    if not is_finished(workspace_of(plan), plan.stages()):
         check_launch(plan)
         before = look or forecast_sweep(plan)
         forecast = {

@@ -41,10 +41,10 @@ from refiner_core.contract.records import ArmRecord, picked, to_json
 from refiner_core.evaluation.metrics import is_number
 from refiner_core.report.printing import counted, table_lines
 from sweeps.checks import varied_fields
-from sweeps.definition import KEYS, load_sweep, shipped_sweeps
-from sweeps.forecast import Passed, SweepForecast, held_out_prompts
+from sweeps.definition import load_sweep, shipped_sweeps
+from sweeps.forecast import Passed, SweepForecast, prompts_of
 from sweeps.planning import plan_sweep
-from sweeps.power import ALPHA, POWER, Detectable, aim_of, detectable, evaluation_of
+from sweeps.power import ALPHA, POWER, Detectable, aim_of, detectable
 from sweeps.values import SweepFile, SweepPlan
 
 
@@ -73,7 +73,6 @@ def make_sweep_plan(name_or_path: str, overrides: Sequence[str] = ()) -> SweepPl
 
 def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
     """Like :func:`make_sweep_plan`, of a sweep that was read already."""
-    _refuse_keys_of_the_file(sweep, overrides)
     texts = tuple(whole_paths(text, Path.cwd()) for text in overrides)
     # Of overrides of one field the last is the one that counts.
     last = {text.partition("=")[0]: text for text in (*sweep.overrides, *texts)}
@@ -88,19 +87,6 @@ def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
         for config in {asked_of_model(t.plan.config): t.plan.config for t in plan.trials}.values():
             check_model_files(config)
         return plan
-
-
-def _refuse_keys_of_the_file(sweep: SweepFile, overrides: Sequence[str]) -> None:
-    """Refuse overrides of the sweep's own keys: what it is stands in its file."""
-    for text in overrides:
-        key = text.partition("=")[0].partition(".")[0].strip()
-        if key in KEYS and not hasattr(RecipeConfig, key):
-            raise ConfigurationError(
-                f"`{key}` is a key of the sweep's file, not a field of its recipe: {text}.",
-                expected="overrides of recipe fields, for every trial",
-                fix=f"write `{key}` into {sweep.origin or 'the file'}"
-                + (" (a copy, where it is a shipped one)" if sweep.origin else ""),
-            )
 
 
 @contextlib.contextmanager
@@ -254,8 +240,8 @@ def forecast_sweep(plan: SweepPlan) -> SweepLook:
     history, first = read_history(workspace, plan), plan.trials[0].plan
     forecast = forecast_of(plan, workspace, history=history)
     aim = aim_of(plan)
-    stage = evaluation_of(plan, aim.model, aim.protocol)
-    prompts = None if stage is None else held_out_prompts(first, stage, history)
+    stage = first.evaluation(aim.model, aim.protocol)
+    prompts = None if stage is None else prompts_of(first, stage, history)
     found = detectable(plan, prompts, read_evidence(workspace, aim))
     free = max(0, DiskKeeper(workspace, first.config.disk).room().free_bytes)
     return SweepLook(plan, stages, forecast, passed_by(forecast, plan, workspace), found, free)
@@ -268,9 +254,7 @@ def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]
     lines += table_lines(_arm_rows(look), ("arm", "seeds", "to do", "changes"))
     if len(plan.arms) > MOST_ARMS:
         lines.append(f"… and {len(plan.arms) - MOST_ARMS} more arms (all of them: --json)")
-    header = ("stage", "in trials", "once", "to run", "runs", "done")
-    lines += ["", *table_lines(_stage_rows(look), header), "", *look.lines()]
-    return lines + [f"Warning: {warning}" for warning in plan.warnings]
+    return [*lines, "", *look.lines(), *(f"Warning: {warning}" for warning in plan.warnings)]
 
 
 def _what_it_is(look: SweepLook) -> list[str]:
@@ -312,22 +296,6 @@ def _changes(plan: SweepPlan, arm: ArmRecord) -> str:
     found = next(t.overrides for t in plan.trials if t.arm == arm.name)
     own = found[len(plan.sweep.overrides) : -1]  # the last one is the seed
     return shlex.join(own) or "(the recipe as it is)"
-
-
-def _stage_rows(look: SweepLook) -> list[tuple[str, ...]]:
-    """Stages by name: in how many trials, how many of them differ, and how these stand."""
-    planned: Counter[str] = Counter()
-    once: dict[str, dict[str, str]] = {}
-    for trial in look.plan.trials:
-        for stage in trial.plan.stages:
-            planned[stage.name] += 1
-            once.setdefault(stage.name, {})[stage.id] = look.stages[stage.id].action
-    rows = []
-    for name, stages in once.items():
-        actions = Counter(stages.values())
-        numbers = (planned[name], len(stages), *(actions[a] for a in ("run", "reattach", "skip")))
-        rows.append((name, *map(str, numbers)))
-    return rows
 
 
 def sweep_json(plan: SweepPlan, look: SweepLook | None = None) -> dict[str, Any]:

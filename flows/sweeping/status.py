@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from flows.notifying.sender import not_told_lines
+from flows.running.console import states_counted, states_text
 from flows.running.status import cancel_lines, orchestrator_text, progress_of, progress_text
 from flows.sweeping.budget import NOTHING, Use, UseReader
 from infra.orchestrator.timeline import device_time, first_line, read_events, rough
@@ -205,7 +206,6 @@ def _working(trial: TrialRecord) -> list[str]:
 STATUS_VERSION = 1
 #: Columns of seeds that a terminal has room for.
 _MOST_SEEDS = 6
-_ORDER: tuple[TrialState, ...] = ("done", "running", "waiting", "held", "interrupted", "failed")
 #: Trials that are spelt out where something is wrong with many.
 _SHOWN = 8
 
@@ -226,7 +226,7 @@ class SweepStatus:
     @property
     def counts(self) -> dict[str, int]:
         """Trials by state."""
-        return _counts(self.trials)
+        return states_counted(t.state for t in self.trials)
 
     @property
     def finished(self) -> bool:
@@ -289,7 +289,8 @@ def table_of(status: SweepStatus) -> tuple[list[str], list[list[str]]]:
     by = {(t.arm, t.seed): t for t in status.trials}
     arms = [arm.name for arm in status.record.arms]
     if len(seeds) > _MOST_SEEDS:
-        rows = [[a, _counted(_counts([t for t in status.trials if t.arm == a]))] for a in arms]
+        found = {a: states_counted(t.state for t in status.trials if t.arm == a) for a in arms}
+        rows = [[arm, states_text(counts)] for arm, counts in found.items()]
         return ["arm", f"{len(seeds)} seeds"], rows
     header = ["arm", *(f"seed {seed}" for seed in seeds)]
     rows = [[arm, *(_cell(by.get((arm, seed))) for seed in seeds)] for arm in arms]
@@ -305,18 +306,9 @@ def _cell(trial: TrialStanding | None) -> str:
     return (trial.progress or "running") + left
 
 
-def _counts(trials: Sequence[TrialStanding]) -> dict[str, int]:
-    found = Counter(t.state for t in trials)
-    return {state: found[state] for state in _ORDER if found[state]}
-
-
-def _counted(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{n} {state}" for state, n in counts.items())
-
-
 def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
     """Lines beside the table: totals, what went wrong, who works on it, what to type next."""
-    yield f"{len(status.trials)} trials: {_counted(status.counts)}; {_used(status)}"
+    yield f"{len(status.trials)} trials: {states_text(status.counts)}; {_used(status)}"
     yield from _wrong(status)
     page = workspace.layout.reports / status.record.name / "report.html"
     if page.exists():
@@ -334,19 +326,18 @@ def _expected(forecast: Mapping[str, Any], unit: str) -> float | None:
 
 
 def _used(status: SweepStatus) -> str:
-    """GPU-hours used against the forecast, what was lost, incidents."""
-    use, forecast = status.use, status.record.forecast
-    limit = status.record.limits.get("gpu_hours")
-    if use.gpu_hours:
-        said = f"{use.gpu_hours:,.1f} GPU-hours used"
-        if expected := _expected(forecast, "gpu_hours"):
-            said += f" of {expected:,.1f} forecast"
-        said += "" if limit is None else f" (limit {limit:g})"
-    else:
-        said = f"{device_time(use.seconds, 'CPU')} used"
-        if expected := _expected(forecast, "seconds"):
-            said += f" of {device_time(expected, 'CPU')} forecast"
-    parts = [said]
+    """Time used against the forecast, what was lost, incidents."""
+    use, limit = status.use, status.record.limits.get("gpu_hours")
+    unit = "gpu_hours" if use.gpu_hours else "seconds"
+
+    def text(amount: float) -> str:
+        return f"{amount:,.1f} GPU-hours" if use.gpu_hours else device_time(amount, "CPU")
+
+    parts = [f"{text(getattr(use, unit))} used"]
+    if expected := _expected(status.record.forecast, unit):
+        parts[0] += f" of {text(expected)} forecast"
+    if use.gpu_hours and limit is not None:
+        parts[0] += f" (limit {limit:g})"
     if use.judge_calls:
         parts.append(f"{use.judge_calls:,} judge calls")
     if use.incidents:

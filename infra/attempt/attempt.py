@@ -28,12 +28,12 @@ import functools
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.attempt.stage_io import AttemptIO, Heartbeat, hash_files, redirect_output
+from infra.attempt.stage_io import AttemptIO, Heartbeat, redirect_output
 from infra.disk.keeper import DiskKeeper
 from infra.host.files import PASSING, exists, make_folder
 from infra.host.processes import ProcessId, host_name
@@ -42,11 +42,17 @@ from infra.jobs.protocol import AttemptRef
 from infra.jobs.signals import AttemptClosed, SlurmJob, StopFlag, why_stopped
 from infra.store import atomic
 from infra.store.atomic import is_no_space, is_read_only, no_space_guard
-from infra.store.checkpoints import CheckpointStore, checkpoint_to_export, held_steps, tree_bytes
+from infra.store.checkpoints import (
+    CheckpointStore,
+    checkpoint_to_export,
+    hash_files,
+    held_steps,
+    tree_bytes,
+)
 from infra.store.provenance import job_provenance
 from infra.store.workspace import Workspace, now_text
 from infra.tracking import TrackedRun, Tracker, without_paths
-from refiner_core.contract.config import DiskConfig, RecipeConfig
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.records import (
     RECORD_VERSION,
@@ -66,66 +72,6 @@ Part = Literal[
     "heartbeat",  # it could not be written
     "end",  # the attempt ends for want of room, or its last word could not be written
 ]
-
-
-class AttemptRoom:
-    """The room of one attempt; its threads share it. ``stop_asked``: nobody waits any longer."""
-
-    def __init__(
-        self,
-        workspace: Workspace,
-        ref: AttemptRef,
-        config: DiskConfig,
-        stop_asked: Callable[[], bool],
-    ) -> None:
-        self._workspace, self._ref, self._config = workspace, ref, config
-        self._stop_asked = stop_asked
-        self._lacking: set[Part] = set()
-
-    def tell(self, part: Part, *, there: bool) -> None:
-        """Say whether a part of the worker has room: the file is there while none lacks any. Never
-        raises; what could not be said, or was overtaken by another thread's word, is said with the
-        next heartbeat."""
-        (self._lacking.discard if there else self._lacking.add)(part)
-        try:
-            self._workspace.note_room(*self._ref, there=not self._lacking)
-        except OSError as error:
-            log.debug("whether there is room cannot be said: %s", error)
-
-    @contextlib.contextmanager
-    def reserve(self) -> Iterator[None]:
-        """Room for the next save, kept free of other jobs.
-
-        Raises
-        ------
-        NoSpaceError
-            There was none for as long as a running job may wait (`disk.hold_s`).
-        """
-        with self.keeper.reserve(self._ref, self.keeper.need_of(self._ref.stage_id)):
-            self.tell("save", there=True)
-            yield
-
-    def wait(self) -> bool:
-        """Make room, or wait for it as long as a running job may; True if there is some."""
-        deadline = time.monotonic() + self._config.hold_s
-        while time.monotonic() < deadline and not self._stop_asked():
-            need = self.keeper.need_of(self._ref.stage_id)
-            if self.keeper.make_room(need, self._ref) is not None:
-                self.tell("write", there=True)
-                return True
-            self.tell("write", there=False)
-            time.sleep(min(1.0, self._config.watch_s / 4))
-        return False
-
-    @functools.cached_property
-    def keeper(self) -> DiskKeeper:
-        """The room of the workspace, as this attempt asks for it."""
-        workspace, sleep = self._workspace, self._wait_to_save
-        return DiskKeeper(workspace, self._config, sleep=sleep, stop_asked=self._stop_asked)
-
-    def _wait_to_save(self, seconds: float) -> None:
-        self.tell("save", there=False)
-        time.sleep(seconds)
 
 
 #: How long a worker tries to leave its last word on a full disk, seconds (`disk.hold_s` at most).
@@ -159,8 +105,8 @@ class AttemptRun:
         By role: the input's stage id.
     output_dir
         Where the stage writes what other stages read.
-    io, room
-        The :class:`StageIO` of this attempt, and the room that it has to write.
+    io
+        The :class:`StageIO` of this attempt.
     """
 
     def __init__(
@@ -186,8 +132,8 @@ class AttemptRun:
         self.output_dir = self.paths.output
         self._flag, self._stop_noted = StopFlag(), False
         self._is_done: bool | None = False  # None: nobody can say
-        ref = AttemptRef(stage_id, number)
-        self.room = AttemptRoom(workspace, ref, self.config.disk, lambda: self.stop_asked)
+        self._ref = AttemptRef(stage_id, number)
+        self._lacking: set[Part] = set()
         self._began = time.monotonic()
         self.heartbeat = Heartbeat(self.paths.heartbeat, self._began, on_beat=self._after_beat)
         tracked = TrackedRun(
@@ -206,7 +152,7 @@ class AttemptRun:
             fence=self.check_fence,
             before_commit=lambda: self.io.flush(),
             held=lambda: held_steps(self.stage_paths),
-            reserve=self.room.reserve,
+            reserve=self._reserve,
             watch=self.heartbeat.saving,
             elapsed=lambda: self.seconds,
         )
@@ -217,7 +163,7 @@ class AttemptRun:
             on_progress=self.heartbeat.tell,
             stop_asked=lambda: self.stop_asked,
             also_log=self.tracker.log,
-            wait_for_room=self.room.wait,
+            wait_for_room=self._wait_for_room,
         )
 
     @property
@@ -297,7 +243,7 @@ class AttemptRun:
         try:
             self._close_patiently(Outcome("none", "finish", message))
         except OSError as error:
-            self.room.tell("end", there=False)
+            self._tell_room("end", there=False)
             log.error("the outcome could not be written: %s", error)
 
     def fail(self, error: BaseException) -> Outcome:
@@ -329,7 +275,7 @@ class AttemptRun:
             self.heartbeat.stop()
             return outcome
         if outcome.failure == "disk_full":
-            self.room.tell("end", there=False)
+            self._tell_room("end", there=False)
         try:
             if outcome.failure == "disk_full" and not exists(self.stage_paths.result):
                 # Half an output is of no use to anybody, and the outcome needs a little room.
@@ -339,7 +285,7 @@ class AttemptRun:
             if self._close_patiently(outcome):  # the log was as full when it was told first
                 log.error("attempt %d ended: %s%s", self.number, outcome.message, number_text)
         except OSError as second:
-            self.room.tell("end", there=False)
+            self._tell_room("end", there=False)
             log.error("the outcome could not be written: %s", second)
         return outcome
 
@@ -371,6 +317,56 @@ class AttemptRun:
                 fix="nothing; the newer attempt goes on",
             )
 
+    # ------------------------------------------------------------ room
+
+    def _tell_room(self, part: Part, *, there: bool) -> None:
+        """Say whether a part of the worker has room: the file is there while none lacks any. Never
+        raises; what could not be said, or was overtaken by another thread's word, is said with the
+        next heartbeat."""
+        (self._lacking.discard if there else self._lacking.add)(part)
+        try:
+            self.workspace.note_room(*self._ref, there=not self._lacking)
+        except OSError as error:
+            log.debug("whether there is room cannot be said: %s", error)
+
+    @contextlib.contextmanager
+    def _reserve(self) -> Iterator[None]:
+        """Room for the next save, kept free of other jobs.
+
+        Raises
+        ------
+        NoSpaceError
+            There was none for as long as a running job may wait (`disk.hold_s`).
+        """
+        with self._keeper.reserve(self._ref, self._keeper.need_of(self.stage_id)):
+            self._tell_room("save", there=True)
+            yield
+
+    def _wait_for_room(self) -> bool:
+        """Make room, or wait for it as long as a running job may; True if there is some."""
+        disk = self.config.disk
+        deadline = time.monotonic() + disk.hold_s
+        while time.monotonic() < deadline and not self.stop_asked:
+            need = self._keeper.need_of(self.stage_id)
+            if self._keeper.make_room(need, self._ref) is not None:
+                self._tell_room("write", there=True)
+                return True
+            self._tell_room("write", there=False)
+            time.sleep(min(1.0, disk.watch_s / 4))
+        return False
+
+    @functools.cached_property
+    def _keeper(self) -> DiskKeeper:
+        """The room of the workspace, as this attempt asks for it."""
+
+        def sleep(seconds: float) -> None:
+            self._tell_room("save", there=False)
+            time.sleep(seconds)
+
+        return DiskKeeper(
+            self.workspace, self.config.disk, sleep=sleep, stop_asked=lambda: self.stop_asked
+        )
+
     # ------------------------------------------------------------ parts
 
     def _begin(self) -> None:
@@ -397,7 +393,7 @@ class AttemptRun:
         """Say whether there is room for it, and look for a wish to stop, where no signal gets
         through (another host, a wrapper that swallows it)."""
         refused = self.heartbeat.refused
-        self.room.tell("heartbeat", there=refused is None or not is_no_space(refused))
+        self._tell_room("heartbeat", there=refused is None or not is_no_space(refused))
         self._stop_noted = self._stop_noted or exists(self.paths.stop)
 
     def _stopped(self, outcome: Outcome) -> tuple[Outcome, bool]:

@@ -15,7 +15,7 @@ save begins:
 
     counter            moves while the process lives
     told               moves while the stage says anything, or saves
-    moved, moved_at_s  how often what it says was new, and when it last was, by ``seconds``
+    moved_at_s         when what it says was last new, by ``seconds``
     saving, save_s     whether a checkpoint is being written; seconds that the longest one took
     seconds            since the worker began
 
@@ -42,16 +42,16 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from infra.host.files import again, files_within, make_folder
+from infra.host.files import again, make_folder
 from infra.host.secrets import mask_keys_of, masked
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
-from infra.store.checkpoints import CheckpointStore, Complete, hash_of, saved, step_name
+from infra.store.checkpoints import CheckpointStore, Complete, step_name
 from infra.store.layout import StagePaths
 from infra.store.traces import encode_rollouts, list_rollouts, read_metrics
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import NoSpaceError
-from refiner_core.contract.records import OutputFile, to_json
+from refiner_core.contract.records import to_json
 from refiner_core.contract.types import Progress, SavedCheckpoint
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -107,7 +107,7 @@ class Heartbeat:
         self._on_beat = on_beat
         self._counter = 0
         self.progress: Progress | None = None
-        self._told = self._moved = 0
+        self._told = 0
         self._moved_at_s = 0.0
         self._saving = False
         self._save_s: float | None = None
@@ -127,7 +127,6 @@ class Heartbeat:
         before, self.progress = self.progress, progress
         self._told += 1
         if before is None or (before.phase, before.done) != (progress.phase, progress.done):
-            self._moved += 1
             self._moved_at_s = self._seconds()
         if before is None or before.phase != progress.phase:
             self._wake.set()
@@ -173,7 +172,6 @@ class Heartbeat:
         value: dict[str, Any] = {
             "counter": self._counter,
             "told": self._told,
-            "moved": self._moved,
             "moved_at_s": self._moved_at_s,
             "saving": self._saving,
             "save_s": None if self._save_s is None else round(self._save_s, 3),
@@ -342,7 +340,7 @@ class AttemptIO:
         if found is not None and not self._asked_for_checkpoint and self._last_step is None:
             self._take_over(found)
         self._asked_for_checkpoint = True
-        return None if found is None else saved(found)
+        return None if found is None else SavedCheckpoint(found.step, found.path)
 
     def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
         """The newest checkpoint is damaged: from now on the one before it is the newest. Call it
@@ -396,12 +394,3 @@ class AttemptIO:
             except OSError:
                 again(shutil.copyfile, path, target)
                 self._unsynced.append(target)
-
-
-def hash_files(folder: Path) -> tuple[OutputFile, ...]:
-    """Every file below ``folder`` with size and SHA-256, sorted by path; each is read once."""
-    found = []
-    for path, status in files_within(folder).items():
-        name = path.relative_to(folder).as_posix()
-        found.append(OutputFile(name, status.st_size, hash_of(path)))
-    return tuple(found)

@@ -80,7 +80,7 @@ def _submit(look: Look, folder: Path, name: str, gpus: int) -> str:
     """A job of one core, a minute or two, and a GPU where the recipe has stages with GPUs."""
     code = snapshot_code(Workspace.open(folder / "workspace"))
     resources = Resources(gpus=gpus, cpus=1, memory_gb=2 if gpus else 1, time_limit_min=3)
-    request = JobRequest(str(gpus), 1, name, resources, code=code.path, needs_network=True)
+    request = JobRequest(str(gpus), 1, name, resources, code=code, needs_network=True)
     python = look.profile.python or sys.executable
     worker = WorkerCommand(folder, ("-m", "infra.doctor.node"), python)
     command = worker.arguments(request, offline=not look.profile.network)

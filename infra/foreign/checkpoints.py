@@ -16,20 +16,18 @@ Files are judged by their headers; nothing is loaded, and torch is not needed:
 ============================ ==============================================================
 
 A trainer that dies in a save leaves whole weights and no optimizer: so a checkpoint must have what
-most of its siblings have, by name (any number stands for any other: steps, ranks, times) and, for
-files of tensors, by size.
+most of its siblings have, by name (any number stands for any other: steps, ranks, times).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import json
 import logging
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,10 +47,6 @@ _LEGACY_PICKLE = b"\x80"
 log = logging.getLogger(__name__)
 #: Number, size and newest change of files.
 Signature = tuple[int, int, int]
-#: A file of tensors is cut short where it has less than this share of its siblings' bytes.
-_SIZE_SHARE = 0.9
-#: Files of which each process writes one: another number of processes is no damage.
-_OF_RANKS = ("rng_state*", "random_states*")
 #: What Hugging Face's Trainer writes last.
 _TRAINER_STATE = "trainer_state.json"
 
@@ -236,25 +230,20 @@ def older(found: list[ForeignCheckpoint], keep: int) -> list[ForeignCheckpoint]:
     return [c for c in found if complete and c.step < complete[0].step]
 
 
-def remove_unfinished(found: list[ForeignCheckpoint]) -> int:
-    """Delete what no trainer can go on from; returns how many. Call it while none writes."""
-    return _remove(
-        {c.path: f"unfinished checkpoint {c.path}: {c.damage}" for c in unfinished(found)}
-    )
-
-
-def remove_older(found: list[ForeignCheckpoint], keep: int) -> int:
-    """Delete what is older than ``keep`` complete checkpoints (at least 1); returns how many."""
-    return _remove({c.path: f"checkpoint {c.path} to make room" for c in older(found, keep)})
-
-
-def _remove(gone: Mapping[Path, str]) -> int:
-    for path, named in gone.items():
-        log.warning("deleting %s", named)
-        atomic.remove_tree(path)
+def remove(gone: Sequence[ForeignCheckpoint]) -> int:
+    """Delete checkpoints, unfinished ones while none writes; returns how many."""
+    for checkpoint in gone:
+        why = f"unfinished: {checkpoint.damage}" if checkpoint.damage else "to make room"
+        log.warning("deleting checkpoint %s, %s", checkpoint.path, why)
+        atomic.remove_tree(checkpoint.path)
     if gone:  # some file systems give room back with the next commit only
-        sync_file_system(next(iter(gone)).parent)
+        sync_file_system(gone[0].path.parent)
     return len(gone)
+
+
+def largest_of(found: Sequence[ForeignCheckpoint]) -> int:
+    """Bytes of the largest complete one; 0 where none is."""
+    return max((size_of(c.path) for c in found if not c.damage), default=0)
 
 
 def size_of(path: Path) -> int:
@@ -295,59 +284,34 @@ def _checked(
 
 def steps_to_take(path: Path) -> int:
     """Number of steps that Hugging Face's Trainer wanted to take when it saved; 0: nothing says."""
+    return trainer_note(path, "max_steps")
+
+
+def trainer_note(folder: Path, key: str) -> int:
+    """A number of the note that Hugging Face's Trainer leaves; 0 where there is none."""
     try:
-        state = json.loads((path / _TRAINER_STATE).read_bytes())
-        return int(state["max_steps"])
+        return int(json.loads((folder / _TRAINER_STATE).read_bytes())[key])
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
 
-class _File(NamedTuple):
-    """All files of a checkpoint whose names differ in numbers only: one of the names, and their
-    bytes where these tell anything."""
-
-    name: str
-    bytes: int
-
-
 def _beside_siblings(found: list[ForeignCheckpoint]) -> list[ForeignCheckpoint]:
-    contents = {c.path: _contents(c.path) for c in found if not c.damage}
+    """The same, damaged where more than half of the others have a file that one has not. Names may
+    differ in numbers, and a single file has no name that counts."""
+    names: dict[Path, dict[str, str]] = {}
+    for checkpoint in (c for c in found if not c.damage and c.path.is_dir()):
+        below = (file.relative_to(checkpoint.path) for file in files_below(checkpoint.path))
+        names[checkpoint.path] = {re.sub(r"\d+", "#", f.as_posix()): f.as_posix() for f in below}
 
     def lacking(path: Path) -> str:
-        others = {p.name: files for p, files in contents.items() if p != path}
-        return _lacking(contents[path], others)
+        others = [files for place, files in names.items() if place != path]
+        for shape in sorted({shape for files in others for shape in files} - names[path].keys()):
+            having = [files[shape] for files in others if shape in files]
+            if 2 * len(having) > len(others):
+                return f"there is no {having[0]}, which others have"
+        return ""
 
-    return [c if c.damage else c._replace(damage=lacking(c.path)) for c in found]
-
-
-def _lacking(own: Mapping[str, _File], others: Mapping[str, Mapping[str, _File]]) -> str:
-    """The first thing that more than half of the others have and this one has not; empty: none."""
-    for shape in sorted({shape for files in others.values() for shape in files}):
-        having = [(files[shape], name) for name, files in others.items() if shape in files]
-        if 2 * len(having) <= len(others):
-            continue
-        usual, sibling = sorted(having, key=lambda h: h[0].bytes)[len(having) // 2]
-        if shape not in own:
-            return f"there is no {usual.name}, which {sibling} has"
-        if own[shape].bytes < _SIZE_SHARE * usual.bytes:
-            return f"{own[shape].bytes} bytes of {own[shape].name}, {usual.bytes} in {sibling}"
-    return ""
-
-
-def _contents(path: Path) -> dict[str, _File]:
-    """Shape of a name (every number is ``#``) -> what there is of it."""
-    if not path.is_dir():
-        return {"": _File(path.name, _size(path))}
-    found: dict[str, _File] = {}
-    for file in files_below(path):
-        name = file.relative_to(path).as_posix()
-        shape = re.sub(r"\d+", "#", name)
-        counts = is_weights(file) and not any(
-            fnmatch.fnmatch(file.name, pattern) for pattern in _OF_RANKS
-        )
-        before = found[shape].bytes if shape in found else 0
-        found[shape] = _File(name, before + (_size(file) if counts else 0))
-    return found
+    return [c._replace(damage=lacking(c.path)) if c.path in names else c for c in found]
 
 
 def _age_s(path: Path) -> float:

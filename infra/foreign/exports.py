@@ -12,6 +12,7 @@ import errno
 import fnmatch
 import os
 import shutil
+from collections.abc import Iterable, Sequence
 from io import BufferedReader
 from pathlib import Path
 
@@ -78,14 +79,14 @@ def model_files(
     files: dict[str, Path] = {}
     if source.is_dir():
         for path in source.iterdir():
-            if path.is_file() and not _matches(path.name, _STATE):
+            if path.is_file() and not matches(path.name, _STATE):
                 files[path.name] = _real_file(path, within or source)
     else:
         name = "model.safetensors" if source.suffix == ".safetensors" else source.name
         files[name] = _real_file(source, within or source.parent)
     if companions is not None and companions.is_dir():
         for path in companions.iterdir():
-            if path.name not in files and path.is_file() and _matches(path.name, COMPANIONS):
+            if path.name not in files and path.is_file() and matches(path.name, COMPANIONS):
                 files[path.name] = _real_file(path, companions)
     return files
 
@@ -117,8 +118,18 @@ def make_model(source: Path, target: Path, companions: Path | None, *, within: P
 
 def missing_in(source: Path, companions: Path | None = None) -> list[str]:
     """Files that the model at ``source`` lacks to be loaded and published."""
-    names = model_files(source, companions) if source.exists() else ()
-    return [need for need in _NEEDED if not any(fnmatch.fnmatch(n, need) for n in names)]
+    return lacking(model_files(source, companions) if source.exists() else ())
+
+
+def lacking(names: Iterable[str]) -> list[str]:
+    """Patterns of files that a model of these files lacks to be loaded and published."""
+    there = [*names]
+    return [need for need in _NEEDED if not any(matches(name, (need,)) for name in there)]
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """True if a name is of one of the patterns."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def require_whole(model: Path, doing: str) -> None:
@@ -184,7 +195,3 @@ def link(source: Path, target: Path) -> bool:
         target.unlink()
         return False
     return True
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatch(name, p) for p in patterns)

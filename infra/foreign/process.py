@@ -89,8 +89,7 @@ class Call:
     def values(self) -> dict[str, str]:
         """Placeholder -> value, without ``resume``; those that have no value are empty."""
         names = ("output", "workdir", "seed", "data", "model", "checkpoint")
-        given = {name: getattr(self, name) for name in names}
-        return {name: "" if value is None else str(value) for name, value in given.items()}
+        return {n: "" if (v := getattr(self, n)) is None else str(v) for n in names}
 
 
 def command_text(config: CommandConfig, call: Call) -> str:
@@ -130,13 +129,11 @@ def environment(
     trainer's.
     """
     values = call.values()
-    names = ("seed", "data", "model", "checkpoint", "workdir")
-    settings = {f"REFINER_{name.upper()}": values[name] for name in names}
     own = (setting.partition("=") for setting in config.env)
     return {
         **without_ours(base, ours),
         "PYTHONUNBUFFERED": "1",
-        **settings,
+        **{f"REFINER_{name.upper()}": value for name, value in values.items()},
         "REFINER_STAGE": call.stage_id,
         "REFINER_ATTEMPT": str(call.attempt),
         **{name: fill(value, values) for name, _, value in own},

@@ -27,12 +27,14 @@ from infra.foreign.checkpoints import (
     ForeignCheckpoint,
     Signature,
     find_checkpoints,
+    largest_of,
     newest_complete,
-    remove_older,
-    remove_unfinished,
+    older,
+    remove,
     signature,
     size_of,
     steps_to_take,
+    unfinished,
 )
 from infra.foreign.process import (
     PHASE,
@@ -166,25 +168,27 @@ def _to_its_end(at_work: _AtWork) -> list[ForeignCheckpoint]:
         _tidied(job, short=True)
         raise
     found = job.checkpoints()
-    if at_work.stopped and not (code == 0 and at_work.is_at_end):
-        remove_unfinished(found)
+    told = at_work.reader.progress
+    if at_work.stopped and not (code == 0 and 0 < told.total <= told.done):
+        remove(unfinished(found))
         raise Interrupted(
             f"The trainer was asked to stop and ended with exit code {code}; it goes on from "
             f"{_named(newest_complete(job.checkpoints()))}",
             fix="run the same command again",
         )
     if code != 0:
-        error = at_work.error(code)
+        kills = kernel_oom_kills() - at_work.oom_before
+        error = error_of(code, at_work.lines, job.call.output, kills)
         if all(c.damage for c in found):  # nothing else tells what a save takes
             at_work.io.checkpoints.lost_bytes = sum(size_of(c.path) for c in found)
         # Nobody writes now, and what is half-written takes the room that the outcome needs.
         found = _tidied(job, short=isinstance(error, NoSpaceError))
-        at_work.flush_log()
+        at_work.log.flush(last=True)
         if isinstance(error, ScriptFailed) and (start := job.call.checkpoint) is not None:
             error.fix = f"if it cannot go on from {start}, move that away; else {error.fix}"
         at_work.io.progress(at_work.progress_with(found))
         raise error
-    at_work.flush_log()
+    at_work.log.flush(last=True)
     return found
 
 
@@ -192,12 +196,12 @@ def _tidied(job: TrainerJob, *, short: bool = False) -> list[ForeignCheckpoint]:
     """The trainer's checkpoints while it does not run: without saves that were cut off, and no more
     than ``command.keep`` complete ones where room is short."""
     found = job.checkpoints()
-    if remove_unfinished(found):
+    if remove(unfinished(found)):
         found = job.checkpoints()
-    largest = max((size_of(c.path) for c in found if not c.damage), default=0)
-    if (short or (largest and job.shortage(largest))) and remove_older(found, job.command.keep):
-        found = job.checkpoints()
-    return found
+    largest = largest_of(found)
+    if short or (largest and job.shortage(largest)):
+        remove(older(found, job.command.keep))
+    return job.checkpoints()
 
 
 class _AtWork:
@@ -207,21 +211,15 @@ class _AtWork:
         self.job, self.io = job, io
         self.reader = LineReader(job.command.progress_pattern, told)
         self.stopped = False
-        self._lines: deque[str] = deque(maxlen=400)
-        self._log = TrainerLog()
-        self._oom_before = kernel_oom_kills()
+        self.lines: deque[str] = deque(maxlen=400)
+        self.log = TrainerLog()
+        self.oom_before = kernel_oom_kills()
         self._stop_deadline = float("inf")
         self._last_redraw = float("-inf")
         self._signature = signature(job.call.output)
         self._names: frozenset[Path] = frozenset()
         self._signatures: dict[Path, Signature] = {}
         self._due = dict.fromkeys(("fence", "files", "saves", "room"), time.monotonic() + 1.0)
-
-    @property
-    def is_at_end(self) -> bool:
-        """True if the trainer has printed its last step."""
-        progress = self.reader.progress
-        return 0 < progress.total <= progress.done
 
     def progress_with(self, found: list[ForeignCheckpoint]) -> Progress:
         """Progress by its lines, and by its newest checkpoint where they do not say."""
@@ -232,15 +230,6 @@ class _AtWork:
         if not total and self.job.command.exports == "auto":
             total = steps_to_take(newest.path)
         return replace(told, done=max(told.done, newest.step), total=total)
-
-    def error(self, code: int) -> Exception:
-        """Why it ended."""
-        kills = kernel_oom_kills() - self._oom_before
-        return error_of(code, self._lines, self.job.call.output, kills)
-
-    def flush_log(self) -> None:
-        """Write what did not go in so far."""
-        self._log.flush(last=True)
 
     def until_end(self) -> int:
         """Start it and wait for its end; returns its exit code."""
@@ -259,7 +248,7 @@ class _AtWork:
                 self._stop(process)
                 while process.code is None and time.monotonic() < self._stop_deadline:
                     for line in process.lines(_POLL_S):
-                        self._log.write(line.text)
+                        self.log.write(line.text)
                 raise
             for line in process.last_lines():
                 self._take(line)
@@ -270,9 +259,9 @@ class _AtWork:
         now = time.monotonic()
         if not line.redrawn or now - self._last_redraw >= _REDRAW_S:
             self._last_redraw = now if line.redrawn else self._last_redraw
-            self._log.write(line.text)
+            self.log.write(line.text)
         if line.text:
-            self._lines.append(line.text)
+            self.lines.append(line.text)
         metrics = self.reader.read(line.text)
         if metrics:
             self.io.log_metrics(self.reader.progress.done, metrics)
@@ -324,10 +313,9 @@ class _AtWork:
         settled = [c for c in found if self._signatures[c.path] == before.get(c.path)]
         if len(settled) == len(found):
             self._names = names
-        largest = max((size_of(c.path) for c in found if not c.damage), default=0)
-        need = int(_ROOM_FOR * largest)
+        need = int(_ROOM_FOR * largest_of(found))
         if need and self.job.shortage(need):
-            remove_older(settled, self.job.command.keep)
+            remove(older(settled, self.job.command.keep))
             self.job.make_room(need)
 
     def _is_due(self, name: str, every_s: float) -> bool:

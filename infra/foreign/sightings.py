@@ -10,14 +10,13 @@ DeepSpeed, Megatron or torch.distributed), which its own tools have to convert f
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from infra.foreign.checkpoints import damage, files_below, size_of
+from infra.foreign.checkpoints import damage, files_below, size_of, trainer_note
 from refiner_core.contract.errors import ConfigurationError
 
 _CHUNK = 4 << 20
@@ -192,20 +191,12 @@ def _below(folder: Path, depth: int) -> Iterator[tuple[int, Path]]:
             else:
                 own_weights = True
     if own_weights:
-        yield _step_inside(folder), folder
+        yield trainer_note(folder, "global_step"), folder
 
 
 def _step_of(path: Path) -> int | None:
     match = _NAME.match(path.stem if path.is_file() else path.name)
     return None if match is None else int(match.group(1))
-
-
-def _step_inside(folder: Path) -> int:
-    """Step by the note of Hugging Face's Trainer; 0 where there is none."""
-    try:
-        return int(json.loads((folder / "trainer_state.json").read_bytes())["global_step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
 
 
 def _described(step: int, path: Path) -> Sighting:

@@ -138,15 +138,6 @@ def make_folder(folder: Path) -> None:
         again(folder.mkdir, parents=True, exist_ok=True)
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a new file that nobody else can read, onto the disk."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _look_anew(filename: str | bytes | None) -> None:
     """Have a network file system ask its server again: opening the folder makes it do so."""
     if isinstance(filename, str | os.PathLike):
@@ -183,28 +174,20 @@ def mount_of(path: Path) -> Mount:
 def project_id(folder: Path) -> int:
     """The project that new files in ``folder`` are accounted to (as `lsattr -pd` shows); 0: none,
     or a file system that knows none."""
-    with _opened(folder) as descriptor:
-        if descriptor is None:
-            return 0
-        try:
-            answer = fcntl.ioctl(descriptor, _FSGETXATTR, bytes(28))
-        except OSError:
-            return 0
+    with contextlib.suppress(OSError), _opened(folder) as descriptor:
+        answer = fcntl.ioctl(descriptor, _FSGETXATTR, bytes(28))
         return int(struct.unpack_from("=IIII", answer)[3])
+    return 0
 
 
 def btrfs_subvolume(folder: Path) -> int | None:
     """Id of the btrfs subvolume that holds ``folder``; None where it is no btrfs."""
-    with _opened(folder) as descriptor:
-        if descriptor is None:
-            return None
-        try:
-            # Written in place: the request is longer than what ioctl takes as a constant.
-            request = bytearray(struct.pack("=QQ4080x", 0, _BTRFS_FIRST_FREE))
-            fcntl.ioctl(descriptor, _BTRFS_INO_LOOKUP, request, True)
-        except OSError:
-            return None
+    # Written in place: the request is longer than what ioctl takes as a constant.
+    request = bytearray(struct.pack("=QQ4080x", 0, _BTRFS_FIRST_FREE))
+    with contextlib.suppress(OSError), _opened(folder) as descriptor:
+        fcntl.ioctl(descriptor, _BTRFS_INO_LOOKUP, request, True)
         return int(struct.unpack_from("=Q", request)[0])
+    return None
 
 
 def sync_file_system(folder: Path) -> None:
@@ -212,20 +195,16 @@ def sync_file_system(folder: Path) -> None:
 
     btrfs gives quota back only then; elsewhere it does no harm.
     """
-    library = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
-    call = getattr(library, "syncfs", None)
-    with _opened(folder) as descriptor:
-        if descriptor is None or call is None or call(descriptor) != 0:
-            os.sync()
+    call = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "syncfs", None)
+    with contextlib.suppress(OSError), _opened(folder) as descriptor:
+        if call is not None and call(descriptor) == 0:
+            return
+    os.sync()
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int | None]:
-    try:
-        descriptor = os.open(existing(folder), os.O_RDONLY)
-    except OSError:
-        yield None
-        return
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(existing(folder), os.O_RDONLY)
     try:
         yield descriptor
     finally:

@@ -55,12 +55,14 @@ def start_apart(
     output: IO[bytes],
     env: Mapping[str, str],
     pass_fds: Collection[int] = (),
+    cwd: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """A process in a session of its own, without a terminal: neither Ctrl-C there nor its end
     reaches it."""
     return subprocess.Popen(
         command,
         env=env,
+        cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

@@ -13,18 +13,14 @@ stop is noticed.
 
 from __future__ import annotations
 
-import email.utils
 import functools
 import hashlib
-import importlib.util
 import io
-import re
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
@@ -44,8 +40,10 @@ from huggingface_hub.utils import (
     disable_progress_bars,
     enable_progress_bars,
     hf_raise_for_status,
+    parse_ratelimit_headers,
 )
 from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub.utils._runtime import is_xet_available
 
 from infra.host.secrets import masked
 from infra.hub.errors import (
@@ -55,11 +53,9 @@ from infra.hub.errors import (
     in_our_words,
     outage,
     rejection,
-    replaced,
-    stopped,
     translated,
 )
-from infra.publishing import FileToPublish, bytes_of
+from infra.publishing import FileToPublish, bytes_of, replaced, stopped
 from refiner_core.contract.types import Progress
 
 #: Files that are sent at the same time.
@@ -76,8 +72,7 @@ _BY_THE_WAY = "/api/agent-harnesses"
 _FINAL = (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError)
 #: The client repeats this one at once and for ever; here it is waited for.
 _BUSY = "another conflicting operation is in progress"
-_RATE_LIMIT = re.compile(r'"\w+"\s*;\s*r\s*=\s*0+\s*;\s*t\s*=\s*(\d+)')
-#: Longer than anybody waits, and still a moment that a calendar has.
+#: Longer than anybody waits.
 _MOST_S = 366 * 86_400.0
 #: The client has one session in a process, so one publication at a time uses it.
 _ONE_AT_A_TIME = threading.Lock()
@@ -106,7 +101,7 @@ class HubClient:
         self.session = session
         self._api = huggingface_hub.HfApi(endpoint=endpoint)
         #: Whether large files go by Xet, the official Hub's own transfer, which is no HTTP of ours.
-        self.by_xet = has_xet()
+        self.by_xet = is_xet_available()
 
     def address(self, revision: str) -> str:
         """Address where a person finds a revision."""
@@ -286,11 +281,6 @@ def _unless(status: int) -> Iterator[None]:
             raise
 
 
-def has_xet() -> bool:
-    """True if the client sends large files by Xet."""
-    return not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
-
-
 class _HubSession(httpx2.Client):
     """A session that bears with the Hub as long as ``patience`` lasts."""
 
@@ -335,7 +325,8 @@ class _HubSession(httpx2.Client):
                 why, asked = _words(response), asked_wait(response)
             failures += 1
             if not self._patience.wait(failures, asked, since):
-                raise outage(why, self.doing, self._repo_id, when=_when(asked)) from None
+                when = "" if asked is None else f" It asks to wait {asked:.0f} s."
+                raise outage(why, self.doing, self._repo_id, when=when) from None
             if begin is not None:
                 body.seek(begin)
 
@@ -352,19 +343,12 @@ class _HubSession(httpx2.Client):
 
 
 def asked_wait(response: httpx2.Response) -> float | None:
-    """Seconds that the Hub asks to wait: its rate limit's reset, or ``Retry-After`` (seconds, or a
-    date, which is compared with the Hub's own clock)."""
-    if match := _RATE_LIMIT.search(response.headers.get("ratelimit", "")):
-        return min(float(match.group(1)), _MOST_S)
+    """Seconds that the Hub asks to wait: its rate limit's reset, or ``Retry-After``."""
+    limit = parse_ratelimit_headers(response.headers)
     value = response.headers.get("retry-after", "").strip()
-    if value.isdecimal():
-        return min(float(value), _MOST_S)
-    try:
-        until = email.utils.parsedate_to_datetime(value)
-        there = email.utils.parsedate_to_datetime(response.headers.get("date", ""))
-        return max(0.0, (until - there).total_seconds())
-    except (TypeError, ValueError):
-        return None
+    if limit is not None and limit.remaining == 0:
+        value = str(limit.reset_in_seconds)
+    return min(float(value), _MOST_S) if value.isdecimal() else None
 
 
 @functools.cache
@@ -383,13 +367,6 @@ def _passing(response: httpx2.Response) -> bool:
 def _words(response: httpx2.Response) -> str:
     said = response.headers.get("x-error-message") or response.reason_phrase
     return f"{response.status_code}: {said}"
-
-
-def _when(asked_s: float | None) -> str:
-    if asked_s is None:
-        return ""
-    then = datetime.now(UTC) + timedelta(seconds=asked_s)
-    return f" It asks to wait {asked_s:.0f} s, until {then:%H:%M:%S} UTC."
 
 
 @dataclass(eq=False)

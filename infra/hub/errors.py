@@ -20,14 +20,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from infra.host.secrets import masked
-from infra.publishing import FileToPublish
+from infra.publishing import stopped
 from refiner_core.contract.errors import (
     ConfigurationError,
     HubOutage,
     HubRefused,
-    Interrupted,
     RefinerError,
-    StageFailed,
 )
 
 _WORDS = 300
@@ -164,24 +162,6 @@ def outage(why: str, doing: str, repo_id: str, *, when: str = "") -> HubOutage:
         f"The Hub could not be used for {repo_id} while {doing} ({_shown(why)}).{when}",
         expected="an answer within publish.patience_s",
         fix="nothing is lost: the same command goes on with what is not there yet",
-    )
-
-
-def stopped() -> Interrupted:
-    """A stop was asked for while something was on its way."""
-    return Interrupted(
-        "Publishing was stopped on request.",
-        fix="run the same command again; what was sent already is not sent again",
-    )
-
-
-def replaced(file: FileToPublish, why: str) -> StageFailed:
-    """The error for a source that is no longer what its stage has left."""
-    return StageFailed(
-        f"{file.source or file.name} {why}, so it is not published: it was another file when its "
-        "stage ended.",
-        expected="the output as the stage has left it",
-        fix="run the recipe again; a stage whose output is damaged is made again",
     )
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infra.host.secrets import masked
-from infra.hub.errors import Moved, Patience, Rejected, in_our_words, outage, replaced
+from infra.hub.errors import Moved, Patience, Rejected, in_our_words, outage
 from infra.publishing import (
     FileToPublish,
     FolderTarget,
@@ -42,6 +42,7 @@ from infra.publishing import (
     check_update,
     holds,
     moves_main,
+    replaced,
 )
 from infra.store.checkpoints import hash_of
 from infra.store.stage_records import EVIDENCE, Lying, read_evidence

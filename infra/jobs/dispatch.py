@@ -102,12 +102,11 @@ class LocalDispatcher:
         here = ProcessId.parse(attempt.attempt.owner).here
         if sight != "dead":
             return JobSight(sight, local=here)
-        started = attempt.started is not None and not attempt.started.get("void")
         code = max(0, self._codes.get(attempt.ref, 0))  # below 0: by a signal
         # What the worker printed last; earlier versions started it through submitit.
         paths = self.workspace.layout.attempt(*attempt.ref)
         printed = tail_of([paths.printed]) or tail_of(sorted(paths.submitit.glob("*_log.err")))
-        return JobSight(sight, local=here, end=classify_silent_end(started, printed, code))
+        return JobSight(sight, local=here, end=classify_silent_end(attempt.begun, printed, code))
 
     def stop(self, attempt: OpenAttempt) -> bool:
         """SIGTERM to the worker alone, so that it can save."""
@@ -199,12 +198,6 @@ class Router:
         """Refuse stages that can never run where they would go; errors as of the dispatchers."""
         for stage in stages:
             self.dispatchers[self.executor_for(stage)].check(stage)
-
-    def submit(
-        self, executor: str, requests: Sequence[JobRequest]
-    ) -> Mapping[AttemptRef, Exception]:
-        """Start jobs of one executor; what went wrong, by attempt."""
-        return self.dispatchers[executor].submit(requests)
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
         """All of them, by one look per dispatcher. Jobs of an executor that this call does not

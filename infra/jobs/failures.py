@@ -37,7 +37,7 @@ Remedy = Literal[
 ]
 
 
-class ClassRule(NamedTuple):
+class _ClassRule(NamedTuple):
     """Consequences of a failure class.
 
     ``exhausted`` is how the stage looks when no attempt of this call is left: ``interrupted`` where
@@ -63,32 +63,32 @@ class ClassRule(NamedTuple):
 
 
 #: By what each is recognised stands in the table of `infra/README.md`.
-CLASSES: dict[FailureClass, ClassRule] = {
-    "none": ClassRule("nothing", 0, "failed"),
-    "interrupted": ClassRule("resume", 6, "interrupted"),
-    "cancelled": ClassRule("stop", 6, "interrupted"),
-    "preempted": ClassRule("resume", 6, "interrupted"),
-    "time_limit": ClassRule("resume", 6, "interrupted"),
-    "node_failure": ClassRule("resume elsewhere", 1, "failed"),
-    "launch_failure": ClassRule("pause, then resume", 1, "failed"),
-    "system_outage": ClassRule("pause, then resume", 7, "interrupted"),
-    "killed": ClassRule("resume", 1, "failed"),
-    "out_of_memory": ClassRule("resume", 1, "failed"),
-    "gpu_out_of_memory": ClassRule("resume", 1, "failed"),
-    "gpu_error": ClassRule("resume elsewhere", 1, "failed"),
-    "disk_full": ClassRule("make room, then resume", 5, "interrupted"),
-    "hung": ClassRule("resume", 1, "failed"),
-    "judge_outage": ClassRule("pause, then resume", 7, "interrupted"),
-    "judge_unusable": ClassRule("resume", 7, "failed"),
-    "environment_outage": ClassRule("pause, then resume", 7, "interrupted"),
-    "hub_outage": ClassRule("pause, then resume", 7, "interrupted"),
-    "hub_refused": ClassRule("stop", 9, "interrupted"),
-    "not_finite": ClassRule("stop", 1, "failed"),
-    "unhealthy": ClassRule("stop", 1, "failed"),
-    "bad_configuration": ClassRule("stop", 2, "failed"),
-    "bad_data": ClassRule("stop", 3, "failed"),
-    "unsupported": ClassRule("stop", 8, "failed"),
-    "bug": ClassRule("resume", 70, "failed"),
+CLASSES: dict[FailureClass, _ClassRule] = {
+    "none": _ClassRule("nothing", 0, "failed"),
+    "interrupted": _ClassRule("resume", 6, "interrupted"),
+    "cancelled": _ClassRule("stop", 6, "interrupted"),
+    "preempted": _ClassRule("resume", 6, "interrupted"),
+    "time_limit": _ClassRule("resume", 6, "interrupted"),
+    "node_failure": _ClassRule("resume elsewhere", 1, "failed"),
+    "launch_failure": _ClassRule("pause, then resume", 1, "failed"),
+    "system_outage": _ClassRule("pause, then resume", 7, "interrupted"),
+    "killed": _ClassRule("resume", 1, "failed"),
+    "out_of_memory": _ClassRule("resume", 1, "failed"),
+    "gpu_out_of_memory": _ClassRule("resume", 1, "failed"),
+    "gpu_error": _ClassRule("resume elsewhere", 1, "failed"),
+    "disk_full": _ClassRule("make room, then resume", 5, "interrupted"),
+    "hung": _ClassRule("resume", 1, "failed"),
+    "judge_outage": _ClassRule("pause, then resume", 7, "interrupted"),
+    "judge_unusable": _ClassRule("resume", 7, "failed"),
+    "environment_outage": _ClassRule("pause, then resume", 7, "interrupted"),
+    "hub_outage": _ClassRule("pause, then resume", 7, "interrupted"),
+    "hub_refused": _ClassRule("stop", 9, "interrupted"),
+    "not_finite": _ClassRule("stop", 1, "failed"),
+    "unhealthy": _ClassRule("stop", 1, "failed"),
+    "bad_configuration": _ClassRule("stop", 2, "failed"),
+    "bad_data": _ClassRule("stop", 3, "failed"),
+    "unsupported": _ClassRule("stop", 8, "failed"),
+    "bug": _ClassRule("resume", 70, "failed"),
 }
 _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
     (errors.NoSpaceError, "disk_full"),

@@ -119,6 +119,11 @@ class OpenAttempt:
     attempt: Attempt
     started: Mapping[str, str] | None = None
 
+    @property
+    def begun(self) -> bool:
+        """Tell whether its worker has taken the token, and not whoever gave the attempt up."""
+        return self.started is not None and not self.started.get("void")
+
 
 class Dispatcher(Protocol):
     """Dispatcher of jobs."""

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Literal
 
 from infra.host.processes import ProcessId
@@ -23,7 +24,7 @@ from infra.jobs.dispatch import Router, gives_way, make_router
 from infra.jobs.failures import CLASSES, classify, is_outage, outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.orchestrator.members import Member
-from infra.orchestrator.observe import Observer, Patience
+from infra.orchestrator.observe import Observer
 from infra.orchestrator.reconcile import CloseAttempt, Launch, Release, Seen, StopWish
 from infra.orchestrator.timeline import first_line
 from infra.orchestrator.waiting import Rooms, Trouble
@@ -51,20 +52,32 @@ class Actor:
         Where stages are recorded, where jobs run.
     owner
         The process.
-    home
-        Says which run begins a stage: its configuration and code are the job's.
+    members, homes
+        Those that are worked on, as they come and go; and which of them begins a stage (by id): its
+        configuration and code are the job's.
     rooms
         Hears of control files that could not be written.
+    grace_s
+        How long a job may take to save.
     clock
         Seconds, monotonic.
+
+    Attributes
+    ----------
+    wish, since
+        That the whole call is to end (None: it is not), and when the newest wish was heard.
     """
 
     workspace: Workspace
     router: Router
     owner: str
-    home: Callable[[str], Member]
+    members: Sequence[Member]
+    homes: Mapping[str, Member]
     rooms: Rooms
+    grace_s: float
     clock: Callable[[], float]
+    wish: StopWish | None = None
+    since: float = 0.0
     refused: dict[str, Outcome] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
     _stop_sent: dict[AttemptRef, float] = field(default_factory=dict)
@@ -72,10 +85,12 @@ class Actor:
     _released: dict[AttemptRef, int] = field(default_factory=dict)
     _unsure: dict[AttemptRef, str] = field(default_factory=dict)
     _complaints: Complaints = field(default_factory=Complaints)
+    #: Stage id -> the run that goes on with it.
+    _spared: dict[str, str] = field(default_factory=dict)
 
     def _note(self, stage: PlannedStage, event: str, **more: Any) -> None:
         """A line in the log of the run that begins the stage."""
-        self.home(stage.id).note({"event": event, "stage": stage.name, **more})
+        self.homes[stage.id].note({"event": event, "stage": stage.name, **more})
 
     def keep_ends(self, sights: Mapping[AttemptRef, JobSight]) -> None:
         """Keep what the scheduler says of jobs that have ended: it forgets."""
@@ -96,16 +111,15 @@ class Actor:
         groups: dict[str, list[tuple[PlannedStage, JobRequest]]] = {}
         for action in actions:
             with errors.at(action.stage.id):
-                executor, record = (
-                    self.router.executor_for(action.stage),
-                    records.get(action.stage.id),
-                )
+                executor = self.router.executor_for(action.stage)
+                record = records.get(action.stage.id)
                 request = self._claim(action, executor, record.attempts if record else ())
                 if request is not None:
                     groups.setdefault(executor, []).append((action.stage, request))
         for executor, members in groups.items():
             with errors.at(*(stage.id for stage, _ in members)):
-                failed = self.router.submit(executor, [request for _, request in members])
+                requests = [request for _, request in members]
+                failed = self.router.dispatchers[executor].submit(requests)
                 for stage, request in members:
                     with errors.at(stage.id):
                         if error := failed.get(request.ref):
@@ -115,7 +129,7 @@ class Actor:
 
     def _claim(self, action: Launch, executor: str, before: Sequence[Attempt]) -> JobRequest | None:
         """Claim an attempt at a stage; the job for it."""
-        stage, home = action.stage, self.home(action.stage.id)
+        stage, home = action.stage, self.homes[action.stage.id]
         own = home.planned[stage.id]
         # Before the claim: what is claimed is to be submitted.
         save_s = self.workspace.longest_save_s(stage.id)
@@ -249,40 +263,7 @@ class Actor:
         elif self._give_up(attempt.ref, outcome):
             self.router.kill(attempt)  # its worker has not begun, and now never will
 
-
-class Stopping:
-    """Knows who wants what to end.
-
-    Parameters
-    ----------
-    workspace, actor
-        Where wishes are recorded, and who carries them out.
-    members
-        Those that are worked on, as they come and go.
-    grace_s
-        How long a job may take to save.
-    clock
-        Seconds, monotonic.
-
-    Attributes
-    ----------
-    wish, since
-        That the whole call is to end (None: it is not), and when the newest wish was heard.
-    """
-
-    def __init__(
-        self,
-        workspace: Workspace,
-        actor: Actor,
-        members: Sequence[Member],
-        grace_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self.wish: StopWish | None = None
-        self.since = 0.0
-        self._workspace, self._actor, self._members = workspace, actor, members
-        self._grace_s, self._clock = grace_s, clock
-        self._spared: dict[str, str] = {}  # stage id -> the run that goes on with it
+    # ------------------------------------------------------------ who wants what to end
 
     def request(
         self, reason: str, failure: Literal["interrupted", "cancelled"], spared: Mapping[str, str]
@@ -291,22 +272,22 @@ class Stopping:
         if self.wish is not None:
             return
         self._spared |= spared
-        self.since = self._clock()
-        self.wish = StopWish(reason, failure, self._grace_s)
-        for member in list(self._members):
+        self.since = self.clock()
+        self.wish = StopWish(reason, failure, self.grace_s)
+        for member in list(self.members):
             member.note({"event": "stop", "reason": reason})
 
     def hear(self, member: Member) -> None:
         """Hear whether somebody has cancelled a run, or stages of it, with `refiner cancel`."""
-        asked = self._workspace.cancel_asked(member.run.run)
+        asked = self.workspace.cancel_asked(member.run.run)
         if asked is None:
             return
         if not asked.get("stages") and not member.cancelled:
             # Who ends a call means its own work; another call goes on with what they share.
-            ours = {m.run.run for m in self._members}
-            self._spared |= wanted_by_others(self._workspace, ours)
-        if member.hear_cancel(asked, self._grace_s):
-            self.since = self._clock()
+            ours = {m.run.run for m in self.members}
+            self._spared |= wanted_by_others(self.workspace, ours)
+        if member.hear_cancel(asked, self.grace_s):
+            self.since = self.clock()
 
     def stop_jobs(
         self,
@@ -316,7 +297,7 @@ class Stopping:
         errors: Trouble[str],
     ) -> None:
         """Ask live jobs to end that nobody here wants any more."""
-        cancelled = cancelled_of(self._members)
+        cancelled = cancelled_of(self.members)
         if self.wish is None and not cancelled:
             return
         stages = {i: s for m in due for i, s in m.stages.items()}
@@ -327,14 +308,14 @@ class Stopping:
                 continue
             with errors.at(stage_id):
                 if stage_id in self._spared and sight.sight == "live":
-                    self._actor.left_alone[stage_id] = f"run {self._spared[stage_id]}"
+                    self.left_alone[stage_id] = f"run {self._spared[stage_id]}"
                     continue
                 if is_service(stage_id):
                     ending = [s for i, s in stages.items() if self.wish or i in cancelled]
                     if not self._may_end(stage, ending, seen):
                         continue
                 if sight.sight in ("live", "hung"):
-                    self._actor.stop(stage, attempt, sight, wish)
+                    self.stop(stage, attempt, sight, wish)
 
     def _may_end(
         self, service: PlannedStage, ending: Iterable[PlannedStage], seen: Mapping[str, Seen]
@@ -344,9 +325,9 @@ class Stopping:
         asking = (s.id for s in ending if service.id in s.after)
         if any(i in seen and seen[i].sight != "dead" for i in asking):
             return False
-        ours = {m.run.run for m in self._members}.union(*(m.ids for m in self._members))
-        if other := held_by_others(self._workspace, service.id, ours):
-            self._actor.left_alone[service.id] = other
+        ours = {m.run.run for m in self.members}.union(*(m.ids for m in self.members))
+        if other := held_by_others(self.workspace, service.id, ours):
+            self.left_alone[service.id] = other
         return not other
 
 
@@ -417,8 +398,17 @@ def open_stages(workspace: Workspace, stages: Mapping[str, str]) -> tuple[str, .
     return tuple(n for n, record in records if record is not None and record.state == "claimed")
 
 
-class Ending:
-    """Ends the jobs of some stages (id -> name).
+def end_jobs(
+    workspace: Workspace,
+    settings: DispatchConfig,
+    stages: Mapping[str, str],
+    failure: Literal["cancelled", "interrupted"],
+    reason: str,
+    tell: Tell,
+    patience_s: float,
+) -> tuple[str, ...]:
+    """Ask the jobs of stages (id -> name) to end, kill and close, until no attempt is open or it
+    has taken too long; names of stages that are open still.
 
     Parameters
     ----------
@@ -429,77 +419,56 @@ class Ending:
         The outcome that they get.
     tell
         Hears what is waited for.
+    patience_s
+        How long it may take in all.
     """
+    router, told = make_router(settings, workspace), Seldom(tell)
+    observer = Observer(workspace, router, settings)
+    asked_at: dict[AttemptRef, float] = {}
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        settings: DispatchConfig,
-        stages: Mapping[str, str],
-        failure: Literal["cancelled", "interrupted"],
-        reason: str,
-        tell: Tell,
-    ) -> None:
-        self._workspace, self._settings, self._stages = workspace, settings, stages
-        self._failure, self._reason, self._tell = failure, reason, tell
-        self._asked_at: dict[AttemptRef, float] = {}
-        self._killed: set[AttemptRef] = set()
-
-    def work(self, patience_s: float) -> tuple[str, ...]:
-        """Ask, kill, and close, until no attempt is open or it has taken too long; names of stages
-        that are open still."""
-        router, told = make_router(self._settings, self._workspace), Seldom(self._tell)
-        patience = Patience(self._settings.heartbeat_timeout_s, self._settings.hung_after_s)
-        observer = Observer(self._workspace, router, patience)
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            errors = Trouble[str]()
-            try:
-                _, observed = observer.look(self._stages)
-                for stage_id, attempt in observer.open.items():
-                    if (seen := observed.attempts.get(stage_id)) is not None:
-                        with errors.at(stage_id):
-                            self._end(router, attempt, seen)
-                errors.raise_first()
-                if not (left := open_stages(self._workspace, self._stages)):
-                    return ()
-            except OSError as error:
-                told.wait_out(error)
-                continue
-            told("waiting for " + ", ".join(left))
-            time.sleep(POLL_S)
-        return open_stages(self._workspace, self._stages)
-
-    def _end(self, router: Router, attempt: OpenAttempt, seen: Seen) -> None:
-        ref, grace_s = attempt.ref, self._settings.grace_s
+    def end(attempt: OpenAttempt, seen: Seen) -> None:
+        ref = attempt.ref
         if seen.sight == "dead":
-            self._close(router, attempt, self._reason)
-        elif ref not in self._asked_at:
+            close(attempt, reason)
+        elif ref not in asked_at:
             try:
-                self._workspace.ask_stop(*ref, self._failure, self._reason)
+                workspace.ask_stop(*ref, failure, reason)
             except OSError as error:  # it only tells the worker why; the signal comes all the same
-                why = error.strerror or error
-                self._tell(f"why its jobs are to stop could not be noted: {why}")
-            begun = attempt.started is not None and not attempt.started.get("void")
-            if begun and router.stop(attempt):
-                self._asked_at[ref] = time.monotonic()
+                tell(f"why its jobs are to stop could not be noted: {error.strerror or error}")
+            if attempt.begun and router.stop(attempt):
+                asked_at[ref] = time.monotonic()
             else:
-                self._close(router, attempt, f"{'' if begun else 'not begun: '}{self._reason}")
-        elif ref in self._killed or time.monotonic() - self._asked_at[ref] <= grace_s:
-            return
-        elif router.kill(attempt):
-            self._killed.add(ref)
-            self._tell(f"{ref.stage_id} has not ended in {grace_s:g} s: killed")
+                close(attempt, reason if attempt.begun else f"not begun: {reason}")
+        elif time.monotonic() - asked_at[ref] > settings.grace_s and router.kill(attempt):
+            asked_at[ref] = inf
+            tell(f"{ref.stage_id} has not ended in {settings.grace_s:g} s: killed")
 
-    def _close(self, router: Router, attempt: OpenAttempt, reason: str) -> None:
+    def close(attempt: OpenAttempt, why: str) -> None:
         """Close an attempt that has not begun, is dead or cannot be asked. Where the order to end
         its job does not get through it stays open, for the next round, or the next call."""
-        ref = attempt.ref
-        begun = attempt.started is not None and not attempt.started.get("void")
         try:
-            ends = begun or self._workspace.void_attempt(*ref)
+            ends = attempt.begun or workspace.void_attempt(*attempt.ref)
         except OSError:
             router.kill(attempt)  # on a full disk its token cannot be taken, but it can be ended
             raise
         if ends and router.kill(attempt):
-            self._workspace.close_attempt(*ref, outcome_of(self._failure, reason))
+            workspace.close_attempt(*attempt.ref, outcome_of(failure, why))
+
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        errors = Trouble[str]()
+        try:
+            _, observed = observer.look(stages)
+            for stage_id, attempt in observer.open.items():
+                if (seen := observed.attempts.get(stage_id)) is not None:
+                    with errors.at(stage_id):
+                        end(attempt, seen)
+            errors.raise_first()
+            if not (left := open_stages(workspace, stages)):
+                return ()
+        except OSError as error:
+            told.wait_out(error)
+            continue
+        told("waiting for " + ", ".join(left))
+        time.sleep(POLL_S)
+    return open_stages(workspace, stages)

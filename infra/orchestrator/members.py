@@ -4,8 +4,8 @@ A :class:`Member` is a whole run, a trial of a sweep, or one checkpoint of a nig
 own event log, leases of servers and views, so that whoever looks at a run afterwards finds the
 same, however many were worked on together. A log has one writer, the process that works on the run;
 neither it nor the orchestrator's file decides anything, so what cannot be written is logged, and
-the work goes on. A :class:`Source` gives members as they come: a run and a night are
-:class:`Given`; a sweep admits its trials (:mod:`flows.sweeping.admission`).
+the work goes on. A :class:`Source` gives members as they come: those of a run and of
+a night at once, a sweep admits its trials (:mod:`flows.sweeping.admission`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.reconcile import StopWish, stages_by_id
@@ -26,7 +26,7 @@ from infra.store.orchestrators import CallLeases, take_up
 from infra.store.provenance import require_snapshot
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import RunRecord
+from refiner_core.contract.records import RunRecord, picked
 from refiner_core.contract.types import StageView
 
 log = logging.getLogger(__name__)
@@ -39,12 +39,10 @@ class Diary:
     ----------
     workspace, run
         Where it is kept, and the call's id.
-    owner
-        The process that works on it.
     """
 
-    def __init__(self, workspace: Workspace, run: str, owner: str) -> None:
-        self._workspace, self._run, self._owner = workspace, run, owner
+    def __init__(self, workspace: Workspace, run: str) -> None:
+        self._workspace, self._run = workspace, run
         self._complaints = Complaints()
 
     def note(self, event: Mapping[str, Any]) -> None:
@@ -58,25 +56,19 @@ class Diary:
             self._complaints.say("log", "the event log cannot be written: %s", error)
 
     def write_orchestrator(self, state: str, exit_code: int | None) -> None:
-        """Say who works on the run, for `refiner status`, `cancel` and `resume` in other shells."""
-        value = {"process": self._owner, "host": host_name(), "state": state, "at": now_text()}
+        """Say that this process works on the run, for `refiner status`, `cancel` and `resume`."""
+        me = {"process": str(ProcessId.of()), "host": host_name()}
+        value = {**me, "state": state, "at": now_text(), "exit_code": exit_code}
         try:
-            self._workspace.write_orchestrator(self._run, {**value, "exit_code": exit_code})
+            self._workspace.write_orchestrator(self._run, value)
         except OSError as error:
             log.warning("who works on the run could not be noted: %s", error)
 
 
 def stage_event(view: StageView) -> dict[str, Any]:
     """A stage's view as an event."""
-    return {
-        "event": "stage",
-        "stage": view.name,
-        "state": view.state,
-        "attempt": view.attempt,
-        "job": view.job_id,
-        "seconds": round(view.seconds, 3),
-        "message": view.message,
-    }
+    said = {"stage": view.name, "job": view.job_id, "seconds": round(view.seconds, 3)}
+    return {"event": "stage", **said, **picked(view, "state", "attempt", "message")}
 
 
 class Member(Diary):
@@ -101,7 +93,7 @@ class Member(Diary):
         name: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(workspace, run.run, str(ProcessId.of()))
+        super().__init__(workspace, run.run)
         self.plan, self.run, self.name = plan, run, name
         #: By id: as the plan has them, and with their inputs by id, too.
         self.planned = {stage.id: stage for stage in plan.stages}
@@ -181,51 +173,9 @@ class Member(Diary):
         return list(new.values())
 
 
-class RequestStop(Protocol):
-    """:meth:`infra.orchestrator.orchestrator.Orchestrator.request_stop`."""
-
-    def __call__(
-        self,
-        reason: str,
-        failure: Literal["interrupted", "cancelled"] = "interrupted",
-        spared: Mapping[str, str] | None = None,
-    ) -> None:
-        """Ask what runs to save and end."""
-
-
-class Source(Protocol):
-    """Gives members to an orchestrator, and hears how they end.
-
-    ``more``: others may come; ``at_once``: right now. ``request_stop`` is the orchestrator's, which
-    sets it.
-    """
-
-    more: bool
-    at_once: bool
-    request_stop: RequestStop
-
-    @property
-    def shown(self) -> Collection[Member]:
-        """Members whose stages are to be seen now."""
-
-    def begin(self) -> None:
-        """Called once, before anything else."""
-
-    def admit(self, stopping: bool) -> Sequence[Member]:
-        """Members that begin now; asked after each round."""
-
-    def ended(self, member: Member, error: Exception | None) -> None:
-        """Hear that every stage of a member is in a terminal state, or what broke it."""
-
-    def end(self, error: BaseException | None) -> None:
-        """Hear that nothing is left to do, or what ended the orchestrator."""
-
-    def note(self, event: Mapping[str, Any]) -> None:
-        """A line in the call's event log, from any thread."""
-
-
-class Given:
-    """Members that are all there from the beginning; what breaks one of them ends the call.
+class Source:
+    """Gives members to an orchestrator, and hears how they end: all of them at the beginning,
+    where a class below does not say otherwise, and what breaks one of them ends the call.
 
     Parameters
     ----------
@@ -233,38 +183,49 @@ class Given:
         In the order in which they get free slots.
     tell
         Hears of each that has ended.
+
+    Attributes
+    ----------
+    more, at_once
+        Others may come; right now.
+    request_stop
+        The orchestrator's, which sets it.
     """
 
     more = at_once = False
-    request_stop: RequestStop
+    request_stop: Callable[..., None]
 
     def __init__(
         self, members: Sequence[Member], tell: Callable[[Member], None] = lambda _: None
     ) -> None:
-        self.shown, self._tell = tuple(members), tell
-        self._waiting: tuple[Member, ...] = ()
+        self._members, self._tell = tuple(members), tell
+        self._coming: Sequence[Member] = self._members
+
+    @property
+    def shown(self) -> Collection[Member]:
+        """Members whose stages are to be seen now."""
+        return self._members
 
     def begin(self) -> None:
-        """Record all of them."""
-        for member in self.shown:
+        """Record them; called once, before anything else."""
+        for member in self._members:
             member.begin()
-        self._waiting = self.shown
 
     def admit(self, stopping: bool) -> Sequence[Member]:
-        """All of them at first, then none."""
-        found, self._waiting = self._waiting, ()
+        """Members that begin now; asked after each round."""
+        found, self._coming = self._coming, ()
         return found
 
     def ended(self, member: Member, error: Exception | None) -> None:
-        """Tell it, or raise what broke it."""
+        """Hear that every stage of a member is in a terminal state, or what broke it."""
         if error is not None:
             raise error
         self._tell(member)
 
     def end(self, error: BaseException | None) -> None:
-        """Nothing is to be done."""
+        """Hear that nothing is left to do, or what ended the orchestrator."""
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """In the log of each."""
-        for member in self.shown:
+        """A line in the call's event log, from any thread."""
+        for member in self._members:
             member.note(event)

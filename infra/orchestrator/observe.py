@@ -20,7 +20,6 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -31,7 +30,9 @@ from infra.jobs.failures import classify_silent_end, outcome_of
 from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt, Sight
 from infra.orchestrator.reconcile import Observed, Seen
 from infra.orchestrator.waiting import Trouble
+from infra.store.orchestrators import LOST_AFTER_S
 from infra.store.workspace import Workspace
+from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage, stage_changes
@@ -39,30 +40,22 @@ from refiner_core.contract.records import StageRecord, StageSpec
 from refiner_core.contract.services import is_service
 
 
-@dataclass(frozen=True)
-class Patience:
-    """Limits of silence, seconds: without any heartbeat, and without any progress."""
-
-    heartbeat_s: float = 900.0
-    progress_s: float = 7200.0
-    #: For how long a heartbeat speaks against a scheduler that knows no such job: file systems of
-    #: clusters show a change to other nodes up to a minute late.
-    lost_s: float = 180.0
-
-
 class Observer:
-    """Remembers between looks only since when a sign of life has not changed."""
+    """Remembers between looks only since when a sign of life has not changed.
+
+    ``settings`` say for how long a worker may be silent.
+    """
 
     def __init__(
         self,
         workspace: Workspace,
         router: Router,
-        patience: Patience | None = None,
+        settings: DispatchConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.workspace, self.router = workspace, router
-        self.patience, self._clock = patience or Patience(), clock
+        self._settings, self._clock = settings, clock
         #: The newest sign of life of an attempt, and when this process first saw it.
         self._signs: dict[tuple[AttemptRef, str], tuple[tuple[Any, ...], float]] = {}
         self._done: dict[str, StageRecord] = {}  # a result never changes
@@ -71,23 +64,19 @@ class Observer:
         self.open: dict[str, OpenAttempt] = {}
         self.sights: dict[AttemptRef, JobSight] = {}
 
-    def look(self, stage_ids: Iterable[str]) -> tuple[dict[str, StageRecord], Observed]:
+    def look(
+        self, stage_ids: Iterable[str], trouble: Trouble[str] | None = None
+    ) -> tuple[dict[str, StageRecord], Observed]:
         """Records of the stages that have one, and what is seen of their newest attempts.
+
+        What is said of a stage that ``trouble`` names afterwards counts for nothing.
 
         Raises
         ------
         OSError, WorkspaceError
-            One of them could not be looked at.
+            One of them could not be looked at, and no ``trouble`` takes that.
         """
-        errors = Trouble[str]()
-        found = self.look_at_each(stage_ids, errors)
-        errors.raise_first()
-        return found
-
-    def look_at_each(
-        self, stage_ids: Iterable[str], errors: Trouble[str]
-    ) -> tuple[dict[str, StageRecord], Observed]:
-        """The same; what is said of a stage that ``errors`` names afterwards counts for nothing."""
+        errors = Trouble[str]() if trouble is None else trouble
         records: dict[str, StageRecord] = {}
         self.open = {}
         for stage_id in dict.fromkeys(stage_ids):
@@ -121,6 +110,8 @@ class Observer:
                 with errors.at(stage_id):
                     if ref in self._ready or self.workspace.layout.attempt(*ref).endpoint.exists():
                         self._ready.add(ref)
+        if trouble is None:
+            errors.raise_first()
         return records, Observed(seen, ready=frozenset(self._ready))
 
     def forget(self, stage_ids: Collection[str]) -> None:
@@ -156,7 +147,7 @@ class Observer:
         number, started = attempt.ref.number, attempt.started
         both = job.state and job.reason
         note = f"{job.state} ({job.reason})" if both else job.state or job.reason
-        if started is not None and started.get("void"):
+        if started is not None and not attempt.begun:
             return Seen(number, "dead", job.local, job.end, note)
         sight = self._sight(attempt, job)
         end = job.end
@@ -180,14 +171,15 @@ class Observer:
             silent = (
                 self._silent_s(attempt) if job.lost and attempt.started is not None else (inf, inf)
             )
-            return "unknown" if silent is None or silent[0] < self.patience.lost_s else "dead"
+            return "unknown" if silent is None or silent[0] < LOST_AFTER_S else "dead"
         if job.sight == "unknown" and attempt.attempt.executor != "local":
             return "unknown"  # it may queue, and who cannot be asked cannot end it either
         if job.sight == "live" and not job.running:
             self._forget(attempt.ref)  # it queues, or is suspended: it owes no sign of life
             return "live"
         heart, progress = self._silent_s(attempt) or (0.0, 0.0)
-        hangs = heart > self.patience.heartbeat_s or progress > self.patience.progress_s
+        limits = self._settings
+        hangs = heart > limits.heartbeat_timeout_s or progress > limits.hung_after_s
         return "hung" if hangs else "live"
 
     def _forget(self, ref: AttemptRef) -> None:
@@ -270,8 +262,7 @@ def observe_stages(
     nearest: that takes a look at all of them for each.
     """
     settings = plans[0].config.dispatch
-    patience = Patience(settings.heartbeat_timeout_s, settings.hung_after_s)
-    observer = Observer(workspace, router or router_to_look(settings, workspace), patience)
+    observer = Observer(workspace, router or router_to_look(settings, workspace), settings)
     stages = {stage.id: stage for plan in plans for stage in plan.stages}
     there = set(workspace.stage_ids())
     records, observed = observer.look(i for i in stages if i in there)

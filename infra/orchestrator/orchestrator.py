@@ -19,13 +19,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+from infra.disk.keeper import DiskKeeper
 from infra.host.processes import ProcessId, wait_for
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import is_outage
-from infra.jobs.protocol import OpenAttempt
-from infra.orchestrator.acting import Actor, Stopping, cancelled_of, left_to, seen_by
+from infra.jobs.protocol import AttemptRef, OpenAttempt
+from infra.orchestrator.acting import Actor, cancelled_of, left_to, seen_by
 from infra.orchestrator.members import Member, Source
-from infra.orchestrator.observe import Observer, Patience
+from infra.orchestrator.observe import Observer
 from infra.orchestrator.reconcile import (
     PAUSES,
     Action,
@@ -35,18 +36,17 @@ from infra.orchestrator.reconcile import (
     Fail,
     Launch,
     Observed,
-    Pause,
     Policy,
     Release,
     Rest,
     Seen,
     Serve,
-    Union,
     Wait,
     reconcile,
+    union_of,
 )
 from infra.orchestrator.timeline import first_line
-from infra.orchestrator.waiting import Backoff, Keeper, Rooms, Trouble
+from infra.orchestrator.waiting import Rooms, Trouble, not_before
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted
@@ -141,7 +141,7 @@ def _state_of(
             return action.state, action.outcome.message, action.outcome.exit_code or 1
         case Block():
             return action.state, f"needs {action.by}", 6 if action.state == "interrupted" else 1
-        case Pause() | Wait(short=True):
+        case Wait(short=True):
             return "paused", action.reason, 0
         case Release() | Wait(queued=True):
             return "queued", action.reason, 0
@@ -190,7 +190,7 @@ class Orchestrator:
         router: Router,
         config: RecipeConfig,
         *,
-        keeper: Keeper,
+        keeper: DiskKeeper,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.source, self.workspace, self.router = source, workspace, router
@@ -198,24 +198,22 @@ class Orchestrator:
         self.members: list[Member] = []
         source.request_stop = self.request_stop
         self._settings, self._clock = config.dispatch, clock
-        patience = Patience(self._settings.heartbeat_timeout_s, self._settings.hung_after_s)
-        self._observer = Observer(workspace, router, patience, clock=clock)
+        self._observer = Observer(workspace, router, self._settings, clock=clock)
         self._keeper = keeper
         self._rooms = Rooms(workspace, self._keeper, config.disk, clock, self._note_of_room)
         # The member that begins a stage, and in whose log that is told: the first that has it.
         self._homes: dict[str, Member] = {}
-        home = self._homes.__getitem__
-        self._actor = Actor(workspace, router, self.owner, home, self._rooms, clock)
-        self._backoff = Backoff(self._settings.backoff_s, clock)
+        self._actor = Actor(
+            *(workspace, router, self.owner, self.members, self._homes, self._rooms),
+            *(self._settings.grace_s, clock),
+        )
+        self._ready_at: dict[AttemptRef, float] = {}  # when an attempt after these may begin
         self._records: dict[str, StageRecord] = {}
         self._seen: dict[str, Seen] = {}
         self._open: dict[str, OpenAttempt] = {}
         self._ready: frozenset[tuple[str, int]] = frozenset()
         #: Stage id -> the newest attempt that had ended when its first member began.
         self._ended_before: dict[str, int] = {}
-        self._stopping = Stopping(
-            workspace, self._actor, self.members, self._settings.grace_s, clock
-        )
         self._look_s = 0.0
         self._error: BaseException | None = None
         self._wake, self._ended = threading.Event(), threading.Event()
@@ -252,7 +250,7 @@ class Orchestrator:
             The code of a run is gone, or is not what was pinned.
         """
         self.source.begin()
-        self.members += self.source.admit(self._stopping.wish is not None)
+        self.members += self.source.admit(self._actor.wish is not None)
         self._round(act=False)
 
     def work(self, wait: Callable[[float], None]) -> None:
@@ -269,7 +267,7 @@ class Orchestrator:
     def step(self) -> bool:
         """One round: look, decide, act. True when nothing is left to do."""
         self._round()
-        self.members += self.source.admit(self._stopping.wish is not None)  # those that may begin
+        self.members += self.source.admit(self._actor.wish is not None)  # those that may begin
         over = not self.members and not self.source.more
         if over:
             self.source.end(None)
@@ -279,7 +277,7 @@ class Orchestrator:
         """Seconds until the next round is due."""
         if self.source.at_once:
             return 0.0
-        pauses = [m.outage.pause_s for m in self.members] if self._stopping.wish is None else []
+        pauses = [m.outage.pause_s for m in self.members] if self._actor.wish is None else []
         look_s = min(self._look_s / _LOOK_SHARE, _LONGEST_S)
         return max(self._settings.poll_s, look_s, min(pauses, default=0.0))
 
@@ -305,7 +303,7 @@ class Orchestrator:
         ``spared`` stages (id -> the run that goes on with them): after a job that was cancelled,
         nobody begins another.
         """
-        self._stopping.request(reason, failure, spared or {})
+        self._actor.request(reason, failure, spared or {})
         self._wake.set()
 
     def next_save_bytes(self) -> int:
@@ -328,13 +326,13 @@ class Orchestrator:
 
     def _round(self, act: bool = True) -> None:
         """Look, decide, act and show once for all members that are not in an outage's pause."""
-        stops = self._stopping.wish is not None
+        stops = self._actor.wish is not None
         due = [m for m in self.members if stops or not m.outage.pause_s]
         trouble = Trouble[Member]()
         began, self._look_s = time.thread_time(), 0.0
         for member in due:
             with trouble.at(member):
-                self._stopping.hear(member)
+                self._actor.hear(member)
         with trouble.at(*due):
             self._look(due, trouble)
         sound = [m for m in due if m not in trouble]
@@ -348,7 +346,7 @@ class Orchestrator:
             if act:
                 self._act(actions, sound, trouble)
             errors = Trouble[str]()
-            self._stopping.stop_jobs(due, self._seen, self._open, errors)
+            self._actor.stop_jobs(due, self._seen, self._open, errors)
             _add_by_stage(errors, due, trouble)
         began = time.thread_time()
         shown: dict[tuple[str, bool], StageView] = {}
@@ -364,7 +362,7 @@ class Orchestrator:
     def _look(self, due: Collection[Member], trouble: Trouble[Member]) -> None:
         errors = Trouble[str]()
         ids = list(dict.fromkeys(i for m in due for i in (*m.given, *m.stages)))
-        records, observed = self._observer.look_at_each(ids, errors)
+        records, observed = self._observer.look(ids, errors)
         self._ready = observed.ready
         looked = set(ids).difference(errors)
         self._records = _but(self._records, looked) | records
@@ -408,20 +406,22 @@ class Orchestrator:
             checkpoints=frozenset(checkpoints),
             ready=self._ready,
         )
+        now, began = self._clock(), self._ended_before
+        pauses = not_before(self._records, began, self._ready_at, self._settings.backoff_s, now)
         policy = Policy(
             max_parallel=self._settings.max_parallel,
             retries=self._settings.retries,
-            stopping=self._stopping.wish is not None,
+            stopping=self._actor.wish is not None,
             cancelled=frozenset(cancelled_of(self.members)),
             ended_before=self._ended_before,
             refused=self._actor.refused,
-            now=self._clock(),
-            not_before=self._backoff.not_before(self._records, self._ended_before),
+            now=now,
+            not_before=pauses,
             gave_up=self._rooms.gave_up(),
             runs_local=lambda stage: self.router.executor_for(stage) == "local",
         )
-        union = Union.of((m.stages, m.given) for m in sound)
-        return reconcile(union, self._records, observed, policy)
+        stages, given = union_of((m.stages, m.given) for m in sound)
+        return reconcile(stages, given, self._records, observed, policy)
 
     def _note_of_room(self, event: Mapping[str, Any]) -> None:
         for member in self.members:
@@ -483,7 +483,7 @@ class Orchestrator:
         self, member: Member, service: PlannedStage, views: Mapping[str, StageView]
     ) -> bool:
         """Tell whether a member has had all from a server that it wanted, whoever else needs it."""
-        if self._stopping.wish is not None or service.id in member.cancelled:
+        if self._actor.wish is not None or service.id in member.cancelled:
             return False
         asking = [views[s.name] for s in member.plan.stages if service.name in s.after]
         return all(v.terminal and v.message != f"needs {service.name}" for v in asking)
@@ -506,8 +506,8 @@ class Orchestrator:
             return
         member.outage.met(error)
         reason = member.outage.reason
-        asked = self._stopping.wish is not None or member.cancelled.keys() >= member.stages.keys()
-        waited_s = self._clock() - max(self._stopping.since, member.outage.since)
+        asked = self._actor.wish is not None or member.cancelled.keys() >= member.stages.keys()
+        waited_s = self._clock() - max(self._actor.since, member.outage.since)
         leaves = asked and waited_s > self._settings.grace_s
         if leaves:
             member.give_up(Interrupted(reason, fix="run the same command again"))

@@ -38,33 +38,21 @@ def stages_by_id(plan: Plan) -> tuple[dict[str, PlannedStage], dict[str, Planned
     return {s.id: keyed(s) for s in plan.stages}, {s.id: keyed(s) for s in plan.given}
 
 
-@dataclass(frozen=True)
-class Union:
-    """Stages by id, in an order in which those of an earlier plan come first.
+Stages = Mapping[str, PlannedStage]
 
-    ``given`` are stages that no plan begins: they are read only. Of a stage that several plans name
-    differently, ``name`` is the first one's.
+
+def union_of(plans: Iterable[tuple[Stages, Stages]]) -> tuple[Stages, Stages]:
+    """Stages of all plans by id, those of an earlier plan first, and those that no plan begins:
+    these are read only. ``plans`` is what :func:`stages_by_id` says of each.
+
+    Of a stage that several plans name differently, ``name`` is the first one's.
     """
-
-    stages: Mapping[str, PlannedStage]
-    given: Mapping[str, PlannedStage]
-
-    @classmethod
-    def of(
-        cls, plans: Iterable[tuple[Mapping[str, PlannedStage], Mapping[str, PlannedStage]]]
-    ) -> Union:
-        """The union of what :func:`stages_by_id` says of each plan."""
-        stages: dict[str, PlannedStage] = {}
-        given: dict[str, PlannedStage] = {}
-        for mine, theirs in plans:
-            for stage_id, stage in mine.items():
-                stages.setdefault(stage_id, stage)
-            given |= theirs
-        return cls(stages, {i: s for i, s in given.items() if i not in stages})
-
-    def __getitem__(self, stage_id: str) -> PlannedStage:
-        """A stage, planned or given."""
-        return self.stages[stage_id] if stage_id in self.stages else self.given[stage_id]
+    stages: dict[str, PlannedStage] = {}
+    given: dict[str, PlannedStage] = {}
+    for mine, theirs in plans:
+        stages |= {i: stage for i, stage in mine.items() if i not in stages}
+        given |= theirs
+    return stages, {i: stage for i, stage in given.items() if i not in stages}
 
 
 @dataclass(frozen=True)
@@ -90,7 +78,8 @@ class Launch(Action):
 class Wait(Action):
     """For an attempt that runs (``attempt`` > 0) or queues, for inputs, or for a free slot.
 
-    ``unseen``: nobody can say just now how the attempt is; ``short``: its worker waits for room.
+    ``unseen``: nobody can say just now how the attempt is; ``short``: it goes on by itself
+    when there is room, or an outage is over.
     """
 
     reason: str
@@ -130,13 +119,6 @@ class Release(Action):
     """Let an attempt's job go on that the scheduler holds back after a failed start."""
 
     attempt: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Pause(Action):
-    """Wait for room: nothing is lost, and it goes on by itself."""
-
     reason: str
 
 
@@ -244,14 +226,19 @@ PAUSES = "pauses after"
 
 
 def reconcile(
-    union: Union, records: Mapping[str, StageRecord], observed: Observed, policy: Policy
+    stages: Stages,
+    given: Stages,
+    records: Mapping[str, StageRecord],
+    observed: Observed,
+    policy: Policy,
 ) -> dict[str, Action]:
     """One action per stage, by its id.
 
     Parameters
     ----------
-    union
-        The stages as they should be; the first get free slots first.
+    stages, given
+        The stages as they should be, of which the first get free slots first; see
+        :func:`union_of`.
     records
         By stage id; a stage that nobody claimed is absent. Each must have been read *after* its
         newest attempt was looked at, so that an attempt seen dead has its last word in it.
@@ -260,23 +247,28 @@ def reconcile(
     policy
         The rules of this call.
     """
-    step = _Step(union, records, observed, policy)
-    for stage in union.stages.values():
+    step = _Step(stages, given, records, observed, policy)
+    for stage in stages.values():
         if not is_service(stage.id):
             step.decide(stage)
-    for stage in union.stages.values():
+    for stage in stages.values():
         if is_service(stage.id):
             step.actions[stage.id] = step.service_action(stage)
-    return {stage_id: step.actions[stage_id] for stage_id in union.stages}
+    return {stage_id: step.actions[stage_id] for stage_id in stages}
 
 
 class _Step:
     """One pass over the union; knows what was decided for the stages before."""
 
     def __init__(
-        self, union: Union, records: Mapping[str, StageRecord], observed: Observed, policy: Policy
+        self,
+        stages: Stages,
+        given: Stages,
+        records: Mapping[str, StageRecord],
+        observed: Observed,
+        policy: Policy,
     ) -> None:
-        self.union = union
+        self.stages, self.known = stages, {**given, **stages}
         self.records, self.observed, self.policy = records, observed, policy
         self.actions: dict[str, Action] = {}
         self.wanted: set[str] = set()
@@ -295,11 +287,11 @@ class _Step:
 
     def _before(self, stage_id: str) -> Action:
         """Decision about an input."""
-        if stage_id in self.union.stages:
-            self.decide(self.union[stage_id])  # it may be of a later plan than who reads it
+        if stage_id in self.stages:
+            self.decide(self.stages[stage_id])  # it may be of a later plan than who reads it
             return self.actions[stage_id]
         # A stage that this call is not about: it is done, or cannot be had.
-        record, stage = self.records.get(stage_id), self.union[stage_id]
+        record, stage = self.records.get(stage_id), self.known[stage_id]
         if record is not None and record.result is not None:
             return Done(stage)
         why = f"{stage.name} ({stage.id}) is not done, and this call does not begin it"
@@ -342,7 +334,7 @@ class _Step:
         return self.services[stage.id]
 
     def _services_of(self, stage: PlannedStage) -> list[PlannedStage]:
-        return [self.union[i] for i in stage.after if is_service(i)]
+        return [self.known[i] for i in stage.after if is_service(i)]
 
     def _served(self, stage: PlannedStage) -> Action | None:
         """Action of a stage whose service is not ready; None if it is, or it needs none."""
@@ -435,7 +427,7 @@ class _Step:
             return self._stopped(stage, reason)
         if stage.id in self.policy.gave_up:
             return Fail(stage, outcome_of("disk_full", reason), "interrupted")
-        return Pause(stage, reason)
+        return Wait(stage, reason, short=True)
 
     def _next_attempt(self, stage: PlannedStage, last: Attempt | None) -> Action:
         needed = dict.fromkeys(
@@ -452,7 +444,7 @@ class _Step:
         if self._stopping(stage):
             why = "cancelled" if stage.id in self.policy.cancelled else "asked to stop"
             return self._stopped(stage, f"not begun: {why}")
-        waiting = [self.union[i].name for i in needed if not isinstance(self._before(i), Done)]
+        waiting = [self.known[i].name for i in needed if not isinstance(self._before(i), Done)]
         if waiting:
             return Wait(stage, f"waits for {', '.join(waiting)}")
         if paused := self._pause(stage):
@@ -463,7 +455,7 @@ class _Step:
             failure = outcome.failure if outcome is not None else ""
             why = f"{PAUSES} {failure.replace('_', ' ')}, {pause_s:.0f} s more"
             if outcome is not None and failure == "system_outage":
-                return Pause(stage, f"{why}: {first_line(outcome.message)}")
+                return Wait(stage, f"{why}: {first_line(outcome.message)}", short=True)
             return Wait(stage, why)
         takes_slot = self.policy.runs_local(stage) and not is_service(stage.id)
         if takes_slot and self.slots[is_light(stage.id)] <= 0:
@@ -476,7 +468,7 @@ class _Step:
 
     def _checkpoint(self, stage: PlannedStage, source: str, step: int) -> Action | None:
         """Action of a stage that reads the checkpoint of ``step``; None if that is there."""
-        before, name = self._before(source), self.union[source].name
+        before, name = self._before(source), self.known[source].name
         if (before.stage.id, step) in self.observed.checkpoints:
             return None
         if isinstance(before, Fail | Block):

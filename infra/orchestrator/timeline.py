@@ -24,20 +24,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from infra.store.workspace import Workspace
 from refiner_core.contract.kinds import section_name
 from refiner_core.contract.records import Attempt, FailureClass, Outcome, RunRecord, StageRecord
+from refiner_core.report.printing import size
 
 Event = Mapping[str, Any]
 
-#: How a failure class reads in a timeline.
+#: How a failure class reads in a timeline, where not as it is called.
 WHAT: dict[FailureClass, str] = {
     "none": "finished",
     "interrupted": "stopped on request",
-    "cancelled": "cancelled",
-    "preempted": "preempted",
     "time_limit": "time limit reached",
     "node_failure": "node failed",
     "launch_failure": "could not be started",
@@ -47,7 +46,6 @@ WHAT: dict[FailureClass, str] = {
     "gpu_out_of_memory": "GPU memory ran out",
     "gpu_error": "GPU error",
     "disk_full": "no room on the disk",
-    "hung": "hung",
     "judge_outage": "judge did not answer",
     "judge_unusable": "judge gave no usable scores",
     "environment_outage": "environment or user failed",
@@ -58,7 +56,6 @@ WHAT: dict[FailureClass, str] = {
     "bad_configuration": "configuration refused",
     "bad_data": "data refused",
     "unsupported": "not supported here",
-    "bug": "bug",
 }
 _DISK_EVENTS = ("short", "reclaimed", "room")
 _STEP = re.compile(r"sav\w+ .*?step (\d+)")
@@ -74,16 +71,15 @@ class StageHistory:
         The stage, and its attempts with their outcomes.
     beats
         Attempt number -> its last heartbeat.
-    devices, device
-        What the stage's time is counted in: GPUs of all its nodes, or its CPU alone as one.
+    gpus
+        Those of all its nodes, in which the stage's time is counted; 0: its CPU alone, as one.
     """
 
     name: str
     stage_id: str
     record: StageRecord
     beats: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    devices: int = 1
-    device: Literal["GPU", "CPU"] = "CPU"
+    gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,7 +161,8 @@ def _incident(
         *_onward(attempt, outcome, after),
     ]
     if lost_seconds is not None and lost_seconds >= 0.5:
-        parts.append(f"{device_time(lost_seconds, stage.device)} lost")
+        lost = device_time(lost_seconds, "GPU" if stage.gpus else "CPU")
+        parts.append(f"{lost} lost")
     return Incident(
         at=attempt.ended_at or attempt.claimed_at,
         stage=stage.name,
@@ -261,7 +258,7 @@ def _lost(
     if seconds is None:
         return lost, None
     share = 1.0 if not done or lost is None else min(1.0, lost / done)
-    return lost, round(float(seconds) * share * stage.devices, 1)
+    return lost, round(float(seconds) * share * max(stage.gpus, 1), 1)
 
 
 # ---------------------------------------------------------------- the disk
@@ -285,7 +282,7 @@ def _disk_texts(events: Sequence[Event], open_still: bool) -> list[str]:
     texts = []
     reclaimed = sum(int(e.get("bytes") or 0) for e in events if e.get("event") == "reclaimed")
     if reclaimed:
-        texts.append(f"{size_text(reclaimed)} reclaimed")
+        texts.append(f"{size(reclaimed)} reclaimed")
     waited = sum(float(e.get("waited_s") or 0.0) for e in events if e.get("event") == "room")
     short = sum(e.get("event") == "short" for e in events)
     if waited:
@@ -300,7 +297,7 @@ def _before_any_attempt(stage: StageHistory, events: Sequence[Event]) -> list[In
     first = next((e for e in events if e.get("event") == "short"), None)
     if first is None:
         return []
-    need = size_text(int(first.get("need_bytes") or 0))
+    need = size(int(first.get("need_bytes") or 0))
     text = "; ".join([f"no room to begin ({need} needed)", *_disk_texts(events, True)])
     over = any(e.get("event") == "room" for e in events)
     at = str(first.get("at", ""))
@@ -349,16 +346,6 @@ def _in_units(seconds: float, *units: str) -> tuple[str, str]:
     return (f"{minutes:.0f}", units[1]) if seconds < 5400 else (f"{minutes / 60:.1f}", units[2])
 
 
-def size_text(size: int) -> str:
-    """``56.0 GB`` (powers of 1000, as quotas and shops count)."""
-    number = float(size)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if number < 999.5:
-            return f"{number:.0f} bytes" if unit == "bytes" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
-
-
 def run_incidents(workspace: Workspace, run: RunRecord) -> list[Incident]:
     """Incidents in the stages of a run, oldest first."""
     return incidents_of(run_histories(workspace, run), run_events(workspace, run.run))
@@ -378,8 +365,7 @@ def stage_history(workspace: Workspace, run: RunRecord, name: str) -> StageHisto
         return None
     numbers = [attempt.number for attempt in record.attempts]
     beats = {n: workspace.read_heartbeat(stage_id, n) or {} for n in numbers}
-    gpus = devices_of(run.config, record.spec.kind)
-    return StageHistory(name, stage_id, record, beats, max(gpus, 1), "GPU" if gpus else "CPU")
+    return StageHistory(name, stage_id, record, beats, devices_of(run.config, record.spec.kind))
 
 
 def devices_of(config: Mapping[str, Any], kind: str) -> int:

@@ -15,8 +15,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from infra.disk.keeper import DiskKeeper
 from infra.jobs.failures import CLASSES, is_outage, outcome_of, without_progress
 from infra.jobs.protocol import AttemptRef
 from infra.orchestrator.reconcile import SILENT, CloseAttempt
@@ -81,33 +82,31 @@ class Outage:
         self.reason, self._rounds = "", 0
 
 
-class Backoff:
-    """Remembers until when stages pause whose last attempt ended in a way that time may mend."""
-
-    def __init__(self, first_s: float, clock: Callable[[], float]) -> None:
-        self._first_s, self._clock = first_s, clock
-        self._ready_at: dict[AttemptRef, float] = {}
-
-    def not_before(
-        self, records: Mapping[str, StageRecord], ended_before: Mapping[str, int]
-    ) -> dict[str, float]:
-        """Stage id -> when it may go on; attempts up to ``ended_before`` are another call's."""
-        found: dict[str, float] = {}
-        for stage_id, record in records.items():
-            last = record.attempts[-1] if record.attempts else None
-            if record.result is not None or last is None or last.outcome is None:
-                continue
-            failure, remedy = last.outcome.failure, CLASSES[last.outcome.failure].remedy
-            count = without_progress(record.attempts, failure)
-            # Room has been looked for: only a second time in a row is strange.
-            count -= remedy == "make room, then resume"
-            pauses = remedy in ("pause, then resume", "make room, then resume") and count > 0
-            if pauses and last.number > ended_before.get(stage_id, 0):
-                longest_s = _LONGEST_BETWEEN_S.get(failure, _ELSE_S)
-                pause_s = min(self._first_s * 2 ** min(count - 1, 16), longest_s)
-                ref, due = AttemptRef(stage_id, last.number), self._clock() + pause_s
-                found[stage_id] = self._ready_at.setdefault(ref, due)
-        return found
+def not_before(
+    records: Mapping[str, StageRecord],
+    ended_before: Mapping[str, int],
+    ready_at: dict[AttemptRef, float],
+    first_s: float,
+    now: float,
+) -> dict[str, float]:
+    """Stage id -> when it may go on, whose last attempt ended in a way that time may mend; attempts
+    up to ``ended_before`` are another call's. ``ready_at`` remembers it from round to round.
+    """
+    found: dict[str, float] = {}
+    for stage_id, record in records.items():
+        last = record.attempts[-1] if record.attempts else None
+        if record.result is not None or last is None or last.outcome is None:
+            continue
+        failure, remedy = last.outcome.failure, CLASSES[last.outcome.failure].remedy
+        count = without_progress(record.attempts, failure)
+        # Room has been looked for: only a second time in a row is strange.
+        count -= remedy == "make room, then resume"
+        pauses = remedy in ("pause, then resume", "make room, then resume") and count > 0
+        if pauses and last.number > ended_before.get(stage_id, 0):
+            longest_s = _LONGEST_BETWEEN_S.get(failure, _ELSE_S)
+            due = now + min(first_s * 2 ** min(count - 1, 16), longest_s)
+            found[stage_id] = ready_at.setdefault(AttemptRef(stage_id, last.number), due)
+    return found
 
 
 class Trouble(dict[K, Exception]):
@@ -147,29 +146,6 @@ SMALL_BYTES = 1 << 20
 BEGINNING_BYTES = 4 << 20
 
 
-class Keeper(Protocol):
-    """Interface of the disk's keeper; :class:`infra.disk.keeper.DiskKeeper` is the real one."""
-
-    def need_of(self, stage_id: str) -> int:
-        """Bytes that the stage's next save will need."""
-
-    def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Any | None:
-        """Reclaim what the policy allows, if need be; None when it still does not fit, else a
-        value with ``bytes`` and ``items`` of what was reclaimed."""
-
-    def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
-        """Say what a write of ``need_bytes`` waits for: bytes, or inodes."""
-
-
-@dataclass
-class _Waiting:
-    """A stage that lacks room: since when, when it was last asked about, and what was said."""
-
-    since: float
-    looked_at: float
-    reason: str
-
-
 @dataclass
 class Rooms:
     """Remembers only since when a stage has waited.
@@ -185,7 +161,7 @@ class Rooms:
     """
 
     workspace: Workspace
-    keeper: Keeper
+    keeper: DiskKeeper
     config: DiskConfig
     clock: Callable[[], float]
     note: Callable[[Mapping[str, Any]], None]
@@ -193,7 +169,8 @@ class Rooms:
     blocked: dict[str, str] = field(default_factory=dict)
     #: Ends of attempts that could not be written down.
     unwritten: dict[AttemptRef, Outcome] = field(default_factory=dict)
-    _waiting: dict[str, _Waiting] = field(default_factory=dict)
+    #: Stages that lack room: since when, when they were last asked about, and what was said.
+    _waiting: dict[str, tuple[float, float, str]] = field(default_factory=dict)
     _any: bool | None = None
     _served: dict[str, int] = field(default_factory=dict)
 
@@ -226,7 +203,7 @@ class Rooms:
     def gave_up(self) -> frozenset[str]:
         """Stages that have waited for ``disk.wait_min``."""
         now, limit_s = self.clock(), self.config.wait_min * 60
-        return frozenset(i for i, w in self._waiting.items() if now - w.since >= limit_s)
+        return frozenset(i for i, w in self._waiting.items() if now - w[0] >= limit_s)
 
     def _in_question(self, records: Mapping[str, StageRecord]) -> dict[str, int]:
         """Stages whose newest attempt ended for want of room, and has not been served since."""
@@ -256,9 +233,8 @@ class Rooms:
     def _look(self, stage_id: str, number: int, need: int) -> str:
         """Reason why it has to wait; empty if there is room now."""
         now, waiting = self.clock(), self._waiting.get(stage_id)
-        pause_s = min(_RECHECK_S, self.config.watch_s)
-        if waiting is not None and now - waiting.looked_at < pause_s:
-            return waiting.reason
+        if waiting is not None and now - waiting[1] < min(_RECHECK_S, self.config.watch_s):
+            return waiting[2]
         ref = AttemptRef(stage_id, number) if number else None
         made = self.keeper.make_room(need, ref)
         if made is None:
@@ -269,8 +245,7 @@ class Rooms:
                     reason = f"waits for room: no inode is free for another file in {folder}"
             if waiting is None:
                 self.note({"event": "short", "stage_id": stage_id, "need_bytes": need})
-            since = now if waiting is None else waiting.since
-            self._waiting[stage_id] = _Waiting(since, now, reason)
+            self._waiting[stage_id] = (waiting[0] if waiting else now, now, reason)
             return reason
         if made.bytes:
             items = list(made.items)
@@ -278,7 +253,7 @@ class Rooms:
                 {"event": "reclaimed", "stage_id": stage_id, "bytes": made.bytes, "items": items}
             )
         if waiting is not None:
-            waited_s = round(now - waiting.since, 1)
+            waited_s = round(now - waiting[0], 1)
             self.note({"event": "room", "stage_id": stage_id, "waited_s": waited_s})
         self.blocked.pop(stage_id, None)
         if number:
@@ -288,7 +263,7 @@ class Rooms:
 
 def when_there_is_room(
     action: Callable[[], T],
-    keeper: Keeper,
+    keeper: DiskKeeper,
     config: DiskConfig,
     say: Callable[[str], None],
     *,

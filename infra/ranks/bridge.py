@@ -116,7 +116,7 @@ class Bridge:
         self.report: dict[str, Any] | None = None
         self._calls: Mapping[str, Callable[..., Any]] = {
             **{name: getattr(io, name) for name in _PLAIN},
-            "room_again": lambda value: io.room_again(_no_space(value)),
+            "room_again": lambda value: io.room_again(decode(value)),  # type: ignore[arg-type]
             "enter": self._enter,
             "leave": self._leave,
             "finish": lambda report: setattr(self, "report", report),
@@ -218,11 +218,6 @@ class Bridge:
             if raised is not met:
                 raise
         return False
-
-
-def _no_space(value: dict[str, Any]) -> NoSpaceError:
-    error = decode(value)
-    return error if isinstance(error, NoSpaceError) else NoSpaceError(str(error))
 
 
 class RemoteIO:

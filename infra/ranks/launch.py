@@ -1,7 +1,7 @@
 """The ranks of a stage, from their start to their end, as the worker sees them, on all nodes of a
 job.
 
-In: a :class:`RanksJob` and the attempt's StageIO. Out: the report that rank 0 has handed in, or
+In: what ranks are to do and the attempt's StageIO. Out: the report that rank 0 has handed in, or
 the error of the rank that failed first: one rank's failure makes the others fail a moment later,
 when they wait for it in vain; these are consequences, and not what a user must read. While they
 work their lines go to the attempt's log, and the attempt's fence is looked at. Requests to stop
@@ -10,7 +10,7 @@ next step boundary kills the worker, with which all ranks end.
 
 In a Slurm job of several nodes the worker is on the first (:class:`OtherNodes`), and Slurm has
 started the same command once on each of the others (:func:`wait_for_work`), where it runs
-torchrun's agent; what that prints comes back to the worker. Nobody starts anything with ``srun``
+the node's agent; what that prints comes back to the worker. Nobody starts anything with ``srun``
 from inside the job: Slurm sends a request to stop (preemption, time limit, ``scancel --signal``)
 to every process of a step, and an ``srun`` among them answers it by killing all that it has
 started, before anybody can save. So there is one step with a task on each node; all but the first
@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import Any
 
 from infra.foreign.process import TrainerProcess, kernel_oom_kills
-from infra.host.files import write_private
 from infra.host.processes import environment, free_port, node_address
 from infra.jobs.failures import class_of_text
 from infra.jobs.signals import SlurmJob
@@ -85,23 +84,11 @@ _NO_MEETING = re.compile(
 )
 _ERROR_LINE = re.compile(r"^(\[rank \d+\] )?[\w.]*(Error|Exception|Interrupt)\b")
 _SHOWN = 6
-#: torchrun tells whole seconds. The ranks that it kills itself end later than this after the first.
-_AT_ONCE_S = 1
-LEAST_SHUTDOWN_S = _AT_ONCE_S + 2
 _POLL_S = 0.2
 _FENCE_S = 5.0
 #: How long what ranks have started (servers) may take to end after them.
 _LINGER_S = 10.0
 _LINES = 200
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Meeting place of torchrun's agents of several nodes; one node needs none."""
-
-    address: str = ""
-    port: int = 0
-    name: str = ""
 
 
 def node_number(environment: Mapping[str, str] = os.environ) -> int:
@@ -128,7 +115,8 @@ class OtherNodes:
         self._key = secrets.token_bytes(32)
         self._listener = socket.create_server((address, 0), backlog=_BACKLOG)
         self._listener.settimeout(_WAIT_S)
-        self.meeting = Meeting(address, free_port(address), secrets.token_hex(8))
+        #: Where rank 0 is found.
+        self.meeting = f"{address}:{free_port(address)}"
         self._note = {
             "address": address,
             "port": self._listener.getsockname()[1],
@@ -141,9 +129,8 @@ class OtherNodes:
         self._readers: list[threading.Thread] = []
 
     def __enter__(self) -> OtherNodes:
-        temporary = atomic.temporary_name(self._path)
-        write_private(temporary, json.dumps(self._note))  # it holds a key
-        temporary.replace(self._path)
+        note = json.dumps(self._note).encode()
+        atomic.write_bytes(self._path, note, mode=0o600)  # it holds a key
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -299,25 +286,38 @@ def _receive(connection: Connection) -> dict[str, Any]:
 class Ended:
     """Traces of a launch that did not end well.
 
-    ``errors`` are pairs of rank and error, oldest first; ``failures`` torchrun's, by rank
-    (``code``, ``pid``, ``late_s``: seconds after the first); ``code`` is how an agent ended.
+    ``errors`` are pairs of rank and error, oldest first; ``failures`` the agents', by rank, oldest
+    first (``code``, ``pid``); ``lines`` the last that were printed; ``code`` is how an agent ended.
     """
 
     errors: list[tuple[int, Exception]] = field(default_factory=list)
     failures: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    lines: Sequence[str] = ()
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES))
     code: int | None = None
     oom_kills: int = 0
     folder: Path = Path()
 
+    def take(self, mark: str, printed: Iterable[str]) -> None:
+        """Note the events among lines, and pass the others on to the log."""
+        for text in printed:
+            event = read_event(mark, text)
+            if event is None:
+                self.lines.append(text)
+                with suppress(OSError):  # a log on a full disk is no reason to end the training
+                    sys.stdout.write(f"{text}\n")
+                    sys.stdout.flush()
+            elif event["event"] == "error":
+                rank = int(event["rank"])
+                self.errors.append((rank, decode(event["error"], f"In rank {rank}")))
+            elif event["event"] == "ended":
+                self.failures |= {int(rank): f for rank, f in event["failures"].items()}
+                if int(event["node"]) == 0 or event["failures"]:
+                    self.code = 1 if event["failures"] else 0
+
 
 def error_of(ended: Ended) -> Exception:
     """The error to raise."""
-    killed = [
-        (rank, failure)
-        for rank, failure in sorted(ended.failures.items())
-        if failure["code"] < 0 and failure["late_s"] <= _AT_ONCE_S
-    ]
+    killed = [(rank, f) for rank, f in ended.failures.items() if f["code"] < 0]
     own = [error for _, error in ended.errors if not is_consequence(error)]
     hard = [(r, f) for r, f in killed if -f["code"] != signal.SIGABRT]
     if hard and not any(isinstance(error, Interrupted) for error in own):
@@ -325,10 +325,8 @@ def error_of(ended: Ended) -> Exception:
     for error in sorted(own, key=lambda e: isinstance(e, Interrupted)):  # sorted() keeps the order
         return error
     if killed:  # a library gave up (NCCL's watchdog, a failed check in C++)
-        return _aborted(ended, *killed[0])
-    if ended.errors:
-        return ended.errors[0][1]
-    return _unknown(ended)
+        return _killed(ended, *killed[0])
+    return ended.errors[0][1] if ended.errors else _unknown(ended)
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -342,26 +340,20 @@ def _killed(ended: Ended, rank: int, failure: Mapping[str, Any]) -> Exception:
         return MemoryError(f"The kernel killed rank {rank} for lack of memory")
     if number == signal.SIGBUS and not has_room(ended.folder):
         return no_space_error(ended.folder, f"rank {rank} was writing")
-    return KilledError(
-        f"Rank {rank} (process {failure['pid']}) was ended by {signal.Signals(number).name}",
-        expected="all ranks to live until the stage ends",
-        fix="nothing, if that was an accident: the next attempt goes on from the last checkpoint",
-    )
-
-
-def _aborted(ended: Ended, rank: int, failure: Mapping[str, Any]) -> Exception:
     prefix = f"[rank {rank}] "
     own = [
         line.removeprefix(prefix)
         for line in ended.lines
         if line.startswith(prefix) or (rank == 0 and not line.startswith("[rank "))
     ]
-    spoken = [line for line in own if class_of_text(line) is not None]
-    said = (spoken or own or ["it printed nothing"])[-1].strip()
+    spoken = [line for line in own if class_of_text(line) is not None] or own
+    gave_up = number == signal.SIGABRT and spoken
+    said = f"gave up (SIGABRT): {spoken[-1].strip()}" if gave_up else ""
     return KilledError(
-        f"Rank {rank} (process {failure['pid']}) gave up (SIGABRT): {said}",
+        f"Rank {rank} (process {failure['pid']}) "
+        + (said or f"was ended by {signal.Signals(number).name}"),
         expected="all ranks to live until the stage ends",
-        fix="nothing, if it does not come back: the next attempt goes on from the last checkpoint; "
+        fix="nothing, if that was an accident: the next attempt goes on from the last checkpoint; "
         "else see `refiner logs STAGE`",
     )
 
@@ -372,7 +364,7 @@ def _unknown(ended: Ended) -> Exception:
     last = (named or lines or ["it printed nothing"])[-1]
     if ended.code == 128 + signal.SIGKILL:
         return KilledError(
-            "The process that starts the ranks (torchrun) was ended by SIGKILL",
+            "The process that starts the ranks was ended by SIGKILL",
             expected="it to live until the stage ends",
             fix="nothing, if that was an accident: the next attempt goes on from the last "
             "checkpoint",
@@ -386,7 +378,7 @@ def _unknown(ended: Ended) -> Exception:
         )
     shown = "\n".join(lines[-_SHOWN:])
     ranks = ", ".join(f"{rank}: {f['code']}" for rank, f in sorted(ended.failures.items()))
-    codes = f"rank {ranks}" if ranks else f"torchrun: {ended.code}"
+    codes = f"rank {ranks}" if ranks else f"their agent: {ended.code}"
     return StageFailed(
         f"The ranks ended without a word (exit code of {codes}): {last}",
         expected="ranks that end well, or say why not",
@@ -394,27 +386,31 @@ def _unknown(ended: Ended) -> Exception:
     )
 
 
-@dataclass(frozen=True)
-class RanksJob:
-    """Ranks to launch.
-
-    ``module`` is what each rank runs (``python -m``), ``order`` what it is told. ``folder`` is
-    where the stage writes. ``check_fence`` raises if the attempt is no longer the newest;
-    ``shutdown_s`` is how long the other ranks may take to end when one has failed; ``meet`` opens
-    the way to the job's other nodes, where it has any.
-    """
-
-    placement: Placement
-    module: str
-    order: Mapping[str, Any]
-    folder: Path
-    check_fence: Callable[[], None] = lambda: None
-    shutdown_s: int = 10
-    meet: Callable[[], OtherNodes] | None = None
-
-
-def run_ranks(job: RanksJob, io: StageIO) -> dict[str, Any]:
+def run_ranks(
+    placement: Placement,
+    module: str,
+    order: Mapping[str, Any],
+    io: StageIO,
+    folder: Path,
+    *,
+    check_fence: Callable[[], None] = lambda: None,
+    shutdown_s: int = 10,
+    meet: Callable[[], OtherNodes] | None = None,
+) -> dict[str, Any]:
     """Launch the ranks and wait for their end.
+
+    Parameters
+    ----------
+    module, order
+        What each rank runs (``python -m``), and what it is told.
+    folder
+        Where the stage writes.
+    check_fence
+        Raises if the attempt is no longer the newest.
+    shutdown_s
+        How long the other ranks may take to end when one has failed.
+    meet
+        Opens the way to the job's other nodes, where it has any.
 
     Raises
     ------
@@ -427,9 +423,26 @@ def run_ranks(job: RanksJob, io: StageIO) -> dict[str, Any]:
     """
     with ExitStack() as stack:
         bridge = stack.enter_context(Bridge(io))
-        nodes = stack.enter_context(job.meet()) if job.meet is not None else None
+        nodes = stack.enter_context(meet()) if meet is not None else None
         io.progress(Progress(0, 0, "starting ranks"))
-        ended = _Work(job).until_end(bridge, nodes)
+        ended, mark = Ended(folder=folder), secrets.token_hex(16)
+        told = json.dumps({**order, "placement": asdict(placement)})
+        shared = {MARK: mark, ORDER: told, TALK: secrets.token_hex(32)}
+        meeting = "" if nodes is None else nodes.meeting
+        commands = [
+            agent_command(placement, module, node, meeting, shutdown_s)
+            for node in range(placement.nodes)
+        ]
+        log.info("starting %d ranks on %d nodes", placement.world, placement.nodes)
+        own = {**environment(), **rank_settings(placement), **shared, **bridge.environment}
+        if nodes is not None:
+            nodes.start(commands, shared)
+        oom_before = kernel_oom_kills()
+        with TrainerProcess(commands[0], own, Path.cwd()) as process:
+            _follow(process, ended, mark, nodes, check_fence, shutdown_s)
+        ended.code = process.code if ended.code is None else ended.code
+        ended.take(mark, nodes.last_lines() if nodes is not None else ())
+        ended.oom_kills = kernel_oom_kills() - oom_before
         if bridge.report is None or ended.errors:
             raise error_of(ended)
         for rank, failure in ended.failures.items():
@@ -437,77 +450,35 @@ def run_ranks(job: RanksJob, io: StageIO) -> dict[str, Any]:
         return bridge.report
 
 
-def agent_command(job: RanksJob, meeting: Meeting, node: int) -> str:
-    """torchrun's agent on one node, as a shell command."""
-    placement = job.placement
-    arguments = [
-        *(f"--nproc-per-node={placement.nproc_per_node}", f"--nnodes={placement.nodes}"),
-        *("--max-restarts=0", f"--log-dir={os.devnull}"),  # else it makes an empty one in /tmp
-        "--signals-to-handle=SIGQUIT",
-        f"--shutdown-timeout={max(LEAST_SHUTDOWN_S, job.shutdown_s)}",
-    ]
-    if placement.nodes == 1:
-        arguments += ["--standalone"]
-    else:
-        arguments += ["--rdzv-backend=static", f"--rdzv-id={meeting.name}", f"--node-rank={node}"]
-        arguments += [f"--master-addr={meeting.address}", f"--master-port={meeting.port}"]
-    python = [sys.executable, "-P"]
-    rank = ["--no-python", *python, "-u", "-m", job.module]
-    return "exec " + shlex.join([*python, "-m", "infra.ranks.agent", *arguments, *rank])
+def agent_command(
+    placement: Placement, module: str, node: int, meeting: str = "", shutdown_s: int = 10
+) -> str:
+    """The agent of one node, as a shell command."""
+    words = [sys.executable, "-P", "-m", "infra.ranks.agent", f"--node={node}"]
+    words += [f"--nodes={placement.nodes}", f"--ranks={placement.nproc_per_node}"]
+    words += [f"--patience={shutdown_s}", f"--meet={meeting}", module]
+    return "exec " + shlex.join(words)
 
 
-class _Work:
-    """The loop around launched ranks."""
-
-    def __init__(self, job: RanksJob) -> None:
-        self.job, self.mark = job, secrets.token_hex(16)
-        self.lines: deque[str] = deque(maxlen=_LINES)
-        self.ended = Ended(lines=self.lines, folder=job.folder)
-
-    def until_end(self, bridge: Bridge, nodes: OtherNodes | None) -> Ended:
-        """Start them and wait for the end of all; how they ended."""
-        job, ended, placement = self.job, self.ended, self.job.placement
-        oom_before = kernel_oom_kills()
-        meeting = nodes.meeting if nodes is not None else Meeting()
-        order = {**job.order, "placement": asdict(placement)}
-        shared = {MARK: self.mark, ORDER: json.dumps(order), TALK: secrets.token_hex(32)}
-        commands = [agent_command(job, meeting, node) for node in range(placement.nodes)]
-        log.info("starting %d ranks on %d nodes", placement.world, placement.nodes)
-        own = {**environment(), **rank_settings(placement), **shared, **bridge.environment}
-        if nodes is not None:
-            nodes.start(commands, shared)
-        deadline, fence_due = float("inf"), time.monotonic() + _FENCE_S
-        with TrainerProcess(commands[0], own, Path.cwd()) as process:
-            while process.code is None and time.monotonic() < deadline:
-                self._take(line.text for line in process.lines(_POLL_S))
-                self._take(nodes.lines() if nodes is not None else ())
-                if ended.code is not None and deadline == float("inf"):
-                    deadline = time.monotonic() + job.shutdown_s + _LINGER_S
-                if time.monotonic() >= fence_due:
-                    fence_due = time.monotonic() + _FENCE_S
-                    job.check_fence()
-            code = process.code
-            if code is None:
-                log.warning("what the ranks have started does not end; it is killed")
-                process.end()
-            self._take(line.text for line in process.last_lines())
-        ended.code = code if ended.code is None else ended.code
-        self._take(nodes.last_lines() if nodes is not None else ())
-        ended.oom_kills = kernel_oom_kills() - oom_before
-        return ended
-
-    def _take(self, printed: Iterable[str]) -> None:
-        for text in printed:
-            event = read_event(self.mark, text)
-            if event is None:
-                self.lines.append(text)
-                with suppress(OSError):  # a log on a full disk is no reason to end the training
-                    sys.stdout.write(f"{text}\n")
-                    sys.stdout.flush()
-            elif event["event"] == "error":
-                rank = int(event["rank"])
-                self.ended.errors.append((rank, decode(event["error"], f"In rank {rank}")))
-            elif event["event"] == "ended":
-                self.ended.failures |= {int(rank): f for rank, f in event["failures"].items()}
-                if int(event["node"]) == 0 or event["failures"]:
-                    self.ended.code = 1 if event["failures"] else 0
+def _follow(
+    process: TrainerProcess,
+    ended: Ended,
+    mark: str,
+    nodes: OtherNodes | None,
+    check_fence: Callable[[], None],
+    shutdown_s: int,
+) -> None:
+    """Take what ranks print until all have ended."""
+    deadline, fence_due = float("inf"), time.monotonic() + _FENCE_S
+    while process.code is None and time.monotonic() < deadline:
+        ended.take(mark, (line.text for line in process.lines(_POLL_S)))
+        ended.take(mark, nodes.lines() if nodes is not None else ())
+        if ended.code is not None and deadline == float("inf"):
+            deadline = time.monotonic() + shutdown_s + _LINGER_S
+        if time.monotonic() >= fence_due:
+            fence_due = time.monotonic() + _FENCE_S
+            check_fence()
+    if process.code is None:
+        log.warning("what the ranks have started does not end; it is killed")
+        process.end()
+    ended.take(mark, (line.text for line in process.last_lines()))

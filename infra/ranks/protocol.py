@@ -108,7 +108,7 @@ def node_settings(order: Mapping[str, str]) -> dict[str, str]:
     return rank_settings(Placement(told["nodes"], told["nproc_per_node"], gpus, servers))
 
 
-class RankError(RuntimeError):
+class _RankError(RuntimeError):
     """An error of a class that this process does not know."""
 
 
@@ -174,8 +174,8 @@ def _class(module: str, name: str) -> type[Exception]:
     return _unknown(name.rpartition(".")[2], module)
 
 
-def _unknown(name: str, module: str) -> type[RankError]:
-    return type(name, (RankError,), {"__module__": module})
+def _unknown(name: str, module: str) -> type[_RankError]:
+    return type(name, (_RankError,), {"__module__": module})
 
 
 def event_line(mark: str, value: dict[str, Any]) -> str:

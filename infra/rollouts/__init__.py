@@ -8,7 +8,7 @@ In one process of each node (local rank 0), around the whole training::
         for step in ...:
             rollouts.sync(engine.whole(), str(step))        # before each batch; all ranks of an
             ...                                             # engine enter `engine.whole()` together
-            rollouts.generator.generate(requests, params, on_completion)
+            rollouts.generate(requests, params, on_completion)
 
 The first ``sync`` starts the servers, on the very weights that it is given; it and later ones
 return when every server has proven that it has them. ``sync`` and ``generate`` may be called from

@@ -25,10 +25,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import psutil
 
@@ -40,7 +40,6 @@ from infra.services.process import (
     Listening,
     NotReady,
     ServerProcess,
-    Words,
     ask_server,
     server_environment,
     shell_text,
@@ -57,6 +56,7 @@ from refiner_core.generation.vllm.client import VllmGenerator
 from refiner_core.generation.vllm.sync import WeightSync
 from refiner_core.generation.vllm.transfer import open_transfer
 from refiner_core.generation.vllm.wire import MODEL
+from refiner_core.training.ranks import ENVIRONMENT
 
 #: Class that completes a reload; its module is on the server's import path and needs vLLM alone.
 EXTENSION = "refiner_vllm_extension.CompleteReload"
@@ -67,12 +67,7 @@ SHUTDOWN_S = 5
 #: Tokens that a server without GPUs takes in one pass.
 _CPU_BATCHED_TOKENS = 4096
 #: Settings of the launcher of our training processes, which are no business of a server's.
-_RANKS = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR", JOB_GPUS),
-)
-_RANKS_PREFIX = "TORCHELASTIC_"
+_RANKS = (*ENVIRONMENT, "DS_ACCELERATOR", JOB_GPUS)
 
 log = logging.getLogger(__name__)
 _PREFIX = "refiner-rollouts"
@@ -138,7 +133,7 @@ def rollout_server_text(
 def rollout_environment(place: Place, given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a server: the user's own, without what is about our own processes."""
     made = server_environment("vllm", place.key, str(place.mark), given)
-    kept = {n: v for n, v in made.items() if n not in _RANKS and not n.startswith(_RANKS_PREFIX)}
+    kept = {n: v for n, v in made.items() if n not in _RANKS}
     paths = [str(place.extension), *kept.get("PYTHONPATH", "").split(os.pathsep)]
     kept["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     kept |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -236,7 +231,7 @@ def _where() -> str:
 
 
 @dataclass(eq=False)
-class RolloutServer(ServerProcess):
+class _RolloutServer(ServerProcess):
     """One of a trainer's servers."""
 
     name: str
@@ -244,19 +239,7 @@ class RolloutServer(ServerProcess):
     place: Place
     weights: Path
     shared: set[Path] = field(default_factory=set)
-
-    @property
-    def words(self) -> Words:
-        """See :class:`~infra.services.process.ServerProcess`."""
-        return Words(
-            self.name,
-            not_found="set grpo.rollout_server.python to the interpreter that has vLLM, or make "
-            "`vllm` known in grpo.rollout_server.setup",
-            mistake="correct grpo.rollout_server.args, and see that this vLLM knows the model",
-            container="grpo.rollout_server.container",
-            timeout="grpo.rollout_server.start_timeout_s",
-            again="run the same command again; the stage goes on from its last checkpoint",
-        )
+    section: ClassVar[str] = "grpo.rollout_server"
 
     @property
     def settings(self) -> RolloutServerConfig:
@@ -330,7 +313,7 @@ class LocalRolloutServers:
     tell: Callable[[float], None] = lambda seconds: None
 
     def __post_init__(self) -> None:
-        self._running: dict[int, RolloutServer] = {}
+        self._running: dict[int, _RolloutServer] = {}
         self._replaced = 0
         self._closing, self._telling = threading.Event(), threading.Lock()
 
@@ -378,7 +361,7 @@ class LocalRolloutServers:
             with ThreadPoolExecutor(len(self._running)) as pool:
                 list(pool.map(lambda one: self._end(one, grace_s), [*self._running.values()]))
 
-    def _end(self, server: RolloutServer, grace_s: float) -> None:
+    def _end(self, server: _RolloutServer, grace_s: float) -> None:
         """End one, and give back the shared memory that it does not give back itself."""
         server.note_memory(self.memory)
         server.stop(grace_s)
@@ -395,7 +378,7 @@ class LocalRolloutServers:
                 self.tell(waited_s)
 
         many = len(self.places) > 1
-        server = self._running[index] = RolloutServer(
+        server = self._running[index] = _RolloutServer(
             f"Rollout server {index}" if many else "The rollout server",
             *(self.config, self.places[index], weights),
             key=self.places[index].key,
@@ -408,22 +391,6 @@ class LocalRolloutServers:
         return server.endpoint
 
 
-@dataclass(frozen=True)
-class VllmRollouts:
-    """Handle of a trainer on its servers.
-
-    ``generator`` samples with the weights of the last :meth:`sync`.
-    """
-
-    generator: VllmGenerator
-    weights: WeightSync
-
-    def sync(self, whole: AbstractContextManager[Any], version: str) -> None:
-        """Give all servers the weights of the model that ``whole`` yields; the first call starts
-        them. See :meth:`refiner_core.generation.vllm.sync.WeightSync.sync`."""
-        self.weights.sync(whole, version)
-
-
 @contextmanager
 def open_vllm(
     config: RecipeConfig,
@@ -434,7 +401,7 @@ def open_vllm(
     tell: Callable[[float], None] = lambda seconds: None,
     on_step: Callable[[int, int], None] | None = None,
     server_gpus: Sequence[Sequence[int]] | None = None,
-) -> Iterator[VllmRollouts]:
+) -> Iterator[VllmGenerator]:
     """Rollouts by this node's share of ``grpo.vllm_num_engines`` servers.
 
     Parameters
@@ -498,7 +465,7 @@ def open_vllm(
             on_step=on_step,
         )
         try:
-            yield VllmRollouts(generator, weights)
+            yield generator
         finally:
             if transfer is not None:
                 transfer.close()
@@ -531,7 +498,7 @@ def open_sampler(
         server_gpus=sampling_servers(config),
     ) as rollouts:
         rollouts.sync(_loaded(view.model, model_ref), "sampled")
-        yield rollouts.generator
+        yield rollouts
 
 
 def sampling_view(config: RecipeConfig) -> RecipeConfig:

@@ -24,16 +24,15 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from infra.host.files import write_private
 from infra.host.processes import host_name
 from infra.host.secrets import MASK, masked
 from infra.jobs.dispatch import router_to_look
 from infra.jobs.protocol import AttemptRef
-from infra.orchestrator.acting import Ending
+from infra.orchestrator.acting import end_jobs
 from infra.orchestrator.observe import Observer
 from infra.orchestrator.reconcile import Seen
 from infra.process.child import kill_leftovers
@@ -41,7 +40,6 @@ from infra.services.process import (
     KEY_VARIABLES,
     NotReady,
     ServerProcess,
-    Words,
     ask_server,
     server_environment,
     server_text,
@@ -63,41 +61,10 @@ _NO_KEY = (401, 403)
 _CHAT_S = 120.0
 #: How long a server that has answered before may fail to, before it counts as hung.
 SILENCE_S = 120.0
-_WORDS = Words(
-    "The judge's server",
-    not_found="set judge.serve.python to the interpreter that has the engine, or make the "
-    "command known in judge.serve.setup",
-    mistake="correct judge.model, judge.revision or judge.serve.args",
-    container="judge.serve.container",
-    timeout="judge.serve.start_timeout_s",
-    answer="an answer to a chat request",
-    again="nothing; who needs it next starts it again",
-)
 
 
 class Refuses(Exception):
     """It answers, and says no in a way that waiting does not mend."""
-
-
-def check_listing(endpoint: Endpoint, timeout_s: float = 10.0) -> list[str]:
-    """Names of the models that it has; empty for servers that list none.
-
-    Raises
-    ------
-    NotReady
-        Nobody answers there, or with an error of its own.
-    Refuses
-        It does not take the key.
-    """
-    status, body = ask_server(endpoint, "/models", timeout_s)
-    if status in _NO_KEY:
-        raise Refuses(f"it does not take its own key (HTTP {status} for /models)")
-    if status != 200:
-        return []  # no list is no failure: the chat request tells
-    try:
-        return [str(entry["id"]) for entry in json.loads(body)["data"]]
-    except (ValueError, LookupError, TypeError):
-        return []
 
 
 def check_health(endpoint: Endpoint, engine: str, timeout_s: float = 10.0) -> None:
@@ -169,6 +136,8 @@ class Server(ServerProcess):
     judge: JudgeConfig
     mark: Path
     weights: str | None = None
+    name: str = field(default="The judge's server", kw_only=True)
+    section: ClassVar[str] = "judge.serve"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,11 +151,6 @@ class Server(ServerProcess):
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    @property
-    def words(self) -> Words:
-        """See :class:`ServerProcess`."""
-        return _WORDS
 
     @property
     def settings(self) -> ServeConfig:
@@ -211,17 +175,13 @@ class Server(ServerProcess):
         ConfigurationError
             It does.
         """
-        judge, endpoint, listed = self.judge, self.endpoint, list[str]()
+        judge = self.judge
         try:
-            if self._engine == "transformers":  # it would list all that is in the Hub's cache
-                check_health(endpoint, self._engine)
-            else:
-                listed = check_listing(endpoint)
-            check_chat(endpoint, judge.model, judge.max_tokens_field)
+            check_health(self.endpoint, self._engine)
+            check_chat(self.endpoint, judge.model, judge.max_tokens_field)
         except Refuses as error:
-            has = f". It has: {', '.join(listed)}" if listed and judge.model not in listed else ""
             raise ConfigurationError(
-                f"The judge's server runs, but {error}{has}{self.where() or '.'}",
+                f"The judge's server runs, but {error}{self.where() or '.'}",
                 expected=f"a server that takes chat requests for judge.model {judge.model!r}",
                 fix="correct judge.model, judge.serve.args or judge.serve_command",
             ) from error
@@ -267,8 +227,6 @@ class Server(ServerProcess):
 #: Where users may set a key of their choice.
 VARIABLE = KEY_VARIABLES["command"]
 _NAME = "key"
-#: How often the making of a key is tried, should somebody else's be half there.
-_TRIES = 3
 
 ServiceState = Literal[
     "queued",  # its job waits for the scheduler
@@ -299,10 +257,12 @@ def service_key(folder: Path, given: Mapping[str, str] = os.environ) -> tuple[st
             )
         return own, "environment"
     path = folder / _NAME
-    for _ in range(_TRIES):
-        if key := _read(path):
-            return key, "file"
-        _make(path)
+    if not (key := _read(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.create_bytes(path, f"{secrets.token_urlsafe(32)}\n".encode(), 0o600)
+        key = _read(path)  # another may have been faster, and its key is the one
+    if key:
+        return key, "file"
     raise ConfigurationError(
         f"{path} holds no key.",
         expected="the key that refiner has made",
@@ -344,24 +304,6 @@ def _read(path: Path) -> str:
             fix=f"export {VARIABLE}=… with a key that is for this alone, the same for all who "
             "share the server, and end the one that runs",
         ) from error
-
-
-def _make(path: Path) -> None:
-    """Write a new key, unless there is one by then."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = atomic.temporary_name(path)
-    try:
-        write_private(temporary, secrets.token_urlsafe(32) + "\n")
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return  # another was faster, and its key is the one
-        except OSError as error:
-            if error.errno not in atomic.LINKS_UNSUPPORTED:
-                raise
-            temporary.replace(path)  # one worker at a time starts a service
-    finally:
-        atomic.remove_quietly(temporary)
 
 
 @dataclass(frozen=True)
@@ -432,7 +374,8 @@ def services_of(workspace: Workspace, wanted: str | None = None) -> list[Service
 
 def _status(workspace: Workspace, service_id: str) -> ServiceStatus:
     settings = _settings(workspace, workspace.layout.stage(service_id))
-    records, observed = Observer(workspace, router_to_look(settings, workspace)).look([service_id])
+    observer = Observer(workspace, router_to_look(settings, workspace), settings)
+    records, observed = observer.look([service_id])
     record, seen = records.get(service_id), observed.attempts.get(service_id)
     identity = record.spec.identity if record is not None else {}
     last = record.attempts[-1] if record is not None and record.attempts else None
@@ -503,8 +446,8 @@ def end_service(
     """
     stage = workspace.layout.stage(service_id)
     settings = replace(_settings(workspace, stage), grace_s=grace_s)
-    ending = Ending(workspace, settings, {service_id: service_id}, "interrupted", reason, tell)
-    if ending.work(2 * grace_s + 10):
+    ids, patience_s = {service_id: service_id}, 2 * grace_s + 10
+    if end_jobs(workspace, settings, ids, "interrupted", reason, tell, patience_s):
         return False
     kill_leftovers(workspace.layout.service(service_id))  # its minder may be gone, too
     return True

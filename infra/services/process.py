@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
 import infra
@@ -33,7 +33,13 @@ from infra.host.secrets import MASK
 from infra.jobs.failures import class_of_text
 from infra.process.child import MARK, ChildProcess
 from refiner_core.contract.config import JudgeConfig, RolloutServerConfig, ServeConfig
-from refiner_core.contract.errors import ConfigurationError, Interrupted, KilledError, StageFailed
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    Interrupted,
+    KilledError,
+    RefinerError,
+    StageFailed,
+)
 from refiner_core.contract.services import engine_of
 from refiner_core.contract.types import Endpoint
 
@@ -195,30 +201,11 @@ def server_environment(
     return kept
 
 
-@dataclass(frozen=True)
-class Words:
-    """Name of a server in messages, and what its user can change.
-
-    ``not_found`` and ``mistake`` are what mends a command that is not there and arguments or a
-    model that the engine does not take; ``container`` is the field that names a container,
-    ``timeout`` the one that says how long it may take to give an ``answer``; ``again`` is for who
-    has asked it to end before.
-    """
-
-    name: str
-    not_found: str
-    mistake: str
-    container: str
-    timeout: str = ""
-    answer: str = "an answer"
-    again: str = ""
-
-
 class NotReady(Exception):
     """It does not answer (yet)."""
 
 
-class PortTaken(KilledError):
+class _PortTaken(KilledError):
     """Somebody else was faster to listen there."""
 
 
@@ -228,6 +215,8 @@ class ServerProcess(abc.ABC):
 
     Attributes
     ----------
+    name, section
+        In messages; and the section of the recipe that says how it is started.
     key
         What it asks for: a secret that its output is shown without.
     host
@@ -240,6 +229,8 @@ class ServerProcess(abc.ABC):
         Whether somebody wants this process to end, while it waits, and for how many seconds it has.
     """
 
+    section: ClassVar[str]
+    name: str = "The server"
     key: str = field(default="", repr=False)
     host: str = "127.0.0.1"
     prefix: str = ""
@@ -251,11 +242,6 @@ class ServerProcess(abc.ABC):
         self._child: ChildProcess | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self.at = Listening(self.host, 0)
-
-    @property
-    @abc.abstractmethod
-    def words(self) -> Words:
-        """Name in messages, and what its user can change."""
 
     @property
     @abc.abstractmethod
@@ -323,13 +309,13 @@ class ServerProcess(abc.ABC):
                 return
             except BaseException as error:
                 self.stop(0.0)
-                if not isinstance(error, PortTaken) or tries == _PORTS_TRIED:
+                if not isinstance(error, _PortTaken) or tries == _PORTS_TRIED:
                     raise
                 log.warning("%s; trying another one", error.what)
 
     def _wait_until_ready(self) -> None:
         began = told = time.monotonic()
-        words, limit_s = self.words, self.settings.start_timeout_s
+        limit_s = self.settings.start_timeout_s
         while self.code is None:
             try:
                 self.check_port()
@@ -340,14 +326,14 @@ class ServerProcess(abc.ABC):
                 why = f" ({error})" if str(error) else ""
             now = time.monotonic()
             if self.should_stop():
-                what = f"{words.name} was asked to end before it answered"
-                raise Interrupted(what, fix=words.again)
+                what = f"{self.name} was asked to end before it answered"
+                raise Interrupted(what, fix="run the same command again; what is saved is kept")
             if now - began > limit_s:
                 raise StageFailed(
-                    f"{words.name} has not answered within {limit_s:g} s{why}. Its last word: "
+                    f"{self.name} has not answered within {limit_s:g} s{why}. Its last word: "
                     f"{self.last_word()}{self.where()}",
-                    expected=f"{words.answer} by then",
-                    fix=f"set {words.timeout} higher, or see what it waits for",
+                    expected="an answer by then",
+                    fix=f"set {self.section}.start_timeout_s higher, or see what it waits for",
                 )
             if now - told >= _TELL_EVERY_S:
                 told = now
@@ -362,19 +348,19 @@ class ServerProcess(abc.ABC):
         ------
         NotReady
             It does not, yet.
-        PortTaken
+        _PortTaken
             Somebody else does.
         """
         holder = "nobody"
         if self._child is not None:
             holder = holder_of(self.at.port, self._child.pid, by_daemon=self.by_daemon)
         if holder == "another":
-            raise PortTaken(
-                f"Port {self.at.port} was given to {self.words.name.lower()}, and a process that "
+            raise _PortTaken(
+                f"Port {self.at.port} was given to {self.name.lower()}, and a process that "
                 "it has not started listens there",
                 expected="that nobody takes a port between two looks",
                 fix=f"run the same command again; if a container's daemon starts the server, set "
-                f"{self.words.container}",
+                f"{self.section}.container",
             )
         if holder == "nobody":
             raise NotReady(f"it does not listen at {self.at.url}")
@@ -400,40 +386,27 @@ class ServerProcess(abc.ABC):
             self._child.wait_read()
         said = self.last_word()
         if early and _PORT_TAKEN.search("\n".join(self._tail)):
-            return PortTaken(
+            return _PortTaken(
                 f"Port taken: {said}",
                 expected="a port that nobody listens on",
                 fix="nothing; another one is tried",
             )
+        kind: type[RefinerError]
         how = f"exit code {code}" if code < 128 else f"signal {code - 128}"
-        what = f"{self.words.name} ended {when} ({how}): {said}{self.where() or '.'}"
-        if code in CANNOT_START and early:
-            return ConfigurationError(
-                what,
-                expected="a command that can be run where the server is started",
-                fix=self.words.not_found,
-            )
-        if class_of_text(said) is not None:
+        what = f"{self.name} ended {when} ({how}): {said}{self.where() or '.'}"
+        kind, expected, fix = KilledError, "", "nothing; another one is started"
+        if class_of_text(said) is not None and not (early and code in CANNOT_START):
             # Memory, a GPU, a full disk: told by these words, so what is added names none of them.
-            return StageFailed(
-                what,
-                expected="a server that lasts",
-                fix="mend what its words name; then run the same command again",
-            )
-        if early and _MISTAKE.search(said):
-            return ConfigurationError(
-                what,
-                expected="arguments and a model that the engine knows, with its weights on this "
-                "machine or in the Hub's cache",
-                fix=self.words.mistake,
-            )
-        if early and code < 128:
-            return StageFailed(
-                what,
-                expected="an answer before its end",
-                fix="see what it has printed, mend that, and run the same command again",
-            )
-        return KilledError(what, fix="nothing; another one is started")
+            kind, expected = StageFailed, "a server that lasts"
+            fix = "mend what its words name; then run the same command again"
+        elif early and (code in CANNOT_START or _MISTAKE.search(said)):
+            kind, fix = ConfigurationError, f"correct {self.section}: python, setup or args"
+            expected = "a command, arguments and a model that are known there, with its weights on "
+            expected += "this machine or in the Hub's cache"
+        elif early and code < 128:
+            kind, expected = StageFailed, "an answer before its end"
+            fix = "see what it has printed, mend that, and run the same command again"
+        return kind(what, expected=expected, fix=fix)
 
     def _read(self, output: IO[bytes]) -> None:
         for raw in output:

@@ -32,8 +32,8 @@ from infra.jobs.protocol import (
 from infra.jobs.signals import SIGNAL_LEAD
 from infra.slurm.profiles import Profile
 from infra.slurm.scheduler import (
+    PATIENCE,
     Answer,
-    Patience,
     RealSlurm,
     SchedulerView,
     SlurmUnavailable,
@@ -96,14 +96,14 @@ class SlurmDispatcher:
         scheduler_poll_s: float = 10.0,
         worker: WorkerCommand | None = None,
         commands: RealSlurm | None = None,
-        patience: Patience | None = None,
+        patience: tuple[int, float] = PATIENCE,
         clock: Callable[[], float] = time.monotonic,
         adopt: bool = True,
     ) -> None:
         self.workspace, self.profile = workspace, profile
         given = worker or WorkerCommand(workspace.root)
         python = profile.python or given.python or sys.executable
-        self.worker = WorkerCommand(given.root, given.module, python)
+        self.worker = replace(given, python=python)
         self._submitter = Submitter(profile, python)
         self._commands = RealSlurm() if commands is None else commands
         self._view = SchedulerView(self._commands, scheduler_poll_s, patience=patience, clock=clock)
@@ -146,20 +146,15 @@ class SlurmDispatcher:
             groups[self._submitter.shape(request)].append(request)
         for group in groups.values():
             for start in range(0, len(group), self.profile.array_size):
-                members = group[start : start + self.profile.array_size]
+                members = tuple(group[start : start + self.profile.array_size])
                 alone = len(members) < self.profile.array_min
-                for together in [[m] for m in members] if alone else [members]:
-                    yield self._submission(together)
-
-    def _submission(self, requests: Sequence[JobRequest]) -> Submission:
-        first, layout = requests[0], self.workspace.layout
-        if len(requests) == 1:
-            name, folder = first.comment, layout.attempt(*first.ref).submitit
-        else:
-            name = f"refiner-array-{secrets.token_hex(8)}"
-            folder = layout.batches / name
-        commands = tuple(self.command(request) for request in requests)
-        return Submission(name, folder, tuple(requests), commands)
+                for together in [(m,) for m in members] if alone else [members]:
+                    first, layout = together[0], self.workspace.layout
+                    name, folder = first.comment, layout.attempt(*first.ref).submitit
+                    if len(together) > 1:
+                        name = f"refiner-array-{secrets.token_hex(8)}"
+                        folder = layout.batches / name
+                    yield Submission(name, folder, together, tuple(map(self.command, together)))
 
     def command(self, request: JobRequest) -> list[str]:
         """The job's argument list."""
@@ -220,7 +215,7 @@ class SlurmDispatcher:
         return Wanted(job_id, name, task, user)
 
     def _sight(self, attempt: OpenAttempt, wanted: Wanted, answer: Answer) -> JobSight:
-        started = attempt.started is not None and not attempt.started.get("void")
+        started = attempt.begun
         if answer.facts is not None:
             job = answer.facts
             sight = sight_of(job, started, lambda: self._printed(attempt.ref, job.job_id))

@@ -12,7 +12,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from refiner_core.contract.checks.secrets import given_secrets, is_secret_name
 from refiner_core.contract.config import Resources
@@ -134,9 +136,9 @@ class Profile(Place):
     container: Container = Container()
     python: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    array_min: int = 4
-    array_limit: int = 64
-    array_size: int = 1000
+    array_min: Annotated[int, Field(ge=2)] = 4
+    array_limit: Annotated[int, Field(ge=1)] = 64
+    array_size: Annotated[int, Field(ge=2)] = 1000
     requeue: bool = True
     signal_lead_s: int = 120
 
@@ -231,8 +233,6 @@ def load_profile(name: str | None = None) -> Profile:
 
 
 def _built(values: Mapping[str, Any], path: Path) -> Profile:
-    from pydantic import TypeAdapter, ValidationError
-
     try:
         return TypeAdapter(Profile).validate_python(values)
     except ValidationError as error:
@@ -273,8 +273,5 @@ def _check_values(profile: Profile, path: Path) -> None:
             expected="no secrets in files: a profile is read by others and kept in records",
             fix=f"export {secret} where you call `refiner`; jobs inherit it",
         )
-    for key, least in (("array_min", 2), ("array_limit", 1), ("array_size", 2)):
-        if getattr(profile, key) < least:
-            raise _wrong(key, getattr(profile, key), f"at least {least}", path)
     if profile.container.image and "{image}" not in profile.container.command:
         raise _wrong("container.command", profile.container.command, "text with {image}", path)

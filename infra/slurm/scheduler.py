@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from infra.host.processes import environment, run_program
@@ -233,13 +233,8 @@ class Answer(NamedTuple):
     lost: bool = False
 
 
-@dataclass(frozen=True)
-class Patience:
-    """Patience with a job that nobody knows: it is lost after so many answers, over so many
-    seconds."""
-
-    answers: int = 3
-    seconds: float = 15.0
+#: A job that nobody knows is lost after so many answers, over so many seconds.
+PATIENCE = (3, 15.0)
 
 
 class SchedulerView:
@@ -260,11 +255,11 @@ class SchedulerView:
         commands: RealSlurm,
         poll_s: float = 10.0,
         *,
-        patience: Patience | None = None,
+        patience: tuple[int, float] = PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._commands, self._poll_s, self._clock = commands, poll_s, clock
-        self._patience = patience or Patience()
+        self._patience = patience
         self._live: dict[str, JobFacts] = {}
         self._over: dict[Hashable, JobFacts] = {}
         self._lost: set[Hashable] = set()
@@ -366,8 +361,8 @@ class SchedulerView:
             return
         since, answers = self._missing.get(wanted.key, (self._clock(), 0))
         self._missing[wanted.key] = (since, answers + 1)
-        enough = answers + 1 >= self._patience.answers
-        if enough and self._clock() - since >= self._patience.seconds:
+        enough, seconds = self._patience
+        if answers + 1 >= enough and self._clock() - since >= seconds:
             del self._missing[wanted.key]
             self._lost.add(wanted.key)
 

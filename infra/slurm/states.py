@@ -86,9 +86,19 @@ NEVER: dict[str, str] = {
     "JobHeldUser": "held by a user; `scontrol release` lets it go on",
     "JobHeldAdmin": "held by an administrator, who alone can release it",
 }
-#: Limits of an account or QOS on one job; on all its jobs: what runs at a time, what is used up.
-_ONE_JOB = re.compile(r"(Assoc|QOS)Max(\w+)PerJob(?:Limit)?")
-_GROUP = re.compile(r"(?P<whose>Assoc|QOS)Grp(?P<what>\w*?)(?P<budget>Minutes|Wall)?(?:Limit)?")
+#: Limits of an account or QOS on one job; on all its jobs: what is used up, what runs at a time.
+_LIMITS = (
+    (r"(Assoc|QOS)Max\w+PerJob(Limit)?", "more than is allowed for one job; lower its `resources`"),
+    (
+        r"(Assoc|QOS)Grp\w*(?<!Run)(Minutes|Wall)(Limit)?",
+        "the account or QOS has used up its budget, which no waiting brings back; ask for more",
+    ),
+    (
+        r"(Assoc|QOS)Grp\w*",
+        "the account or QOS has as much as it may at a time; it passes when other jobs of it end, "
+        "and never where this job alone asks for more: then lower its `resources`",
+    ),
+)
 _LAUNCH_HELD = re.compile(r"launch[ _]failed[ _]requeued[ _]held", re.IGNORECASE)
 _LAUNCH_FAILED = re.compile(r"JobLaunchFailure|launch[ _]failed", re.IGNORECASE)
 _NODE_REASON = re.compile(r"NodeDown|NodeFail|SystemFailure|Node_?failure", re.IGNORECASE)
@@ -216,26 +226,9 @@ def waiting_for(job: JobFacts) -> str:
     key = job.reason.split(",")[0]
     if job.rule.running or _LAUNCH_HELD.search(job.reason):
         return key
-    hint = NEVER.get(key) or _group_hint(key)
+    hint = NEVER.get(key) or next((words for p, words in _LIMITS if re.fullmatch(p, key)), "")
     hint = hint or ("" if job.state == "PENDING" else job.rule.words)
     return ": ".join(filter(None, (key, hint)))
-
-
-def _group_hint(reason: str) -> str:
-    """Meaning of a limit of an account or QOS for a job that waits for it."""
-    found = _ONE_JOB.fullmatch(reason) or _GROUP.fullmatch(reason)
-    if found is None:
-        return ""
-    whose = "account" if found[1] == "Assoc" else "QOS"
-    if found.re is _ONE_JOB:
-        what = found[2].replace("WallDuration", "time limit")
-        return f"more than the {whose} allows for one job ({what}); lower its `resources`"
-    if found["budget"] and not found["what"].endswith("Run"):
-        return f"the {whose} has used up its budget, which no waiting brings back; ask for more"
-    return (
-        f"the {whose} has as much as it may at a time; it passes when other jobs of it end, and "
-        "never where this job alone asks for more: then lower its `resources`"
-    )
 
 
 def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:

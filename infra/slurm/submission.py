@@ -85,6 +85,7 @@ class Submission:
     commands: tuple[list[str], ...]
 
 
+@dataclass(frozen=True)
 class Submitter:
     """Submits for one profile.
 
@@ -96,8 +97,8 @@ class Submitter:
         Interpreter in jobs.
     """
 
-    def __init__(self, profile: Profile, python: str) -> None:
-        self.profile, self.python = profile, python
+    profile: Profile
+    python: str
 
     def shape(self, request: JobRequest) -> str:
         """Requests of one shape can share an array."""

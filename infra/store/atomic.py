@@ -26,7 +26,6 @@ import os
 import secrets
 import shutil
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 
 #: Every half-written file or folder of ours starts with this.
 TEMPORARY = ".tmp-"
-LINKS_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+_LINKS_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 _TRIES = 4
 _HALF_WRITTEN_S = 0.05
 _SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
@@ -69,16 +68,16 @@ def temporary_name(target: Path) -> Path:
     return target.with_name(f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def write_bytes(path: Path, data: bytes, *, sync: bool = True) -> None:
+def write_bytes(path: Path, data: bytes, *, sync: bool = True, mode: int = 0o666) -> None:
     """Replace ``path`` by ``data`` in one step; on an error the old file is still there, or the new
     one, if all that failed was to make its name durable.
 
     ``sync=False`` leaves out fsync, for what may be lost in a power cut (heartbeats) or is fsynced
-    later (rollouts).
+    later (rollouts). ``mode`` 0o600: for this user alone.
     """
     temporary = temporary_name(path)
     try:
-        _write_new(temporary, data, sync=sync)
+        _write_new(temporary, data, sync=sync, mode=mode)
         temporary.replace(path)
     except BaseException:
         remove_quietly(temporary)
@@ -97,14 +96,14 @@ def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
     write_bytes(path, _json_bytes(value), sync=sync)
 
 
-def create_bytes(path: Path, data: bytes) -> bool:
+def create_bytes(path: Path, data: bytes, mode: int = 0o666) -> bool:
     """Write ``path`` unless it exists. Of many callers exactly one gets True.
 
     An error means that the file is not there, or is somebody else's.
     """
     temporary = temporary_name(path)
     try:
-        _write_new(temporary, data, sync=True)
+        _write_new(temporary, data, mode=mode)
         try:
             os.link(temporary, path)
             won = True
@@ -113,9 +112,9 @@ def create_bytes(path: Path, data: bytes) -> bool:
             # file it is tells that for sure; a count of links may be one that the client remembers.
             won = again(temporary.samefile, path)
         except OSError as error:
-            if error.errno not in LINKS_UNSUPPORTED:
+            if error.errno not in _LINKS_UNSUPPORTED:
                 raise
-            won = _create_by_open(path, data)
+            won = _create_by_open(path, data, mode)
     finally:
         remove_quietly(temporary)
     if won:
@@ -215,31 +214,22 @@ def remove_quietly(path: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Delete a folder with all that is in it, or a file or link; what resists is only logged."""
-    try:
-        is_tree = stat.S_ISDIR(again(os.lstat, path).st_mode)
-    except OSError:
-        is_tree = False
-    if not is_tree:
-        remove_quietly(path)
-        return
-
-    def complain(_function: Any, name: str, error: BaseException) -> None:
-        if not isinstance(error, FileNotFoundError):
-            log.warning("could not remove %s: %s", name, error)
-
-    if sys.version_info >= (3, 12):
-        shutil.rmtree(path, onexc=complain)
-    else:
-        shutil.rmtree(path, onerror=lambda function, name, e: complain(function, name, e[1]))
+    with contextlib.suppress(OSError):
+        if stat.S_ISDIR(again(os.lstat, path).st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+            if os.path.lexists(path):
+                log.warning("could not remove all of %s", path)
+            return
+    remove_quietly(path)
 
 
 def _json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def _write_new(path: Path, data: bytes, *, sync: bool) -> None:
+def _write_new(path: Path, data: bytes, *, sync: bool = True, mode: int) -> None:
     # 0o666 and not mkstemp's 0o600: the umask decides whether a group shares the workspace.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
         file.flush()
@@ -247,10 +237,10 @@ def _write_new(path: Path, data: bytes, *, sync: bool) -> None:
             os.fsync(file.fileno())
 
 
-def _create_by_open(path: Path, data: bytes) -> bool:
+def _create_by_open(path: Path, data: bytes, mode: int) -> bool:
     """For file systems without hard links: exclusive, but a reader may see it half-written."""
     try:
-        _write_new(path, data, sync=True)
+        _write_new(path, data, mode=mode)
     except FileExistsError:
         return False
     except BaseException:

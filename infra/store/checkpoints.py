@@ -34,7 +34,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,11 +41,11 @@ from infra.host.files import again, exists, files_within, make_folder, names_in,
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.layout import Layout, StagePaths
+from infra.store.records import now_text
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import OutputFile, to_json
-from refiner_core.contract.types import SavedCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -227,12 +226,12 @@ class CheckpointStore:
     def _commit(self, step: int, temporary: Path, target: Path, began: float) -> None:
         atomic.sync_tree(temporary)
         self._before_commit()
-        found = files_within(temporary)
-        files = {p.relative_to(temporary).as_posix(): s.st_size for p, s in found.items()}
+        hashed = hash_files(temporary)
+        files = {file.path: file.bytes for file in hashed}
         cost = {"seconds": round(time.monotonic() - began, 3), "bytes": sum(files.values())}
         if self._elapsed is not None:
             cost["elapsed_s"] = round(self._elapsed(), 3)
-        hashes = {name: hash_of(temporary / name) for name in files}
+        hashes = {file.path: file.sha256 for file in hashed}
         marker = {"step": step, "attempt": self.attempt, "files": files, "sha256": hashes, **cost}
         atomic.write_json(temporary / MARKER, marker)
         self._fence()
@@ -316,10 +315,8 @@ def _whole(folder: Path, complain: Callable[[str], Any]) -> Complete | None:
             complain(f"checkpoint {folder} has no marker and is ignored: it {why}")
             return None
         for name, size in marker["files"].items():
-            status = status_of(folder / name)
-            found = None if status is None else status.st_size
-            if found != size:
-                complain(f"checkpoint {folder} is ignored: {name} has {found} bytes, not {size}")
+            if damage := size_damage(folder / name, size):
+                complain(f"checkpoint {folder} is ignored: {damage}")
                 return None
         found_here = Complete(int(marker["step"]), int(marker["attempt"]), folder)
         if _NAME.fullmatch(folder.name) and folder.name != step_name(found_here.step):
@@ -388,6 +385,23 @@ def hash_of(path: Path) -> str:
     return again(read)
 
 
+def hash_files(folder: Path) -> tuple[OutputFile, ...]:
+    """Every file below ``folder`` with size and SHA-256, sorted by path; each is read once."""
+    found = []
+    for path, status in files_within(folder).items():
+        name = path.relative_to(folder).as_posix()
+        found.append(OutputFile(name, status.st_size, hash_of(path)))
+    return tuple(found)
+
+
+def size_damage(path: Path, size: int) -> str | None:
+    """Say that a file is not there, or not as long as it was; None if it is."""
+    found = status_of(path)
+    if found is None:
+        return f"{path} is gone"
+    return None if found.st_size == size else f"{path} has {found.st_size} bytes instead of {size}"
+
+
 def _state_of(folder: Path) -> object:
     """Differs once a file below ``folder`` has been written."""
     found = files_within(folder)
@@ -397,11 +411,6 @@ def _state_of(folder: Path) -> object:
 def tree_bytes(folder: Path) -> int:
     """Bytes in the files below ``folder``."""
     return sum(status.st_size for status in files_within(folder).values())
-
-
-def saved(checkpoint: Complete) -> SavedCheckpoint:
-    """As the science sees it."""
-    return SavedCheckpoint(checkpoint.step, checkpoint.path)
 
 
 _HOLD_NAME = re.compile(r"step-(\d+)-.+\.json")
@@ -461,7 +470,7 @@ def pin(layout: Layout, stage_id: str) -> bool:
     """Keep all of a stage's files; False if it was pinned before."""
     folder = layout.disk / "pins"
     folder.mkdir(parents=True, exist_ok=True)
-    return atomic.create_json(folder / f"{stage_id}.json", {"stage_id": stage_id, "at": _now()})
+    return atomic.create_json(folder / f"{stage_id}.json", {"stage_id": stage_id, "at": now_text()})
 
 
 def unpin(layout: Layout, stage_id: str) -> bool:
@@ -485,7 +494,7 @@ def write_reclaimed(
     """Note that output files are about to be deleted on purpose, why, where their copy lies, and
     the command that brings them back."""
     said = {"why": why, "copy": copy, "way_back": way_back, "files": to_json(list(files))}
-    atomic.write_json(stage.control / RECLAIMED, {"version": 1, "at": _now(), **said})
+    atomic.write_json(stage.control / RECLAIMED, {"version": 1, "at": now_text(), **said})
 
 
 def read_reclaimed(stage: StagePaths) -> Mapping[str, Any] | None:
@@ -509,7 +518,3 @@ def reclaimed_text(stage: StagePaths) -> str | None:
     text = f"it was reclaimed on {day} ({value['why']}); its copy is {value['copy']}"
     way_back = value.get("way_back")  # notes of older versions have none
     return f"{text}; to bring it back: `{way_back}`" if way_back else text
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

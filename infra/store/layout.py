@@ -63,13 +63,18 @@ from infra.host.files import names_in
 _ATTEMPT = re.compile(r"\d{4,}")
 
 #: No run's id begins so.
-_SWEEP_CALL = "sweep:"
+_SWEEP_CALL, _NIGHT_CALL = "sweep:", "night:"
 
 
 def sweep_call(name: str) -> str:
     """Name of the work on a sweep where runs are called by their id: orchestrator, turns,
     wishes to end and events are kept in the same way."""
     return f"{_SWEEP_CALL}{name}"
+
+
+def night_call(name: str, night: str) -> str:
+    """Name of the work on one night of a nightly evaluation."""
+    return f"{_NIGHT_CALL}{name}/nights/{night}"
 
 
 def is_sweep(call: str) -> bool:
@@ -84,7 +89,7 @@ def call_title(call: str) -> str:
     return f"run {call}"
 
 
-class Below:
+class _Below:
     """A path with a fixed name below one of its owner's folders."""
 
     def __init__(self, folder: str, name: str) -> None:
@@ -104,35 +109,35 @@ class AttemptPaths:
 
     #: The :class:`Attempt` as it was claimed, the whole recipe configuration of the call that
     #: claimed it, and its inputs (role -> stage id).
-    intent = Below("control", "intent.json")
+    intent = _Below("control", "intent.json")
     #: The job's id, and for local jobs its process.
-    job = Below("control", "job.json")
+    job = _Below("control", "job.json")
     #: The token that lets the attempt run: by the worker, or by who gave the attempt up.
-    started = Below("control", "started.json")
+    started = _Below("control", "started.json")
     #: Counter, progress and times, replaced every few seconds.
-    heartbeat = Below("control", "heartbeat.json")
+    heartbeat = _Below("control", "heartbeat.json")
     #: Somebody wants it to save and end, and why.
-    stop = Below("control", "stop.json")
+    stop = _Below("control", "stop.json")
     #: Where a server answers, once it does.
-    endpoint = Below("control", "endpoint.json")
+    endpoint = _Below("control", "endpoint.json")
     #: There while its worker has room to write: deleting it works on a full disk, too.
-    room = Below("control", "room")
+    room = _Below("control", "room")
     #: How it ended.
-    outcome = Below("control", "outcome.json")
+    outcome = _Below("control", "outcome.json")
     #: Everything that the worker printed.
-    log = Below("control", "log.txt")
+    log = _Below("control", "log.txt")
     #: What a local worker prints beside its log.
-    printed = Below("control", "printed.log")
+    printed = _Below("control", "printed.log")
     #: submitit's folder.
-    submitit = Below("control", "submitit")
+    submitit = _Below("control", "submitit")
     #: The tracker's files.
-    tracker = Below("data", "tracking")
+    tracker = _Below("data", "tracking")
     #: One JSON line per logged step.
-    metrics = Below("data", "metrics.jsonl")
+    metrics = _Below("data", "metrics.jsonl")
     #: One Parquet file per step.
-    rollouts = Below("data", "rollouts")
+    rollouts = _Below("data", "rollouts")
     #: What the stage makes for other stages.
-    output = Below("data", "output")
+    output = _Below("data", "output")
 
 
 @dataclass(frozen=True)
@@ -143,15 +148,15 @@ class StagePaths:
     data: Path
 
     #: What the stage is.
-    spec = Below("control", "spec.json")
+    spec = _Below("control", "spec.json")
     #: Present exactly when the stage is done.
-    result = Below("control", "result.json")
+    result = _Below("control", "result.json")
     #: One folder per attempt.
-    attempts = Below("control", "attempts")
+    attempts = _Below("control", "attempts")
     #: Resume checkpoints, shared by all attempts.
-    checkpoints = Below("data", "checkpoints")
+    checkpoints = _Below("data", "checkpoints")
     #: One file per stage that waits for a checkpoint of this one.
-    holds = Below("control", "holds")
+    holds = _Below("control", "holds")
 
     def attempt(self, number: int) -> AttemptPaths:
         """The files of one attempt, counted from 1."""
@@ -170,21 +175,21 @@ class RunPaths:
     folder: Path
 
     #: The :class:`RunRecord`.
-    record = Below("folder", "run.json")
+    record = _Below("folder", "run.json")
     #: What happened, one JSON line each.
-    events = Below("folder", "events.jsonl")
+    events = _Below("folder", "events.jsonl")
     #: Which process works on it, with what output, and how it ended.
-    orchestrator = Below("folder", "orchestrator.json")
+    orchestrator = _Below("folder", "orchestrator.json")
     #: What the process that works on it in the background prints.
-    log = Below("folder", "orchestrator.log")
+    log = _Below("folder", "orchestrator.log")
     #: submitit's folder of an orchestrator that is a job itself.
-    job_folder = Below("folder", "submitit")
+    job_folder = _Below("folder", "submitit")
     #: One file for each process that has taken it up, created exclusively.
-    turns = Below("folder", "turns")
+    turns = _Below("folder", "turns")
     #: One file for each time that somebody wanted it, or stages of it, to end.
-    cancel = Below("folder", "cancel")
+    cancel = _Below("folder", "cancel")
     #: Uncommitted changes of the code, where it came from a checkout.
-    diff = Below("folder", "dirty.diff")
+    diff = _Below("folder", "dirty.diff")
 
 
 @dataclass(frozen=True)
@@ -195,37 +200,37 @@ class Layout:
     data: Path
 
     #: Says that this is a workspace, and of which format.
-    format_file = Below("control", "workspace.json")
+    format_file = _Below("control", "workspace.json")
     #: Says whose data lie in a data root of its own.
-    data_mark = Below("data", "refiner-data.json")
+    data_mark = _Below("data", "refiner-data.json")
     #: One folder per stage.
-    stages = Below("control", "stages")
+    stages = _Below("control", "stages")
     #: One folder per call.
-    runs = Below("control", "runs")
+    runs = _Below("control", "runs")
     #: One folder per code snapshot.
-    code = Below("control", "code")
+    code = _Below("control", "code")
     #: submitit's folders of arrays, one each.
-    batches = Below("control", "batches")
+    batches = _Below("control", "batches")
     #: Reservations and pins.
-    disk = Below("control", "disk")
+    disk = _Below("control", "disk")
     #: Folder target of publishing.
-    published = Below("data", "published")
+    published = _Below("data", "published")
     #: One folder per question that `refiner rescore` was asked.
-    rescores = Below("data", "rescores")
+    rescores = _Below("data", "rescores")
     #: One folder per judge and material that `refiner judge report` has measured.
-    judge_reports = Below("data", "judge-reports")
+    judge_reports = _Below("data", "judge-reports")
     #: The store of judgements.
-    judgements = Below("data", "judgements")
+    judgements = _Below("data", "judgements")
     #: One folder per sweep, by its name.
-    sweeps = Below("control", "sweeps")
+    sweeps = _Below("control", "sweeps")
     #: One folder per report of a sweep.
-    reports = Below("data", "reports")
+    reports = _Below("data", "reports")
     #: One folder per nightly evaluation.
-    nightly = Below("control", "nightly")
+    nightly = _Below("control", "nightly")
     #: Workspaces of proofs in progress.
-    proof_scratch = Below("data", "proofs/scratch")
+    proof_scratch = _Below("data", "proofs/scratch")
     #: One folder per server that is shared.
-    services = Below("control", "services")
+    services = _Below("control", "services")
 
     def proof(self, stage_id: str) -> Path:
         """The newest proof that a stage resumes exactly."""
@@ -251,4 +256,6 @@ class Layout:
         """The files of one call; of a sweep, that is worked on like one, by :func:`sweep_call`."""
         if is_sweep(run_id):
             return RunPaths(self.sweeps / run_id.removeprefix(_SWEEP_CALL))
+        if run_id.startswith(_NIGHT_CALL):
+            return RunPaths(self.nightly / run_id.removeprefix(_NIGHT_CALL))
         return RunPaths(self.runs / run_id)

@@ -17,15 +17,15 @@ still runs, can never count double.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from infra.host.processes import ProcessId
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
-from infra.store.orchestrators import Orchestrator, standing_of
+from infra.store.layout import night_call
+from infra.store.orchestrators import Orchestrator, orchestrator_of, take_turn
 from infra.store.records import RecordFiles, now_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import WorkspaceError
@@ -39,7 +39,7 @@ class NightlyRecords(RecordFiles):
 
     def __init__(self, workspace: Workspace, name: str) -> None:
         super().__init__(workspace.layout)
-        self.name = name
+        self._workspace, self.name = workspace, name
         self.folder = workspace.layout.nightly / name
 
     # ------------------------------------------------------------ the file
@@ -65,20 +65,13 @@ class NightlyRecords(RecordFiles):
 
     def worker_of(self, night: str) -> Orchestrator:
         """Process that has taken a night up last."""
-        found = _sorted(self._night(night) / "turns", "[0-9]*.json")
-        if not found:
-            return Orchestrator("none")
-        turn = self.read_control(found[-1]) or {}
-        process = ProcessId.parse(str(turn["process"]))
-        standing = "ended" if found[-1].with_suffix(".left").exists() else standing_of(process)
-        job = str(turn.get("job", ""))
-        return Orchestrator(standing, int(found[-1].stem), process.pid, process.host, job)
+        who = orchestrator_of(self._workspace, night_call(self.name, night))
+        has_left = (self._night(night) / "turns" / f"{who.turn:04d}.left").exists()
+        return replace(who, standing="ended") if has_left else who
 
     def take_night(self, night: str, after: int) -> bool:
         """Take a night up, as the one after turn ``after``; False if somebody was faster."""
-        job = os.environ.get("SLURM_JOB_ID", "")
-        mine = {"process": str(ProcessId.of()), "job": job, "at": now_text()}
-        return self._create(self._night(night) / "turns" / f"{after + 1:04d}.json", mine)
+        return take_turn(self._workspace, night_call(self.name, night), after)
 
     def leave_night(self, night: str, turn: int) -> None:
         """Say that nobody works on it any more, complete or not."""
@@ -189,11 +182,6 @@ class NightlyRecords(RecordFiles):
 
     def _create(self, path: Path, value: Mapping[str, Any]) -> bool:
         return self.create(path, value, "recording a nightly evaluation")
-
-
-def nightly_names(workspace: Workspace) -> list[str]:
-    """Names of the nightly evaluations that a workspace remembers."""
-    return [p.name for p in _sorted(workspace.layout.nightly, "[!.]*")]
 
 
 def _sorted(folder: Path, pattern: str) -> Sequence[Path]:

@@ -120,9 +120,15 @@ def take_up(workspace: Workspace, run_id: str, *, regardless: bool = False) -> N
     """
     job = os.environ.get("SLURM_JOB_ID", "")
     before = require_idle(workspace, run_id, regardless=regardless, job=job)
-    mine = {"process": str(ProcessId.of()), "job": job, "at": now_text()}
-    if not workspace.take_turn(run_id, before.turn, mine):
+    if not take_turn(workspace, run_id, before.turn):
         raise busy_error(run_id, orchestrator_of(workspace, run_id))
+
+
+def take_turn(workspace: Workspace, run_id: str, after: int) -> bool:
+    """Take a call up as the one after turn ``after``; False if somebody was faster."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    mine = {"process": str(ProcessId.of()), "job": job, "at": now_text()}
+    return workspace.take_turn(run_id, after, mine)
 
 
 def require_idle(

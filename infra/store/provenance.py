@@ -12,7 +12,7 @@ What was found of a stage (proofs) and of a machine (certificates), the newest o
 
     proofs/<stage id>/proof.json          by `refiner prove-resume`, last
     proofs/scratch/<id>/                  workspaces of a proof in progress, or of one that diverged
-                        owner.json        the process that works on it
+                        owner.json        the process that works on it; gone where it is kept
     certificates/<node>.json              by `refiner certify`
 
 ``scratch`` lies with the data. One writer per file; a second proof of a stage, or certificate of a
@@ -65,15 +65,9 @@ _CACHE = "__pycache__"
 _LEFT_OUT_SUFFIXES = (".pyc", ".pyo", ".so", ".swp")
 
 
-class CodeSnapshot(NamedTuple):
-    """A pinned copy: its id goes into the run's record, its path in front of a job's imports."""
-
-    id: str
-    path: Path
-
-
-def snapshot_code(workspace: Workspace, packages: Sequence[str] = PACKAGES) -> CodeSnapshot:
-    """Copy the packages into the workspace, unless the very same code is there already.
+def snapshot_code(workspace: Workspace, packages: Sequence[str] = PACKAGES) -> Path:
+    """Copy the packages into the workspace, unless the very same code is there already: a folder,
+    whose name goes into the run's record, and its path in front of a job's imports.
 
     Raises
     ------
@@ -84,13 +78,12 @@ def snapshot_code(workspace: Workspace, packages: Sequence[str] = PACKAGES) -> C
     """
     files = dict(_source_files(packages))
     contents = {name: again(path.read_bytes) for name, path in files.items()}
-    digest = _digest(contents)
-    target = workspace.layout.code / digest
+    target = workspace.layout.code / _digest(contents)
     if not exists(target):
         with no_space_guard(workspace.root, "pinning the code"):
             _write(target, contents)
     check_snapshot(workspace, target)
-    return CodeSnapshot(digest, target)
+    return target
 
 
 def require_snapshot(workspace: Workspace, code: str) -> None:
@@ -104,7 +97,7 @@ def require_snapshot(workspace: Workspace, code: str) -> None:
     target = workspace.layout.code / code
     if exists(target):
         check_snapshot(workspace, target)
-    elif snapshot_code(workspace).id != code:
+    elif snapshot_code(workspace) != target:
         raise _gone(target)
 
 
@@ -233,7 +226,7 @@ _SNAPSHOT = re.compile(r"[0-9a-f]{16}")  # a worker's packages lie in code/<dige
 DIFF_LIMIT_BYTES = 1 << 20
 
 
-class Checkout(NamedTuple):
+class _Checkout(NamedTuple):
     """The git state of the code: ``diff`` is the text of what is not committed.
 
     ``dirty`` is None where git did not say in time.
@@ -244,7 +237,7 @@ class Checkout(NamedTuple):
     diff: str
 
 
-def run_provenance(command: Sequence[str], code: str, checkout: Checkout) -> dict[str, Any]:
+def run_provenance(command: Sequence[str], code: str, checkout: _Checkout) -> dict[str, Any]:
     """For a run record. Save ``checkout.diff`` beside it with :func:`limited_diff`."""
     diff = checkout.diff.encode()
     return {
@@ -299,7 +292,7 @@ def host() -> dict[str, Any]:
     }
 
 
-def checkout_of(file: Path | None = None) -> Checkout:
+def checkout_of(file: Path | None = None) -> _Checkout:
     """The git state of the checkout that ``file`` (default: this module) is part of.
 
     A repository that the code merely lies in, as in somebody's own with a `.venv`, is none. Modules
@@ -309,12 +302,12 @@ def checkout_of(file: Path | None = None) -> Checkout:
     known = _git(file.parent, "ls-files", "--error-unmatch", "--", file.name)
     commit = None if known is None else _git(file.parent, "rev-parse", "HEAD")
     if commit is None:
-        return Checkout(None, False, "")
+        return _Checkout(None, False, "")
     packages = [str(file.parents[2] / name) for name in PACKAGES]
     diff = _git(file.parent, "diff", "HEAD")
     new = _git(file.parent, "ls-files", "--others", "--exclude-standard", "--", *packages)
     dirty = None if diff is None or new is None else bool(diff.strip() or new.strip())
-    return Checkout(commit.strip(), dirty, diff or "")
+    return _Checkout(commit.strip(), dirty, diff or "")
 
 
 def limited_diff(diff: str, limit: int = DIFF_LIMIT_BYTES) -> str:
@@ -372,7 +365,7 @@ def _values(path: Path, key: str) -> Iterator[str]:
             yield line.partition(":")[2].strip()
 
 
-_OWNER, _KEPT = "owner.json", "kept.json"
+_OWNER = "owner.json"
 
 
 def write_proof(workspace: Workspace, proof: ResumeProof) -> None:
@@ -415,16 +408,14 @@ def new_scratch(workspace: Workspace, name: str) -> Path:
 
 def keep_scratch(scratch: Path) -> None:
     """Let it stay for somebody to look into, until they delete it."""
-    atomic.write_json(scratch / _KEPT, {"why": "kept by `refiner prove-resume`"})
+    (scratch / _OWNER).unlink()
 
 
 def _remove_abandoned(folder: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         owner = atomic.read_json(path / _OWNER)
-        if owner is None or (path / _KEPT).exists():
-            continue
-        process = ProcessId.parse(str(owner["process"]))
-        if process.here and not process.alive:
+        process = ProcessId.parse(str(owner["process"])) if owner else None
+        if process is not None and process.here and not process.alive:
             atomic.remove_tree(path)
 
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.host.files import again, exists, is_folder, make_folder, names_in, opens, status_of
+from infra.host.files import again, exists, is_folder, make_folder, names_in, opens
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
-from infra.store.checkpoints import MARKER, hash_of, reclaimed_text
+from infra.store.checkpoints import MARKER, hash_of, reclaimed_text, size_damage
 from infra.store.layout import Layout
 from infra.store.records import DAMAGED_FILE, RecordFiles, now_text
 from refiner_core.contract.config import RecipeConfig
@@ -42,8 +42,6 @@ from refiner_core.contract.records import (
 #: The file in every publication that says what it consists of and what its card was made from.
 EVIDENCE = "refiner.json"
 CARD = "README.md"
-#: The manifest of publications that are older than the evidence file.
-OLD_MANIFEST = ".refiner.json"
 KIND = "refiner publication"
 _PAPERS = (CARD, EVIDENCE)
 
@@ -55,13 +53,13 @@ class Lying:
     Attributes
     ----------
     step, fingerprint
-        Of its weights; None for one that says neither (older than the evidence file).
+        Of its weights.
     files
         Without the card and the evidence file, which change when evaluations come in.
     """
 
-    step: int | None
-    fingerprint: str | None
+    step: int
+    fingerprint: str
     files: tuple[OutputFile, ...]
 
     @property
@@ -83,14 +81,10 @@ def read_evidence(text: str | bytes | None) -> Lying | None:
 
 
 def lying_at(place: Path) -> Lying | None:
-    """Publication at a place, if it is ours; also what older versions have put there."""
+    """Publication at a place, if it is ours."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return read_evidence(again((place / EVIDENCE).read_bytes))
-    old: dict[str, Any] | None = atomic.read_json(place / OLD_MANIFEST)
-    if old is None:
-        return None
-    found = (from_json(OutputFile, f) for f in old["files"])
-    return Lying(None, None, tuple(f for f in found if f.path not in _PAPERS))
+    return None
 
 
 def target_damage(report: Mapping[str, Any]) -> str | None:
@@ -122,14 +116,6 @@ def target_damage(report: Mapping[str, Any]) -> str | None:
         if there.get(name) != digest:
             return f"{target / name} has been replaced by another publication"
     return next(filter(None, (size_damage(target / f["path"], f["bytes"]) for f in weights)), None)
-
-
-def size_damage(path: Path, size: int) -> str | None:
-    """Say that a file is not there, or not as long as it was; None if it is."""
-    found = status_of(path)
-    if found is None:
-        return f"{path} is gone"
-    return None if found.st_size == size else f"{path} has {found.st_size} bytes instead of {size}"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 In: :class:`SweepRecord` values and ids of runs. Out: the same, read from any shell.
 
     sweeps/<name>/versions/0001.json      one for each time it became something else; exclusive
-                  pinned/ diffs/          code that runs were begun with, and where it came from
+                  pinned/                 code that runs were begun with, and where it came from
                   use.json                what done stages have used, by the orchestrator
                   runs/<trial>.json       the run that works on a trial now, by the orchestrator
                   orchestrator.json       the process that works on the sweep, by itself
@@ -57,12 +57,6 @@ def read_sweep(workspace: Workspace, name: str, number: int | None = None) -> Sw
             expected=f"one of: {', '.join(known) or '(there are none)'}",
             fix="name one of these, or another `workspace=DIR`",
         )
-    if number is not None and number not in versions:
-        raise ConfigurationError(
-            f"Sweep {name} has no version {number}.",
-            expected=f"one of: {', '.join(map(str, versions))}",
-            fix="name one of these",
-        )
     return _version(workspace, name, number or versions[-1])
 
 
@@ -93,7 +87,7 @@ def _version(workspace: Workspace, name: str, number: int) -> SweepRecord:
     record = workspace.load(SweepRecord, path)
     if record is None:
         raise WorkspaceError(
-            f"Version {number} of sweep {name} is gone: there is no {path}",
+            f"There is no version {number} of sweep {name}: no {path}",
             expected="all versions that the sweep's folder names",
             fix="restore the file, or launch the sweep anew: `refiner sweep SWEEP`",
         )

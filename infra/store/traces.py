@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from infra.host.files import again, names_in
 from refiner_core.contract.errors import WorkspaceError
+from refiner_core.contract.records import to_json
 
 _JSON_COLUMNS = b"refiner.json_columns"
 
@@ -75,7 +76,7 @@ def encode_rollouts(rows: Sequence[Mapping[str, Any]]) -> bytes:
     names = list(dict.fromkeys(name for row in rows for name in row))
     arrays, as_json = [], []
     for name in names:
-        values = [_plain(row.get(name)) for row in rows]
+        values = [to_json(row.get(name)) for row in rows]
         try:
             if any(_holds_mapping(v) for v in values):
                 raise pa.ArrowInvalid("mapping")
@@ -104,15 +105,6 @@ def read_rollouts(path: Path, leave_out: Collection[str] = ()) -> list[dict[str,
             if name in row:
                 row[name] = None if row[name] is None else json.loads(row[name])
     return rows
-
-
-def _plain(value: Any) -> Any:
-    """Mappings and sequences of the standard kinds, which JSON and Arrow both know."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value
 
 
 def _holds_mapping(value: Any) -> bool:

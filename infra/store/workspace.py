@@ -13,9 +13,7 @@ folder says of itself is written by whoever made it.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import os
 import secrets
 import stat
@@ -253,7 +251,7 @@ class Workspace(StageRecords, RunRecords):
         """Tell whether the data root is there, and holds what belongs to this workspace."""
         if "id" not in found:
             return
-        mark = self._read_mark(found)
+        mark = self.read_control(self.layout.data_mark)
         if mark is None and self.stage_ids():
             raise WorkspaceError(
                 f"{self.layout.data}, where {self.root} keeps its data, is not there or empty",
@@ -268,7 +266,7 @@ class Workspace(StageRecords, RunRecords):
         self._refuse_foreign_data(found)
 
     def _refuse_foreign_data(self, found: dict[str, Any]) -> None:
-        mark = self._read_mark(found)
+        mark = self.read_control(self.layout.data_mark)
         if mark is None or mark.get("id") == found.get("id"):
             return
         if "id" not in found and exists(self.layout.format_file):
@@ -277,21 +275,6 @@ class Workspace(StageRecords, RunRecords):
             f"{self.layout.data} holds the data of another workspace, {mark.get('workspace')}.",
             expected="a data root of its own for each workspace",
             fix="name another `data_root=`",
-        )
-
-    def _read_mark(self, found: dict[str, Any]) -> dict[str, Any] | None:
-        """Owner of the data in the data root; None if nothing says so."""
-        path = self.layout.data_mark
-        value = {"id": found.get("id"), "workspace": str(self.root)}
-        mark: dict[str, Any] | None = None
-        with contextlib.suppress(ValueError):
-            mark = atomic.read_json(path)
-            if mark is None or (isinstance(mark, dict) and mark.keys() >= value.keys()):
-                return mark
-        raise WorkspaceError(
-            f"{path}, which says whose data lie there, is damaged",
-            expected=f"{json.dumps(value)}, if they are this workspace's",
-            fix="write that into it, or name another folder with `workspace=DIR`",
         )
 
     def _open_error(self, error: OSError) -> OSError:

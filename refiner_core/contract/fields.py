@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.errors import suggest as suggest
+from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import STRICT, FieldInfo, is_section, unchecked, walk
 
 
@@ -70,6 +71,42 @@ def _replace(node: Any, parts: Sequence[str], value: Any) -> Any:
     head, *rest = parts
     new = _replace(getattr(node, head), rest, value) if rest else value
     return unchecked(type(node), {**vars(node), head: new})
+
+
+def refuse_fields(
+    config: RecipeConfig, wrong: object, paths: str, expected: str, fix: str = ""
+) -> None:
+    """Refuse values that cannot be meant, or not together.
+
+    Parameters
+    ----------
+    wrong
+        Nothing is done where this is not true.
+    paths
+        Dotted fields, with spaces between them: the message has their values.
+    expected, fix
+        As of :class:`~refiner_core.contract.errors.RefinerError`.
+
+    Raises
+    ------
+    ConfigurationError
+        It is wrong.
+    """
+    if not wrong:
+        return
+    *others, last = (f"`{p}` is {_shown(get_field(config, p))}" for p in paths.split())
+    raise ConfigurationError(
+        f"{', '.join(others)}{' and ' if others else ''}{last}.",
+        expected=expected,
+        fix=fix or f"change {'one of these' if others else paths}",
+    )
+
+
+def _shown(value: Any) -> str:
+    """A value as an override has it, shortened."""
+    text = str(list(value)) if isinstance(value, tuple) else repr(value)
+    words = {"None": "null", "True": "true", "False": "false"}
+    return words.get(text, text if len(text) <= 80 else f"{text[:80]}…")
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,23 +69,10 @@ def stage_fingerprint(
     identity: Mapping[str, Any],
     sources: Mapping[str, str],
     inputs: Mapping[str, str],
-    *,
-    text: str = "",
 ) -> str:
-    """The fingerprint of a stage: 64 hex digits. People and paths use the first 12.
-
-    ``text`` is the canonical JSON of ``identity`` where somebody has it already: it is most of what
-    is hashed, and the same in thousands of stages.
-    """
-    parts = {  # in the order of canonical JSON
-        "identity": text or canonical_json(dict(identity)),
-        "inputs": canonical_json(dict(inputs)),
-        "kind": f'"{kind}"',
-        "sources": canonical_json(dict(sources)),
-        "version": str(version),
-    }
-    whole = ",".join(f'"{name}":{part}' for name, part in parts.items())
-    return hashlib.sha256(f"{{{whole}}}".encode()).hexdigest()
+    """The fingerprint of a stage: 64 hex digits. People and paths use the first 12."""
+    parts = {"identity": dict(identity), "inputs": dict(inputs), "sources": dict(sources)}
+    return digest({**parts, "kind": kind, "version": version})
 
 
 def derive_seed(*parts: int | str) -> int:

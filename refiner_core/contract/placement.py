@@ -4,7 +4,7 @@ In: a recipe's configuration and a training stage. Out: a :class:`Placement`, th
 launches processes, starts servers, checks a plan or forecasts memory; and with a model's shape a
 :class:`MemoryNeed`, by process, part by part.
 
-torchrun starts equally many processes on every node. All rollout servers are on the first one: they
+Equally many processes run on every node. All rollout servers are on the first one: they
 listen on loopback and take weights through its memory, and rank 0, which is there, is the only one
 that talks to them. What they take of its GPUs is therefore left idle on further nodes, which is
 said when a plan is made. Processes take the first GPUs of a node and servers the last; with
@@ -18,12 +18,14 @@ and a process takes what Python and torch take. Measured peaks stand in a stage'
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from refiner_core.contract.config import GrpoConfig, RecipeConfig, SftConfig
-from refiner_core.contract.errors import ConfigurationError, UnsupportedError
+from refiner_core.contract.errors import UnsupportedError
+from refiner_core.contract.fields import refuse_fields
 from refiner_core.contract.kinds import TRAINED_HERE
 
 #: Stages that move weights, in the order in which a recipe has them.
@@ -102,15 +104,28 @@ def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
     ConfigurationError
         They do not fit on a node; says the numbers and the fields.
     """
-    section = section_of(config, stage)
+    refuse = functools.partial(refuse_fields, config)
+    section, width = section_of(config, stage), config.grpo.vllm_tensor_parallel_size
     gpus, nodes, wanted = section.resources.gpus, section.resources.nodes, section.nproc_per_node
-    servers, width = _servers(config, stage), config.grpo.vllm_tensor_parallel_size
-    taken, shared = servers * width if gpus else 0, config.grpo.rollout_server.colocate
-    if taken > gpus or (taken and taken == gpus and not shared):
-        raise _servers_do_not_fit(gpus, servers, width, shared)
+    vllm = stage == "grpo" and config.grpo.generation_backend == "vllm"
+    servers, shared = config.grpo.vllm_num_engines * vllm, config.grpo.rollout_server.colocate
+    taken = servers * width if gpus else 0
+    refuse(
+        vllm and (taken >= gpus + shared if gpus else width > 1),
+        "grpo.vllm_num_engines grpo.vllm_tensor_parallel_size grpo.resources.gpus "
+        "grpo.rollout_server.colocate",
+        "servers x GPUs each < GPUs of a node, so that one is left to train on, or <= with "
+        "colocate; without GPUs, one process per server",
+        "lower grpo.vllm_num_engines or grpo.vllm_tensor_parallel_size, raise grpo.resources.gpus, "
+        "or set grpo.rollout_server.colocate=true, which lets both share GPUs",
+    )
     free = gpus if shared else gpus - taken
-    if gpus and wanted is not None and wanted > free:
-        raise _processes_do_not_fit(stage, wanted, gpus, gpus - free)
+    refuse(
+        gpus and wanted is not None and wanted > free,
+        f"{stage}.nproc_per_node {stage}.resources.gpus",
+        f"at most {free} processes a node: each needs a GPU that no rollout server takes",
+        f"set {stage}.nproc_per_node={free}, or raise {stage}.resources.gpus",
+    )
     processes = wanted if wanted is not None else max(1, free)
     first = 0 if shared else gpus - taken
     trainer_gpus = tuple(range(processes)) if gpus else ()
@@ -134,55 +149,16 @@ def sampling_servers(config: RecipeConfig) -> tuple[tuple[int, ...], ...]:
         Not one server fits.
     """
     gpus, width = config.sample.resources.gpus, config.grpo.vllm_tensor_parallel_size
-    if gpus < width and not (gpus == 0 and width == 1):
-        raise ConfigurationError(
-            f"A rollout server is to have {width} GPUs (grpo.vllm_tensor_parallel_size), and "
-            f"attempts are sampled on {gpus} (sample.resources.gpus).",
-            expected=f"sample.resources.gpus >= {width}",
-            fix=f"set sample.resources.gpus={width}, or grpo.vllm_tensor_parallel_size=1",
-        )
+    refuse_fields(
+        config,
+        gpus < width and not (gpus == 0 and width == 1),
+        "sample.resources.gpus grpo.vllm_tensor_parallel_size",
+        f"sample.resources.gpus >= {width}, for one rollout server",
+        f"set sample.resources.gpus={width}, or grpo.vllm_tensor_parallel_size=1",
+    )
     if not gpus:
         return ((),) * config.grpo.vllm_num_engines
     return tuple(tuple(range(i * width, (i + 1) * width)) for i in range(gpus // width))
-
-
-def _servers(config: RecipeConfig, stage: TrainingStage) -> int:
-    if stage != "grpo" or config.grpo.generation_backend != "vllm":
-        return 0
-    if config.grpo.resources.gpus == 0 and config.grpo.vllm_tensor_parallel_size > 1:
-        raise ConfigurationError(
-            f"A rollout server is to have {config.grpo.vllm_tensor_parallel_size} GPUs "
-            "(grpo.vllm_tensor_parallel_size), but the job has none (grpo.resources.gpus=0).",
-            expected="one process per rollout server without GPUs",
-            fix="set grpo.vllm_tensor_parallel_size=1, or grpo.resources.gpus",
-        )
-    return config.grpo.vllm_num_engines
-
-
-def _servers_do_not_fit(gpus: int, servers: int, width: int, shared: bool) -> ConfigurationError:
-    left = "" if shared else ", and none would be left to train on"
-    return ConfigurationError(
-        f"{servers} rollout server{'s' if servers > 1 else ''} with {width} "
-        f"GPU{'s' if width > 1 else ''} each (grpo.vllm_num_engines, "
-        f"grpo.vllm_tensor_parallel_size) take {servers * width} of the {gpus} GPUs of a node "
-        f"(grpo.resources.gpus){left}.",
-        expected="servers x GPUs each <= GPUs of a node"
-        if shared
-        else "servers x GPUs each + at least one training process <= GPUs of a node",
-        fix="lower grpo.vllm_num_engines or grpo.vllm_tensor_parallel_size, or raise "
-        "grpo.resources.gpus"
-        + ("" if shared else "; grpo.rollout_server.colocate=true lets both share GPUs"),
-    )
-
-
-def _processes_do_not_fit(stage: str, wanted: int, gpus: int, taken: int) -> ConfigurationError:
-    servers = f", of which rollout servers take {taken}" if taken else ""
-    return ConfigurationError(
-        f"{wanted} training processes per node ({stage}.nproc_per_node) need a GPU each, but a "
-        f"node has {gpus} ({stage}.resources.gpus){servers}.",
-        expected=f"{stage}.nproc_per_node <= {gpus - taken}",
-        fix=f"set {stage}.nproc_per_node={gpus - taken}, or raise {stage}.resources.gpus",
-    )
 
 
 _GIB = 2**30

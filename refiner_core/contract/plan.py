@@ -33,7 +33,7 @@ that publishing never waits for an evaluation and an evaluation never blocks pub
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ from refiner_core.contract.config import RecipeConfig, uses
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.kinds import KINDS, TRAINED, TRAINED_HERE
 from refiner_core.contract.plan_builder import Builder, stage_values
-from refiner_core.contract.planned import PlanMemo, PlannedStage
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.protocols import configs_under, without_protocol
 
 
@@ -247,14 +247,16 @@ def _measuring(config: RecipeConfig) -> dict[str, Any]:
 
 
 def make_plan(
-    config: RecipeConfig, sources: Mapping[str, str], memo: PlanMemo | None = None
+    config: RecipeConfig,
+    sources: Mapping[str, str],
+    memo: dict[Hashable, PlannedStage] | None = None,
 ) -> Plan:
     """The plan of a recipe. Pure: reads nothing but its arguments.
 
-    ``memo``: shared by the plans of one sweep, so that they share their stages.
+    ``memo``: a dictionary, empty at first, of all plans of one sweep: they share their stages.
     """
     _check_stage_list(config)
-    builder = Builder(config, sources, memo or PlanMemo())
+    builder = Builder(config, sources, {} if memo is None else memo)
     if "data" in config.stages:
         builder.add("data", "data", {})
     models = _add_training(builder)
@@ -266,8 +268,7 @@ def make_plan(
             roles |= builder.add_evaluations(model, models[model])
     if "publish" in config.stages:
         add_publications(builder, models[final], roles)
-    builder.stages = builder.with_judges()
-    return _only(config, builder.with_fetch())
+    return _only(config, builder.all_stages())
 
 
 def _require_models(config: RecipeConfig, models: Iterable[str]) -> None:

@@ -6,19 +6,13 @@ in which they were added, then with judges' servers and ``fetch`` before those t
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.fingerprint import (
-    canonical_json,
-    get_field,
-    identity_values,
-    stage_fingerprint,
-)
+from refiner_core.contract.fingerprint import get_field, identity_values, stage_fingerprint
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
 from refiner_core.contract.planned import (
@@ -29,7 +23,6 @@ from refiner_core.contract.planned import (
     ONLY_OF_A_SERVED_JUDGE,
     ONLY_OF_THE_BEST,
     SHIPPED_OR_FILE,
-    PlanMemo,
     PlannedStage,
 )
 from refiner_core.contract.protocols import AT, configs_under, under
@@ -46,37 +39,33 @@ class Builder:
     """Adds stages one by one; each sees the fingerprints of those before it.
 
     ``under`` has, by protocol file (empty: the recipe's own), the configuration under it and its
-    sources. No stage under a protocol file depends on the run's seed.
+    sources. No stage under a protocol file depends on the run's seed. ``memo`` keeps the stages
+    that were made, by all that they are made of: plans of one sweep share most of them.
     """
 
-    def __init__(self, config: RecipeConfig, sources: Mapping[str, str], memo: PlanMemo) -> None:
-        self.config, self.memo = config, memo
+    def __init__(
+        self, config: RecipeConfig, sources: Mapping[str, str], memo: dict[Hashable, PlannedStage]
+    ) -> None:
+        self.config, self._memo = config, memo
         self.under = {"": (config, own_sources(sources))}
-        if config.evaluate.protocols:
-            self.under |= self._under(sources)
-        self._numbers: dict[tuple[str, tuple[str, ...]], int] = {}
+        for name, measured in configs_under(config).items():
+            self.under[name] = (measured, sources_under(sources, name, measured))
         self.stages: dict[str, PlannedStage] = {}
         self._evaluations: dict[str, str] = {}
-
-    def _under(self, sources: Mapping[str, str]) -> dict[str, tuple[RecipeConfig, dict[str, str]]]:
-        config = self.config
-        sections = (config.model, config.data, config.sft, config.grpo, config.reward)
-        others = (config.judge, config.publish, config.evaluate, config.dispatch)
-        further = (config.sample, config.rft, config.environment)
-        made_of = ("under", self.memo.number((*sections, *others, *further)), *sources.items())
-        return self.memo.once(
-            made_of,
-            lambda: {
-                name: (measured, sources_under(sources, name, measured))
-                for name, measured in configs_under(config).items()
-            },
-        )
+        self._servers: dict[str, PlannedStage] = {}
 
     def add(self, name: str, kind: str, inputs: Mapping[str, str], **more: Any) -> str:
         """Add a stage, and give its name. ``more``: ``model``, ``at_step``, ``after``, ``protocol``
         of :class:`PlannedStage`."""
-        self.stages[name] = self._stage(name, kind, inputs, **more)
+        self._put(self._stage(name, kind, inputs, **more))
         return name
+
+    def _put(self, stage: PlannedStage) -> None:
+        """Add a stage, with its judge's server before the first of those that ask it."""
+        server = self._server(stage.kind, stage.protocol)
+        if server is not None:
+            self.stages.setdefault(server.name, server)
+        self.stages[stage.name] = stage
 
     def _stage(
         self,
@@ -95,56 +84,36 @@ class Builder:
         section = getattr(config, of_kind.section)
         wanted = {k: sources[k] for k in needed if k in sources}
         fingerprints = {role: self.stages[n].fingerprint for role, n in inputs.items()}
-        parts, best = self._number(protocol, fields), name == "publish-best"
-        steps = {f"{role}.step": step for role, step in at_step.items()}
+        server = self._server(kind, protocol)
+        after = (*after, server.name) if server is not None else after
+        after = ("fetch", *after) if self._hub_sources(kind, protocol, wanted) else after
 
-        def identify() -> tuple[dict[str, Any], str]:
-            values = self._identity(protocol, fields, best) | steps
-            return values, canonical_json(values)
-
-        def make() -> PlannedStage:
-            identity, text = self.memo.once(("identity", parts, best, *steps.items()), identify)
-            version = of_kind.version_for(agents=bool(config.environment.name))
-            return PlannedStage(
-                name=name,
-                kind=kind,
-                fingerprint=stage_fingerprint(
-                    kind, version, identity, wanted, fingerprints, text=text
-                ),
-                identity=identity,
-                sources=wanted,
-                inputs=dict(inputs),
-                input_fingerprints=fingerprints,
-                resources=section.resources,
-                model=model,
-                needs_network=of_kind.needs_network(self.config),
-                after=after,
-                at_step=dict(at_step),
-                protocol=protocol,
-                version=version,
-            )
-
-        named = (name, protocol, model, after, *inputs.items(), *at_step.items(), *wanted.items())
-        execution = self.memo.number((section,))
-        return self.memo.once((named, parts, execution, *fingerprints.values()), make)
-
-    def _number(self, protocol: str, fields: tuple[str, ...]) -> int:
-        """Of all that :meth:`_identity` goes by."""
-        if (protocol, fields) not in self._numbers:
-            config, sources = self.under[protocol]
-            values = (get_field(config, field) for field in fields)
-            parts = (*fields, *sources, config.judge.kind, config.environment, *values)
-            self._numbers[protocol, fields] = self.memo.number(parts)
-        return self._numbers[protocol, fields]
-
-    def _identity(self, protocol: str, fields: tuple[str, ...], best: bool) -> dict[str, Any]:
-        """Identity fields of a stage; ``best``: of the one that publishes the best checkpoint."""
-        found: dict[str, Any] = {}
-        for part in fields:
-            made_of = ("part", self._number(protocol, (part,)), best)
-            read = functools.partial(stage_values, *self.under[protocol], (part,), best)
-            found |= self.memo.once(made_of, read)
-        return found
+        texts = (name, protocol, model, after, *inputs.items(), *at_step.items(), *wanted.items())
+        values = (section, *(get_field(config, field) for field in fields))
+        judged = (config.judge.kind, config.environment.name, config.environment.nl_assertions)
+        made_of = (texts, fields, values, judged, *sources, *fingerprints.values())
+        if (known := self._memo.get(made_of)) is not None:
+            return known
+        identity = stage_values(config, sources, fields, name == "publish-best")
+        identity |= {f"{role}.step": step for role, step in at_step.items()}
+        version = of_kind.version_for(agents=bool(config.environment.name))
+        made = self._memo[made_of] = PlannedStage(
+            name=name,
+            kind=kind,
+            fingerprint=stage_fingerprint(kind, version, identity, wanted, fingerprints),
+            identity=identity,
+            sources=wanted,
+            inputs=dict(inputs),
+            input_fingerprints=fingerprints,
+            resources=section.resources,
+            model=model,
+            needs_network=of_kind.needs_network(self.config),
+            after=after,
+            at_step=dict(at_step),
+            protocol=protocol,
+            version=version,
+        )
+        return made
 
     def add_evaluations(self, model: str, weights: str) -> dict[str, str]:
         """Add an evaluation under each protocol: role (``evaluation-grpo-step50``) -> name; none
@@ -155,7 +124,7 @@ class Builder:
             name = under(f"evaluate-{model}", protocol)
             stage = self._stage(name, "evaluate", inputs, protocol=protocol, model=model)
             if self._evaluations.setdefault(stage.id, name) == name:
-                self.stages[name] = stage
+                self._put(stage)
                 found[under(f"evaluation-{model}", protocol)] = name
         return found
 
@@ -164,38 +133,27 @@ class Builder:
         if not protocol or not self.under[protocol][0].data.all_held_out:
             return "data"
         name = under("data", protocol)
-        if name not in self.stages:
-            stage = self._stage(name, "data", {}, protocol=protocol)
-            same = (s.name for s in self.stages.values() if s.id == stage.id)
-            if (found := next(same, None)) is not None:
-                return found
-            self.stages[name] = stage
-        return name
+        if name in self.stages:
+            return name
+        stage = self._stage(name, "data", {}, protocol=protocol)
+        same = (s.name for s in self.stages.values() if s.id == stage.id)
+        return next(same, None) or self.add(name, "data", {}, protocol=protocol)
 
-    def with_judges(self) -> dict[str, PlannedStage]:
-        """The stages, with each judge's server before the first of those that ask it."""
-        found: dict[str, PlannedStage] = {}
-        servers: dict[str, PlannedStage] = {}
-        for name, stage in self.stages.items():
-            config, _ = self.under[stage.protocol]
-            if asks_judge(config, stage.kind):
-                parts = self.memo.number((config.judge, config.dispatch))
-                make = functools.partial(judge_service, config, stage.protocol)
-                service = self.memo.once(("serve", stage.protocol, parts), make)
-                if service is not None:
-                    service = servers.setdefault(service.id, service)
-                    found.setdefault(service.name, service)
-                    stage = self.memo.changed(stage, after=(*stage.after, service.name))
-            found[name] = stage
-        return found
+    def _server(self, kind: str, protocol: str) -> PlannedStage | None:
+        """The server that a stage's judge is asked at, where it is a job of its own."""
+        config, _ = self.under[protocol]
+        made = judge_service(config, protocol) if asks_judge(config, kind) else None
+        if made is None:
+            return None
+        if self._hub_sources("serve", protocol, {}):
+            made = replace(made, after=("fetch",))
+        return self._servers.setdefault(made.id, made)
 
-    def with_fetch(self) -> tuple[PlannedStage, ...]:
+    def all_stages(self) -> tuple[PlannedStage, ...]:
         """The stages, with ``fetch`` before those that read what lies on a Hub."""
-        everywhere = (d for _, sources in self.under.values() for d in sources.values())
-        if not any(digest.startswith(HUB_DIGEST) for digest in everywhere):
-            return tuple(self.stages.values())
-        reads = {name: self._hub_sources(stage) for name, stage in self.stages.items()}
-        wanted = {k: digest for found in reads.values() for k, digest in found.items()}
+        wanted: dict[str, str] = {}
+        for stage in self.stages.values():
+            wanted |= self._hub_sources(stage.kind, stage.protocol, stage.sources)
         if not wanted:
             return tuple(self.stages.values())
         wanted = dict(sorted(wanted.items()))
@@ -209,29 +167,28 @@ class Builder:
             needs_network=True,
             version=version,
         )
-        others = (
-            self.memo.changed(stage, after=("fetch", *stage.after)) if reads[name] else stage
-            for name, stage in self.stages.items()
-        )
-        return (fetch, *others)
+        return (fetch, *self.stages.values())
 
-    def _hub_sources(self, stage: PlannedStage) -> dict[str, str]:
-        """Give what it reads of a Hub: digests by source."""
-        config, sources = self.under[stage.protocol]
-        names = KINDS[stage.kind].hub_reads
-        if asks_judge(config, stage.kind) and not has_service(config):
+    def _hub_sources(self, kind: str, protocol: str, read: Mapping[str, str]) -> dict[str, str]:
+        """Digests by source of what a stage reads of a Hub; ``read``: all its sources."""
+        config, sources = self.under[protocol]
+        if not any(digest.startswith(HUB_DIGEST) for digest in sources.values()):
+            return {}
+        names = KINDS[kind].hub_reads
+        if asks_judge(config, kind) and not has_service(config):
             names = (*names, JUDGE_WEIGHTS)  # of a server beside it
-        if stage.kind == "command" and "model" in stage.sources:
+        if kind == "command" and "model" in read:
             names = ("model",)
         hub = {k: sources[k] for k in names if sources.get(k, "").startswith(HUB_DIGEST)}
-        own = {k for k, digest in hub.items() if self.under[""][1].get(k) != digest}
-        return {under(k, stage.protocol) if k in own else k: v for k, v in hub.items()}
+        own = self.under[""][1]
+        return {k if own.get(k) == v else under(k, protocol): v for k, v in hub.items()}
 
 
 def stage_values(
     config: RecipeConfig, sources: Mapping[str, str], fields: tuple[str, ...], best: bool
 ) -> dict[str, Any]:
-    """The identity fields among ``fields``; see :meth:`Builder._identity`."""
+    """The identity fields among ``fields``; ``best``: of the stage that
+    publishes the best checkpoint."""
     return {
         path: value
         for path, value in identity_values(config, fields).items()
@@ -307,13 +264,13 @@ def judge_service(config: RecipeConfig, protocol: str = "") -> PlannedStage | No
     """
     if not has_service(config):
         return None
-    values = service_identity(config)
+    values, version = service_identity(config), KINDS["serve"].version
     return PlannedStage(
         name=under(JUDGE_SERVICE, protocol),
         kind="serve",
-        fingerprint=stage_fingerprint("serve", KINDS["serve"].version, values, {}, {}),
+        fingerprint=stage_fingerprint("serve", version, values, {}, {}),
         identity=values,
         resources=config.judge.resources,
         protocol=protocol,
-        version=KINDS["serve"].version,
+        version=version,
     )

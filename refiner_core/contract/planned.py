@@ -1,15 +1,14 @@
-"""A stage as it should be, the rules about fields that hold for all kinds, and the memo of plans.
+"""A stage as it should be, and the rules about fields that hold for all kinds.
 
-In: nothing. Out: :class:`PlannedStage`, the tables by which :mod:`.plan_builder` makes them, and
-:class:`PlanMemo`, by which thousands of trials share them. What is of one kind alone is in
-:mod:`refiner_core.contract.kinds`.
+In: nothing. Out: :class:`PlannedStage`, and the tables by which :mod:`.plan_builder` makes them.
+What is of one kind alone is in :mod:`refiner_core.contract.kinds`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.sections.steering import Resources
@@ -95,43 +94,3 @@ def stage_changes(kind: str, version: int, since: int = 1) -> str:
     """What a version of a kind does otherwise than an older one, in words; empty of an unknown."""
     changes = KINDS[kind].changes if kind in KINDS else {}
     return "; ".join(changes[v] for v in range(since + 1, version + 1) if v in changes)
-
-
-T = TypeVar("T")
-
-
-class PlanMemo:
-    """Remembers what it was asked for; for as long as one sweep is planned."""
-
-    def __init__(self) -> None:
-        self._made: dict[Hashable, Any] = {}
-        self._numbers: dict[tuple[Hashable, ...], int] = {}
-        self._by_id: dict[tuple[int, ...], tuple[int, tuple[Hashable, ...]]] = {}
-
-    def number(self, parts: tuple[Hashable, ...]) -> int:
-        """One number for equal parts: what is made of large ones is looked up by it.
-
-        Parts that are the same objects are known by their ids, without looking into them; the memo
-        keeps them, so that no id comes twice.
-        """
-        ids = tuple(map(id, parts))
-        if (known := self._by_id.get(ids)) is not None:
-            return known[0]
-        number = self._numbers.setdefault(parts, len(self._numbers))
-        self._by_id[ids] = (number, parts)
-        return number
-
-    def once(self, made_of: Hashable, make: Callable[[], T]) -> T:
-        """Give what was made of the same parts before, else what ``make`` makes of them."""
-        found = self._made.get(made_of)
-        if found is None:
-            found = self._made[made_of] = make()
-        return found
-
-    def changed(self, stage: PlannedStage, **changes: Any) -> PlannedStage:
-        """A stage that this memo has made, with some fields replaced."""
-        if all(getattr(stage, name) == value for name, value in changes.items()):
-            return stage
-        # By identity: the memo keeps every stage that it has made, so no id comes twice.
-        made_of = ("changed", id(stage), *changes.items())
-        return self.once(made_of, lambda: replace(stage, **changes))

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -216,12 +216,7 @@ def from_json(kind: type[T], data: Any) -> T:
     TypeError
         A required key is missing, or a value is of another type.
     """
-    return typing.cast(T, _build(kind, data, kind.__name__))
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+    return typing.cast(T, _builder(typing.cast(Any, kind))(data, kind.__name__))
 
 
 #: Types of JSON values, and the types that say so. Where a number is due, 1 is as good as 1.0.
@@ -232,42 +227,63 @@ _PLAIN: Mapping[Any, tuple[type, ...]] = {
     float: (int, float),
     Mapping: (Mapping,),
     dict: (Mapping,),
-    tuple: (list, tuple),
     types.NoneType: (types.NoneType,),
 }
 
 
-def _build(kind: Any, data: Any, name: str) -> Any:
+@functools.cache
+def _builder(kind: Any) -> Callable[[Any, str], Any]:
+    """The function that builds a value of a type from JSON; a type is taken apart once."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        *others, last = sorted(args, key=lambda kind: kind is not types.NoneType)
-        for one in others:
-            with contextlib.suppress(TypeError):
-                return _build(one, data, name)
-        return _build(last, data, name)
+        builders = [_builder(one) for one in args if one is not types.NoneType]
+        return functools.partial(_build_first, builders, types.NoneType in args)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        _check_type(dict, data, name)
-        hints = _hints(kind)
-        known = {f.name for f in dataclasses.fields(kind)}
-        values = {k: _build(hints[k], v, f"{name}.{k}") for k, v in data.items() if k in known}
-        return unchecked(kind, values) if is_section(kind) else kind(**values)
-    if origin is typing.Literal:
-        _check_type(type(args[0]), data, name)  # a newer version may know more of them
-    else:
-        _check_type(origin or kind, data, name)
+        hints = typing.get_type_hints(kind)
+        fields = {f.name: _builder(hints[f.name]) for f in dataclasses.fields(kind)}
+        return functools.partial(_build_fields, kind, fields)
     if origin is tuple:
-        kinds = args[:1] * len(data) if args[-1] is Ellipsis else args
-        if len(kinds) != len(data):
-            raise TypeError(f"{name} has {len(data)} parts instead of {len(kinds)}")
-        return tuple(_build(k, v, name) for k, v in zip(kinds, data, strict=True))
-    return data
+        builders = [_builder(one) for one in args if one is not ...]
+        return functools.partial(_build_tuple, builders, ... in args)
+    # a newer version may know more words of a literal
+    plain = type(args[0]) if origin is typing.Literal else origin or kind
+    return functools.partial(_checked, plain, _PLAIN.get(plain))
 
 
-def _check_type(kind: Any, data: Any, name: str) -> None:
-    expected = _PLAIN.get(kind)
+def _build_first(
+    builders: list[Callable[[Any, str], Any]], optional: bool, data: Any, name: str
+) -> Any:
+    if optional and data is None:
+        return None
+    for build in builders[:-1]:
+        with contextlib.suppress(TypeError):
+            return build(data, name)
+    return builders[-1](data, name)
+
+
+def _build_fields(
+    kind: Any, fields: Mapping[str, Callable[[Any, str], Any]], data: Any, name: str
+) -> Any:
+    _checked(dict, (Mapping,), data, name)
+    values = {k: fields[k](v, f"{name}.{k}") for k, v in data.items() if k in fields}
+    return unchecked(kind, values) if is_section(kind) else kind(**values)
+
+
+def _build_tuple(
+    builders: list[Callable[[Any, str], Any]], repeats: bool, data: Any, name: str
+) -> Any:
+    _checked(tuple, (list, tuple), data, name)
+    kinds = builders * len(data) if repeats else builders
+    if len(kinds) != len(data):
+        raise TypeError(f"{name} has {len(data)} parts instead of {len(kinds)}")
+    return tuple(build(v, name) for build, v in zip(kinds, data, strict=True))
+
+
+def _checked(kind: type, accepted: tuple[type, ...] | None, data: Any, name: str) -> Any:
     is_flag = isinstance(data, bool) and kind is not bool
-    if expected is not None and (is_flag or not isinstance(data, expected)):
+    if accepted is not None and (is_flag or not isinstance(data, accepted)):
         raise TypeError(f"{name} is {data!r:.80}, which is no {kind.__name__}")
+    return data
 
 
 SWEEP_VERSION = 1

@@ -33,11 +33,8 @@ def asks_judge(config: RecipeConfig, kind: str | None = None) -> bool:
     An agent with tools is judged by its environment, which may ask about assertions in plain
     language (``environment.nl_assertions``).
     """
-    wanted = CONSUMERS if kind is None else (kind,)
-    there = {kind.name for kind in kinds_of(config.stages)}
-    if kind is None and not there.intersection(wanted):
-        return False
-    if not set(CONSUMERS).intersection(wanted):
+    kinds = [k.name for k in kinds_of(config.stages)] if kind is None else [kind]
+    if not any(name in CONSUMERS for name in kinds):
         return False
     return not config.environment.name or config.environment.nl_assertions == "judge"
 

@@ -16,8 +16,7 @@ stand as the template puts them into a history (Qwen3 takes thoughts out of it).
 from __future__ import annotations
 
 import unicodedata
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.data.rows import Message, Row
@@ -31,20 +30,8 @@ from refiner_core.environments.conversation import (
 _ANSWER_ONLY = "answer_only"
 
 
-class Piece(NamedTuple):
-    """A stretch of a rendered conversation and whether its tokens carry loss."""
-
-    text: str
-    loss: bool
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids of a conversation, its loss mask, and how many of the ids are the prompt."""
-
-    input_ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-    prompt_length: int
+#: A stretch of a rendered conversation, and whether its tokens carry loss.
+_Piece = tuple[str, bool]
 
 
 def _options(row: Row) -> dict[str, Any]:
@@ -72,21 +59,13 @@ def render_prompt(row: Row, tokenizer: Any) -> str:
     )
 
 
-def encode_text(text: str, tokenizer: Any) -> list[int]:
+def _ids(text: str, tokenizer: Any) -> list[int]:
     """Token ids of rendered text; the template has placed every special token."""
-    ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return ids
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def pieces_of(row: Row, tokenizer: Any) -> list[Piece]:
-    """Cut a rendered demonstration into pieces with and without loss; joined they are the text.
-
-    Raises
-    ------
-    ConfigurationError
-        If the template gives no way to tell the assistant's text from its own, ends turns without
-        a special token, or renders prompts for sampling differently from prompts in training.
-    """
+def _pieces_of(row: Row, tokenizer: Any) -> list[_Piece]:
+    """Cut a rendered demonstration into pieces with and without loss; joined they are the text."""
     answer: Message = {"role": "assistant", "content": row.answer or ""}
     messages = [*row.messages, answer]
     options = {**_options(row), "add_generation_prompt": False}
@@ -101,9 +80,9 @@ def pieces_of(row: Row, tokenizer: Any) -> list[Piece]:
     spans = _loss_spans(full, len(prompt), messages, tokenizer, options)
     pieces, cursor = [], 0
     for start, end in spans:
-        pieces += [Piece(full[cursor:start], loss=False), Piece(full[start:end], loss=True)]
+        pieces += [(full[cursor:start], False), (full[start:end], True)]
         cursor = end
-    return [piece for piece in (*pieces, Piece(full[cursor:], loss=False)) if piece.text]
+    return [piece for piece in (*pieces, (full[cursor:], False)) if piece[0]]
 
 
 def _loss_spans(
@@ -191,8 +170,8 @@ def _end_of_turn(after: str, tokenizer: Any) -> int:
     return min(ends)
 
 
-def encode_demonstration(row: Row, tokenizer: Any) -> Encoded:
-    """Token ids and loss mask of a demonstration.
+def encode_demonstration(row: Row, tokenizer: Any) -> tuple[tuple[int, ...], tuple[bool, ...], int]:
+    """Token ids and loss mask of a demonstration, and how many of the ids are the prompt.
 
     The last turn's ids are those up to its end-of-turn token: what a template puts after it (a line
     break in ChatML) is never sampled and is left out.
@@ -200,27 +179,28 @@ def encode_demonstration(row: Row, tokenizer: Any) -> Encoded:
     Raises
     ------
     ConfigurationError
-        If the template or tokenizer does not allow an exact mask (see :func:`pieces_of`).
+        If the template gives no way to tell the assistant's text from its own, ends turns without
+        a special token, or renders prompts for sampling differently from prompts in training, or
+        the tokenizer does not allow an exact mask.
     """
-    pieces = pieces_of(row, tokenizer)
-    while not pieces[-1].loss:
+    pieces = _pieces_of(row, tokenizer)
+    while not pieces[-1][1]:
         pieces.pop()
     ids: list[int] = []
     mask: list[bool] = []
     prompt_length = 0
-    for piece in pieces:
+    for text, loss in pieces:
         prompt_length = len(ids)
-        piece_ids = encode_text(piece.text, tokenizer)
-        ids += piece_ids
-        mask += [piece.loss] * len(piece_ids)
-    text = "".join(piece.text for piece in pieces)
-    if ids != encode_text(text, tokenizer):  # tokens would merge across a boundary of the mask
+        ids += _ids(text, tokenizer)
+        mask += [loss] * (len(ids) - prompt_length)
+    whole = "".join(text for text, _ in pieces)
+    if ids != _ids(whole, tokenizer):  # tokens would merge across a boundary of the mask
         decoded = str(tokenizer.decode(ids))
-        if decoded not in (text, unicodedata.normalize("NFC", text)):
+        if decoded not in (whole, unicodedata.normalize("NFC", whole)):
             raise changes_pieces("the loss mask cannot be exact to the token")
-    return Encoded(tuple(ids), tuple(mask), prompt_length)
+    return tuple(ids), tuple(mask), prompt_length
 
 
 def encode_prompt(row: Row, tokenizer: Any) -> tuple[int, ...]:
     """Token ids of the prompt up to the assistant's turn."""
-    return tuple(encode_text(render_prompt(row, tokenizer), tokenizer))
+    return tuple(_ids(render_prompt(row, tokenizer), tokenizer))

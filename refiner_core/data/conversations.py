@@ -21,15 +21,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import DataError
 from refiner_core.contract.types import DemonstrationRow
-from refiner_core.data.rows import PLAIN_NAME, PLAIN_NAME_SAID
+from refiner_core.data.rows import plain_name, turns_of
 from refiner_core.data.sources import RawRow, read_rows, resolve_source
 from refiner_core.environments.conversation import demonstration, prompt_ids
 from refiner_core.environments.protocol import Message, ToolCall, ToolSpec
 from refiner_core.environments.turns import call_text, parse_turn
-
-_ROLES = ("system", "user", "assistant", "tool")
 
 
 class Conversation(NamedTuple):
@@ -56,7 +53,7 @@ def read_conversations(
             if content not in seen:
                 made = _encoded(config, tokenizer, held_out, raw, messages)
         except RecursionError as error:
-            raise _wrong(raw, "is nested too deeply", "a few levels of objects") from error
+            raise raw.wrong("is nested too deeply", "a few levels of objects") from error
         seen.add(content)
         yield made
 
@@ -69,9 +66,7 @@ def _encoded(
     messages: Sequence[Mapping[str, Any]],
 ) -> Conversation | str:
     row, metadata = raw.row, _metadata_of(raw)
-    domain = str(row.get("domain") or metadata.get("domain") or "unnamed")
-    if not PLAIN_NAME.fullmatch(domain):
-        raise _wrong(raw, f"has the domain {domain[:40]!r}", PLAIN_NAME_SAID)
+    domain = plain_name(raw, "domain", row.get("domain") or metadata.get("domain") or "unnamed")
     ids = (row.get("task_id"), metadata.get("task_id"), metadata.get("tau2_task_id"))
     named = [str(name) for name in ids if name is not None]
     own = [f"{domain}{between}{name}" for name in named for between in "-/"]
@@ -98,17 +93,13 @@ def _metadata_of(raw: RawRow) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _messages_of(raw: RawRow) -> list[Mapping[str, Any]]:
+def _messages_of(raw: RawRow) -> Sequence[Mapping[str, Any]]:
     names = ("messages", "conversations", "prompt")
-    values = next((raw.row[name] for name in names if raw.row.get(name)), None)
-    if not isinstance(values, list) or not values:
-        raise _wrong(raw, "has no list `messages`", "a list of {role, content}")
-    for place, value in enumerate(values):
-        if not isinstance(value, Mapping) or value.get("role") not in _ROLES:
-            raise _wrong(raw, f"messages[{place}] has no known role", f"one of {', '.join(_ROLES)}")
+    values = turns_of(raw, next((raw.row[name] for name in names if raw.row.get(name)), None))
+    for number, value in enumerate(values, start=1):
         content = value.get("content")
         if not isinstance(content, str) and not (content is None and value.get("tool_calls")):
-            raise _wrong(raw, f"messages[{place}] has no content that is text", "a string")
+            raise raw.wrong(f"turn {number} has no content that is text", "a string")
     return values
 
 
@@ -129,12 +120,12 @@ def _parts(
         if role == "assistant":
             turns.append((_turn_text(raw, message), []))
         elif role == "system":
-            raise _wrong(raw, "has a system turn that is not the first", "one, at the beginning")
+            raise raw.wrong("has a system turn that is not the first", "one, at the beginning")
         else:
             (turns[-1][1] if turns else first).append(Message(role, content))
     if not turns or not first:
-        raise _wrong(
-            raw, "has no turn of the assistant after the user's", "a conversation to learn from"
+        raise raw.wrong(
+            "has no turn of the assistant after the user's", "a conversation to learn from"
         )
     return system, tuple(first), [(text, tuple(after)) for text, after in turns]
 
@@ -152,8 +143,8 @@ def _turn_text(raw: RawRow, message: Mapping[str, Any]) -> str:
             values = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
             texts.append(call_text(ToolCall(str(function["name"]), values)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise _wrong(
-                raw, f"has a tool call that cannot be read ({error})", "{name, arguments}"
+            raise raw.wrong(
+                f"has a tool call that cannot be read ({error})", "{name, arguments}"
             ) from error
     return "\n".join(text for text in texts if text)
 
@@ -161,30 +152,16 @@ def _turn_text(raw: RawRow, message: Mapping[str, Any]) -> str:
 def _tools_of(raw: RawRow) -> tuple[ToolSpec, ...]:
     """The tools that a row brings."""
     values = raw.row.get("tools")
-    if isinstance(values, str):
-        try:
-            values = json.loads(values)
-        except ValueError as error:
-            raise _wrong(raw, f"has `tools` that are no JSON ({error})", "a list") from error
-    if not isinstance(values, Sequence | None):
-        raise _wrong(raw, "has `tools` that are no list", "OpenAI's form of tools")
-    found = []
-    for value in values or ():
-        function = value.get("function", value) if isinstance(value, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _wrong(raw, "has a tool without a name", "OpenAI's form of tools")
-        parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        if not isinstance(parameters, Mapping):
-            raise _wrong(raw, f"has a tool {function['name']} whose parameters are no JSON schema",
-                         "an object")  # fmt: skip
-        description = str(function.get("description") or "")
-        found.append(ToolSpec(function["name"], description, parameters))
-    return tuple(found)
-
-
-def _wrong(raw: RawRow, what: str, expected: str) -> DataError:
-    return DataError(
-        f"{raw.origin} {what}",
-        expected=expected,
-        fix="correct the row, or set data.sft_path to rows of conversations",
-    )
+    try:
+        values = json.loads(values) if isinstance(values, str) else values
+        functions = [value.get("function", value) for value in values or ()]
+        empty = {"type": "object", "properties": {}}
+        return tuple(
+            ToolSpec(f["name"], str(f.get("description") or ""), dict(f.get("parameters") or empty))
+            for f in functions
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise raw.wrong(
+            f"has `tools` that cannot be read ({type(error).__name__}: {error})",
+            "OpenAI's form of tools, as a list or as JSON text",
+        ) from error

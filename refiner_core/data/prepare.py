@@ -29,6 +29,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -48,7 +49,7 @@ T = TypeVar("T")
 Sides = tuple[list[T], list[T]]
 
 
-class Kept(NamedTuple, Generic[T]):
+class _Kept(NamedTuple, Generic[T]):
     """A row that passed, and what was made of it."""
 
     row: Row
@@ -156,7 +157,7 @@ class _Selection:
         self.source = resolve_source(config.data, which)
         self.tally, self.differing_ids = tally_of(config, which), 0
 
-    def select(self, make: Callable[[Row], T | str]) -> list[Kept[T]]:
+    def select(self, make: Callable[[Row], T | str]) -> list[_Kept[T]]:
         """Read, filter and encode; ``make`` gives what is made of a row, or why it is dropped."""
         tally, rows, which = self.tally, self._candidates(), self.which
         limit: int | None = getattr(self.config.data, f"max_{which}_rows")
@@ -164,7 +165,7 @@ class _Selection:
         if limit is not None:  # a seeded choice, so that a file sorted by topic gives all topics
             seed = self.config.data.split_seed
             order.sort(key=lambda i: derive_seed(seed, "limit", which, rows[i].content_key))
-        found: dict[int, Kept[T]] = {}
+        found: dict[int, _Kept[T]] = {}
         for done, index in enumerate(order, start=1):
             if limit is not None and len(found) >= limit:
                 tally.dropped["over_max_rows"] += len(rows) - done + 1
@@ -174,10 +175,12 @@ class _Selection:
             if isinstance(made, str):
                 tally.dropped[made] += 1
             else:
-                found[index] = Kept(rows[index], made)
+                found[index] = _Kept(rows[index], made)
         tally.kept = len(found)
-        modes = {"modes": in_order(tally.names), "ids_with_differing_texts": self.differing_ids}
-        tally.more = modes
+        tally.more = {
+            "modes": in_order(tally.names),
+            "ids_with_differing_texts": self.differing_ids,
+        }
         if self.source.kind != "none" and not found:
             raise self._nothing_left()
         return [found[index] for index in sorted(found)]
@@ -227,59 +230,47 @@ class _Selection:
         """A row to learn from, or why it is dropped."""
         if not held_out.isdisjoint(row.question_names):
             return "held_out_question"
-        encoded = chat.encode_demonstration(row, self.tokenizer)
-        self.tally.prompt_lengths.append(encoded.prompt_length)
-        self.tally.total_lengths.append(len(encoded.input_ids))
-        if encoded.prompt_length > self.config.data.max_prompt_token_length:
+        ids, loss_mask, prompt_length = chat.encode_demonstration(row, self.tokenizer)
+        self.tally.prompt_lengths.append(prompt_length)
+        self.tally.total_lengths.append(len(ids))
+        if prompt_length > self.config.data.max_prompt_token_length:
             return "prompt_too_long"
-        if len(encoded.input_ids) > self.config.sft.pack_length:
+        if len(ids) > self.config.sft.pack_length:
             return "answer_too_long"
-        return DemonstrationRow(row.sample_id, encoded.input_ids, encoded.loss_mask)
+        return DemonstrationRow(row.sample_id, ids, loss_mask)
 
     def _nothing_left(self) -> DataError:
         """Say why no row is left, and which field brings some back."""
         config, tally, path = self.config, self.tally, f"data.{self.which}_path="
         what = f"None of the {tally.read} rows of {path}{self.source.path} is usable "
         what += f"({tally.reasons})"
-        if tally.dropped["prompt_too_long"]:
-            shortest = min(tally.prompt_lengths)
-            return DataError(
-                f"{what}: the shortest prompt has {shortest} tokens",
-                expected=f"prompts of at most {config.data.max_prompt_token_length} tokens "
-                "(data.max_prompt_token_length)",
-                fix=f"set data.max_prompt_token_length={shortest} or more, where the model's "
-                "window allows it; prompts are never cut",
-            )
-        if tally.dropped["answer_too_long"]:
-            shortest = min(tally.total_lengths)
-            return DataError(
-                f"{what}: the shortest prompt and answer have {shortest} tokens together",
-                expected=f"at most {config.sft.pack_length} (sft.pack_length)",
-                fix=f"set sft.pack_length={shortest} or more",
-            )
-        if tally.dropped["too_long_for_pack"]:
-            needed = min(tally.prompt_lengths) + config.grpo.response_length
-            return DataError(
-                f"{what}: the shortest prompt and a response need {needed} tokens",
-                expected=f"at most {config.grpo.max_token_length} (grpo.max_token_length)",
-                fix=f"set grpo.max_token_length={needed} or more, or lower grpo.response_length",
-            )
-        expected = "at least one usable row"
-        fix = f"correct the rows by these reasons, or set {path} to others"
-        if tally.dropped["no_tool_output"]:
-            expected = "prompts with <tool_output> that holds <snippet id=…> or <webpage id=…>"
-            fix = f"set {path} to rows with evidence"
-        elif tally.dropped["wrong_mode"]:
-            modes = ", ".join(sorted(tally.names))
-            expected = f"rows with refiner_mode {config.data.refiner_mode}; there are only {modes}"
-            fix = "set data.refiner_mode= to one of them, or leave it empty to keep all"
-        return DataError(what, expected=expected, fix=fix)
+        prompt = min(tally.prompt_lengths, default=0)
+        too_long = {
+            "prompt_too_long": ("data.max_prompt_token_length", prompt),
+            "answer_too_long": ("sft.pack_length", min(tally.total_lengths, default=0)),
+            "too_long_for_pack": ("grpo.max_token_length", prompt + config.grpo.response_length),
+        }
+        for reason, (field, needed) in too_long.items():
+            if tally.dropped[reason]:
+                return DataError(
+                    f"{what}: the shortest needs {needed} tokens",
+                    expected=f"at most {attrgetter(field)(config)} ({field}); rows are never cut",
+                    fix=f"set {field}={needed} or more, where the model's window allows it",
+                )
+        modes = ", ".join(sorted(tally.names))
+        return DataError(
+            what,
+            expected="prompts with <tool_output> that holds <snippet id=…> or <webpage id=…>, of "
+            f"refiner_mode {config.data.refiner_mode or 'of any kind'}; there are only {modes}",
+            fix=f"correct the rows by these reasons, set {path} to others, or leave "
+            "data.refiner_mode empty to keep all",
+        )
 
 
 # ---------------------------------------------------------------- split
 
 
-class Chosen(NamedTuple):
+class _Chosen(NamedTuple):
     """Some questions: all names that they go by, how many they are, and of how many."""
 
     names: set[str]
@@ -287,21 +278,19 @@ class Chosen(NamedTuple):
     of: int
 
 
-def _choose(kept: Sequence[Kept[T]], share: float, seed: int, purpose: str) -> Chosen:
-    """A seeded share of the questions of these rows."""
+def _choose(kept: Sequence[_Kept[T]], share: float | None, seed: int, purpose: str) -> _Chosen:
+    """A seeded share of the questions of these rows; or all of them."""
     question_of = same_questions([item.row.question_names for item in kept])
     questions = set(question_of.values())
-    chosen = choose_questions(questions, share, seed, purpose)
+    chosen = questions if share is None else choose_questions(questions, share, seed, purpose)
     names = {name for name, question in question_of.items() if question in chosen}
-    return Chosen(names, len(chosen), len(questions))
+    return _Chosen(names, len(chosen), len(questions))
 
 
-def _held_out(config: RecipeConfig, prompts: Sequence[Kept[PromptRow]]) -> Chosen:
+def _held_out(config: RecipeConfig, prompts: Sequence[_Kept[PromptRow]]) -> _Chosen:
     data = config.data
     if data.all_held_out:
-        question_of = same_questions([item.row.question_names for item in prompts])
-        questions = len(set(question_of.values()))
-        return Chosen(set(question_of), questions, questions)
+        return _choose(prompts, None, data.split_seed, "held_out")
     held_out = _choose(prompts, data.held_out_fraction, data.split_seed, "held_out")
     if held_out.of == 1:
         raise DataError(
@@ -312,7 +301,7 @@ def _held_out(config: RecipeConfig, prompts: Sequence[Kept[PromptRow]]) -> Chose
     return held_out
 
 
-def _on_each_side(kept: Sequence[Kept[T]], other: set[str]) -> Sides[T]:
+def _on_each_side(kept: Sequence[_Kept[T]], other: set[str]) -> Sides[T]:
     """Rows for training, and rows whose question goes by a name in ``other``; ids made unique."""
     ids = Counter(item.row.sample_id for item in kept)
     sides: Sides[T] = ([], [])

@@ -71,11 +71,13 @@ def same_questions(rows: Sequence[tuple[str, ...]]) -> dict[str, str]:
 
 
 DEFAULT_MODE = "answer_only"
-_ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant", "tool")
+_RUBRICS = (
+    "`rubrics` (positive_rubrics and negative_rubrics), or `ground_truth` (query and rubrics)"
+)
 _FORMS = "columns conversations + rubrics + metadata, or messages + ground_truth + dataset"
 #: Names that rows bring along (modes, domains) stand on cards and in reports.
-PLAIN_NAME = re.compile(r"\w[\w .:+/-]{0,63}")
-PLAIN_NAME_SAID = "a short name of letters, digits, spaces and `_.:+/-`"
+_PLAIN_NAME = re.compile(r"\w[\w .:+/-]{0,63}")
 
 Message = dict[str, str]
 
@@ -142,53 +144,67 @@ def parse_row(raw: RawRow, which: Which) -> Row:
     try:
         return _parsed(raw, which)
     except RecursionError as error:
-        raise _error(raw, "is nested too deeply", "objects and lists a few levels deep") from error
+        raise raw.wrong("is nested too deeply", "objects and lists a few levels deep") from error
 
 
 def _parsed(raw: RawRow, which: Which) -> Row:
-    row = raw.row
-    if row.get("conversations") is not None:
-        turns, metadata = row["conversations"], _object(raw, "metadata", row.get("metadata"))
-        rubrics, query = row.get("rubrics"), None
-        if which == "rl" and rubrics is None:
-            raise _error(
-                raw, "has no `rubrics`", '{"positive_rubrics": […], "negative_rubrics": […]}'
-            )
-    elif row.get("messages") is not None:
-        turns, metadata = row["messages"], _object(raw, "metadata", row.get("metadata"))
-        rubrics, query = _ground_truth(raw, which)
+    row, metadata = raw.row, json_object(raw, "metadata")
+    query: Any = None
+    if (turns := row.get("conversations")) is not None:
+        rubrics = row.get("rubrics")
+    elif (turns := row.get("messages")) is not None:
+        judged = json_object(raw, "ground_truth")
+        rubrics, query = judged.get("rubrics"), judged.get("query")
     else:
         columns = ", ".join(sorted(row)) or "no columns"
-        raise _error(raw, f"has neither form of a row (it has {columns})", _FORMS)
+        raise raw.wrong(f"has neither form of a row (it has {columns})", _FORMS)
+    if which == "rl" and rubrics is None:
+        raise raw.wrong("has no `rubrics`", _RUBRICS)
     messages, answer = _split_turns(raw, _messages(raw, turns), which)
     sample_id = metadata.get("sample_id") or row.get("sample_id") or row.get("id")
     prompt = "\n\n".join(m["content"] for m in messages if m["role"] == "user")
     question = query or _tagged(prompt) or metadata.get("tool_query") or prompt
-    mode = str(metadata.get("refiner_mode") or DEFAULT_MODE)
-    if not PLAIN_NAME.fullmatch(mode):
-        raise _error(
-            raw,
-            f"has the refiner_mode {mode[:40]!r}",
-            PLAIN_NAME_SAID,
-        )
+    try:
+        canonical = normalise_rubrics(rubrics)
+    except DataError as error:
+        raise DataError(
+            f"{raw.origin}: {error.what}", expected=error.expected, fix=error.fix
+        ) from error
+    truth = None if row.get("truth") is None else json_object(raw, "truth")
+    json.dumps(truth)  # it is written as JSON later, where nobody knows the row any more
     return Row(
         origin=raw.origin,
         sample_id=str(sample_id) if sample_id is not None else _derived_id(messages, answer),
         question=str(question).strip(),
         messages=tuple(messages),
         answer=answer,
-        rubrics=_rubrics(raw, rubrics),
-        refiner_mode=mode,
-        truth=_truth(raw),
+        rubrics=json.dumps(canonical, ensure_ascii=False),
+        refiner_mode=plain_name(raw, "refiner_mode", metadata.get("refiner_mode") or DEFAULT_MODE),
+        truth=truth,
     )
 
 
-def _truth(raw: RawRow) -> Mapping[str, Any] | None:
-    if raw.row.get("truth") is None:
-        return None
-    truth = _object(raw, "truth", raw.row["truth"])
-    json.dumps(truth)  # it is written as JSON later, where nobody knows the row any more
-    return truth
+def plain_name(raw: RawRow, what: str, value: Any) -> str:
+    """A name that a row brings along and that is fit for cards and reports."""
+    if not _PLAIN_NAME.fullmatch(str(value)):
+        expected = "a short name of letters, digits, spaces and `_.:+/-`"
+        raise raw.wrong(f"has the {what} {str(value)[:40]!r}", expected)
+    return str(value)
+
+
+def json_object(raw: RawRow, name: str) -> Mapping[str, Any]:
+    """A column that is a JSON object, also given as text (as Parquet files do); empty where there
+    is none."""
+    value = raw.row.get(name)
+    if isinstance(value, list) and len(value) == 1:  # as the reference trainer has ground truth
+        value = value[0]
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise raw.wrong(f"has a `{name}` that is not JSON: {error}", "a JSON object") from error
+    if not isinstance(value, Mapping | None):
+        raise raw.wrong(f"has a `{name}` that is a {type(value).__name__}", "a JSON object")
+    return value or {}
 
 
 def _tagged(prompt: str) -> str:
@@ -198,48 +214,27 @@ def _tagged(prompt: str) -> str:
     return query if closed else ""
 
 
-def _error(raw: RawRow, what: str, expected: str) -> DataError:
-    fix = "correct that row, or leave it out of the file"
-    return DataError(f"{raw.origin} {what}", expected=expected, fix=fix)
+def turns_of(raw: RawRow, values: Any) -> Sequence[Mapping[str, Any]]:
+    """Turns of a conversation, each of a known role."""
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise raw.wrong("has no turns", "a non-empty list of {role, content}")
+    for number, turn in enumerate(values, start=1):
+        role = turn.get("role") if isinstance(turn, Mapping) else None
+        if role not in ROLES:
+            raise raw.wrong(f"turn {number} has the role {role!r}", f"one of {', '.join(ROLES)}")
+    return values
 
 
-def _object(raw: RawRow, name: str, value: Any) -> Mapping[str, Any]:
-    """A JSON object that may be given as text (as Parquet files do)."""
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise _error(
-                raw, f"has a `{name}` that is not JSON: {error}", "a JSON object"
-            ) from error
-    if not isinstance(value, Mapping):
-        raise _error(raw, f"has a `{name}` that is a {type(value).__name__}", "a JSON object")
-    return value
-
-
-def _messages(raw: RawRow, turns: Any) -> list[Message]:
-    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-        raise _error(raw, "has no turns", "a non-empty list of {role, content}")
+def _messages(raw: RawRow, values: Any) -> list[Message]:
     messages: list[Message] = []
-    for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, Mapping):
-            raise _error(raw, f"turn {number} is a {type(turn).__name__}", "{role, content}")
-        role, content = turn.get("role"), turn.get("content")
-        if role not in _ROLES:
-            raise _error(raw, f"turn {number} has the role {role!r}", f"one of {', '.join(_ROLES)}")
-        if not isinstance(content, str) or not content.strip():
-            raise _error(raw, f"turn {number} ({role}) has no text", "`content` as non-empty text")
-        if turn.get("tool_calls"):
-            raise _error(
-                raw,
-                f"turn {number} has structured tool_calls",
-                "calls as text in `content`: <tool_call>{…}</tool_call>",
+    for number, turn in enumerate(turns_of(raw, values), start=1):
+        role, content = turn["role"], turn.get("content")
+        if turn.get("tool_calls") or not isinstance(content, str) or not content.strip():
+            raise raw.wrong(
+                f"turn {number} ({role}) has no text alone",
+                "non-empty text in `content`, calls of tools written out in it",
             )
         messages.append({"role": role, "content": content})
-    if not any(message["role"] == "user" for message in messages):
-        raise _error(raw, "has no user turn", "at least one turn with the role user")
     return messages
 
 
@@ -256,34 +251,8 @@ def _split_turns(
         )
     prompt = messages[:-1] if closes else messages
     if not any(message["role"] == "user" for message in prompt):
-        raise _error(raw, "has no user turn before the answer", "the prompt before the answer")
+        raise raw.wrong("has no user turn", "a prompt before the answer")
     return prompt, messages[-1]["content"] if which == "sft" else None
-
-
-def _ground_truth(raw: RawRow, which: Which) -> tuple[Any, Any]:
-    """Rubrics and query of the messages form."""
-    value = raw.row.get("ground_truth")
-    if isinstance(value, list) and len(value) == 1:  # the reference trainer wraps it in a list
-        value = value[0]
-    if value is None:
-        if which == "sft":
-            return None, None
-        raise _error(raw, "has no `ground_truth`", '{"query": …, "rubrics": […]}')
-    truth = _object(raw, "ground_truth", value)
-    if "rubrics" not in truth:
-        raise _error(raw, "has a `ground_truth` without `rubrics`", '{"query": …, "rubrics": […]}')
-    return truth["rubrics"], truth.get("query")
-
-
-def _rubrics(raw: RawRow, value: Any) -> str:
-    """Canonical JSON text of a row's rubrics; empty lists where the row has none."""
-    try:
-        canonical = normalise_rubrics(value)
-    except DataError as error:
-        raise DataError(
-            f"{raw.origin}: {error.what}", expected=error.expected, fix=error.fix
-        ) from error
-    return json.dumps(canonical, ensure_ascii=False)
 
 
 def _derived_id(messages: Sequence[Message], answer: str | None) -> str:

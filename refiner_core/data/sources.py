@@ -36,7 +36,10 @@ Which = Literal["sft", "rl"]
 SourceKind = Literal["none", "synthetic", "jsonl", "parquet", "folder", "hub"]
 
 SYNTHETIC = "builtin:synthetic"
-_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_FILES: dict[str, SourceKind] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    ".parquet": "parquet",
+}
 _FORMS = (
     "a .jsonl or .parquet file, a folder made by `datasets` save_to_disk, a Hub id owner/name with "
     f"a pinned revision, or {SYNTHETIC}"
@@ -54,6 +57,11 @@ class RawRow(NamedTuple):
     origin: str
     line: int
     row: dict[str, Any]
+
+    def wrong(self, what: str, expected: str) -> DataError:
+        """The error that says so of this row."""
+        fix = "correct that row, or leave it out of the file"
+        return DataError(f"{self.origin} {what}", expected=expected, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -101,28 +109,14 @@ def resolve_source(config: DataConfig, which: Which, *, pinned: bool = True) -> 
         return Source(which, "folder", path, split)
     suffix = local.suffix.lower()
     if local.is_file():
+        if suffix not in _FILES:
+            raise _unusable(which, f"{path} has the unknown ending {suffix or '(none)'!r}")
         if not os.access(local, os.R_OK):
-            raise DataError(
-                f"{path} exists, but this user may not read it",
-                expected="read permission",
-                fix=f"ask its owner, or set data.{which}_path= to another file",
-            )
-        if suffix in _JSON_SUFFIXES:
-            return Source(which, "jsonl", path, split)
-        if suffix == ".parquet":
-            return Source(which, "parquet", path, split)
-        raise DataError(
-            f"data.{which}_path={path} has the unknown ending {suffix or '(none)'!r}",
-            expected=_FORMS,
-            fix=f"convert or rename it, and set data.{which}_path=FILE",
-        )
-    looks_local = suffix in (*_JSON_SUFFIXES, ".parquet", ".csv", ".arrow", ".gz", ".zst")
-    if _HUB_ID.fullmatch(path) and not looks_local and not local.parent.is_dir():
-        return _hub_source(which, path, split, revision, pinned)
-    raise _missing(which, path, local)
-
-
-def _hub_source(which: Which, path: str, split: str, revision: str | None, pinned: bool) -> Source:
+            raise _unusable(which, f"{path} exists, but this user may not read it")
+        return Source(which, _FILES[suffix], path, split)
+    looks_local = suffix in (*_FILES, ".csv", ".arrow", ".gz", ".zst")
+    if not _HUB_ID.fullmatch(path) or looks_local or local.parent.is_dir():
+        raise _missing(which, path, local)
     if not revision or (pinned and revision in _MOVING_REVISIONS):
         found = f"the moving revision {revision!r}" if revision else "no revision"
         raise ConfigurationError(
@@ -134,19 +128,16 @@ def _hub_source(which: Which, path: str, split: str, revision: str | None, pinne
     return Source(which, "hub", path, split, revision)
 
 
+def _unusable(which: Which, what: str) -> DataError:
+    fix = f"set data.{which}_path= to the right file or folder"
+    return DataError(what, expected=_FORMS, fix=fix)
+
+
 def _missing(which: Which, path: str, local: Path) -> DataError:
-    parent = local.parent
-    if not parent.is_dir():
-        what = f"{path} does not exist, nor does its folder {parent}"
-        near: list[str] = []
-    else:
-        what = f"{path} does not exist"
-        names = sorted(entry.name for entry in parent.iterdir())
-        near = difflib.get_close_matches(local.name, names, n=3, cutoff=0.5)
-    hint = f" (nearby: {', '.join(str(parent / name) for name in near)})" if near else ""
-    return DataError(
-        what + hint, expected=_FORMS, fix=f"set data.{which}_path= to the right file or folder"
-    )
+    names = [entry.name for entry in local.parent.iterdir()] if local.parent.is_dir() else []
+    near = difflib.get_close_matches(local.name, sorted(names), n=3, cutoff=0.5)
+    hint = f" (nearby: {', '.join(str(local.parent / name) for name in near)})" if near else ""
+    return _unusable(which, f"{path} does not exist{hint}")
 
 
 # ---------------------------------------------------------------- identity
@@ -183,49 +174,42 @@ def source_digest(config: DataConfig, which: Which) -> str:
 
 def _content_files(source: Source) -> list[Path]:
     """The files whose bytes are the rows, in the order of the rows."""
-    local = Path(source.path).expanduser()
     if source.kind != "folder":
-        return [local]
-    folder = _split_folder(source, local)
+        return [Path(source.path).expanduser()]
+    folder = _split_folder(source)
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     files = [folder / entry["filename"] for entry in state["_data_files"]]
-    for file in files:
-        if not file.is_file():
-            raise DataError(
-                f"{file} does not exist",
-                expected=f"all files that {folder / 'state.json'} lists",
-                fix="copy the folder again, completely",
-            )
+    if missing := [file for file in files if not file.is_file()]:
+        raise DataError(
+            f"{missing[0]} does not exist",
+            expected=f"all files that {folder / 'state.json'} lists",
+            fix="copy the folder again, completely",
+        )
     return files
 
 
-def _split_folder(source: Source, local: Path) -> Path:
+def _split_folder(source: Source) -> Path:
     """The folder of one split of a saved `datasets` folder (itself, where it has no splits)."""
-    field = f"data.{source.which}_split"
-    listing = local / "dataset_dict.json"
+    local, wanted = Path(source.path).expanduser(), source.split
+    listing, state = local / "dataset_dict.json", local / "state.json"
     if listing.is_file():
-        splits = json.loads(listing.read_text(encoding="utf-8"))["splits"]
-        if source.split not in splits:
-            raise DataError(
-                f"{source.path} has no split {source.split!r}",
-                expected=f"one of {', '.join(splits)}",
-                fix=f"set {field}={splits[0]}",
-            )
-        return local / str(source.split)
-    if not (local / "state.json").is_file():
+        splits, folder = json.loads(listing.read_text(encoding="utf-8"))["splits"], local / wanted
+    elif state.is_file():
+        saved = json.loads(state.read_text(encoding="utf-8")).get("_split")
+        splits, folder = [wanted if saved is None else saved], local
+    else:
         raise DataError(
             f"{source.path} is a folder, but not one that `datasets` has saved",
             expected="dataset_dict.json or state.json in it (Dataset.save_to_disk)",
             fix=f"set data.{source.which}_path= to a file in it, or save it with save_to_disk",
         )
-    saved = json.loads((local / "state.json").read_text(encoding="utf-8")).get("_split")
-    if saved is not None and saved != source.split:
+    if wanted not in splits:
         raise DataError(
-            f"{source.path} holds the split {saved!r} only",
-            expected=f"the split {source.split!r}",
-            fix=f"set {field}={saved}",
+            f"{source.path} has no split {wanted!r}",
+            expected=f"one of {', '.join(splits)}",
+            fix=f"set data.{source.which}_split={splits[0]}",
         )
-    return local
+    return folder
 
 
 # ---------------------------------------------------------------- rows
@@ -244,13 +228,19 @@ def read_rows(source: Source) -> Iterator[RawRow]:
         "synthetic": _read_synthetic,
         "jsonl": _read_jsonl,
         "parquet": _read_parquet,
-        "folder": _read_folder,
-        "hub": _read_hub,
+        "folder": _read_datasets,
+        "hub": _read_datasets,
     }
+    parts = {
+        "synthetic": f" ({source.which})",
+        "folder": f"[{source.split}]",
+        "hub": f"@{source.revision}",
+    }
+    where = source.path + parts.get(source.kind, "")
     empty = source.kind not in ("none", "synthetic")
-    for raw in readers[source.kind](source):
+    for line, row in readers[source.kind](source):
         empty = False
-        yield raw
+        yield RawRow(f"{where}:{line}", line, row)
     if empty:
         raise DataError(
             f"{source.path} holds no rows",
@@ -259,65 +249,55 @@ def read_rows(source: Source) -> Iterator[RawRow]:
         )
 
 
-def _read_synthetic(source: Source) -> Iterator[RawRow]:
+_Rows = Iterator[tuple[int, dict[str, Any]]]
+
+
+def _read_synthetic(source: Source) -> _Rows:
     from refiner_core.data.synthetic import generate_rows
 
-    rows = generate_rows(source.which, source.size, source.seed)
-    for line, row in enumerate(rows, start=1):
-        yield RawRow(f"{SYNTHETIC} ({source.which}):{line}", line, row)
+    return enumerate(generate_rows(source.which, source.size, source.seed), start=1)
 
 
-def _read_jsonl(source: Source) -> Iterator[RawRow]:
+def _read_jsonl(source: Source) -> _Rows:
     from refiner_core.contract.raw_rows import json_lines
 
     for line, row, wrong in json_lines(Path(source.path).expanduser()):
-        origin = f"{source.path}:{line}"
+        if not wrong and not isinstance(row, dict):
+            wrong = f"is a JSON {type(row).__name__}, not an object"
         if wrong:
             raise DataError(
-                f"{origin} {wrong}",
-                expected="one JSON object per line, UTF-8",
-                fix=f"correct line {line} of the file that data.{source.which}_path names",
+                f"{source.path}:{line} {wrong}",
+                expected="one JSON object per line, UTF-8, and no array around all rows",
+                fix=f"correct that line of the file that data.{source.which}_path names (`jq -c "
+                "'.[]' FILE` writes each row of an array on a line of its own)",
             )
-        if not isinstance(row, dict):
-            raise DataError(
-                f"{origin} is a JSON {type(row).__name__}, not an object",
-                expected="one JSON object per line, not one array around all rows",
-                fix=f"write each row on a line of its own (`jq -c '.[]' FILE` does so), and "
-                f"set data.{source.which}_path= to that file",
-            )
-        yield RawRow(origin, line, row)
+        yield line, row
 
 
-def _read_parquet(source: Source) -> Iterator[RawRow]:
+def _read_parquet(source: Source) -> _Rows:
     from refiner_core.contract.raw_rows import parquet_rows
 
     fix = f"write it again, or set data.{source.which}_path= to another file"
-    rows = parquet_rows(Path(source.path).expanduser(), fix=fix)
+    return enumerate(parquet_rows(Path(source.path).expanduser(), fix=fix), start=1)
+
+
+def _read_datasets(source: Source) -> _Rows:
+    from datasets import load_dataset, load_from_disk
+
+    if source.kind == "folder":
+        _content_files(source)  # refuses what is incomplete with our own words
+        rows: Any = load_from_disk(str(_split_folder(source)))
+    else:
+        try:
+            rows = load_dataset(source.path, split=source.split, revision=source.revision)
+        except Exception as error:  # the client raises OS, HTTP, value and its own errors alike
+            field = f"data.{source.which}"
+            raise DataError(
+                f"Hub data set {source.path}@{source.revision} could not be read: "
+                f"{type(error).__name__}: {error}",
+                expected=f"a data set with a split {source.split!r}, reachable or in the cache",
+                fix=f"check {field}_path, {field}_split and {field}_revision; log in if it is "
+                "private",
+            ) from error
     for line, row in enumerate(rows, start=1):
-        yield RawRow(f"{source.path}:{line}", line, row)
-
-
-def _read_folder(source: Source) -> Iterator[RawRow]:
-    from datasets import load_from_disk
-
-    _content_files(source)  # refuses what is incomplete with our own words
-    folder = _split_folder(source, Path(source.path).expanduser())
-    for line, row in enumerate(load_from_disk(str(folder)), start=1):
-        yield RawRow(f"{source.path}[{source.split}]:{line}", line, dict(row))
-
-
-def _read_hub(source: Source) -> Iterator[RawRow]:
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(source.path, split=source.split, revision=source.revision)
-    except Exception as error:  # the client raises OS, HTTP, value and its own errors alike
-        raise DataError(
-            f"Hub data set {source.path}@{source.revision} could not be read: "
-            f"{type(error).__name__}: {error}",
-            expected=f"a data set with a split {source.split!r}, reachable or in the local cache",
-            fix=f"check data.{source.which}_path, data.{source.which}_split and "
-            f"data.{source.which}_revision; log in if it is private",
-        ) from error
-    for line, row in enumerate(rows, start=1):
-        yield RawRow(f"{source.path}@{source.revision}:{line}", line, dict(row))
+        yield line, dict(row)

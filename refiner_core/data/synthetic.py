@@ -1,6 +1,6 @@
 """Rows of the embedded world, in the row schema of the refiner task, and the scenes behind them.
 
-In: a kind (``sft`` or ``rl``), a number of rows, a seed and :class:`SyntheticOptions`.
+In: a kind (``sft`` or ``rl``), a number of rows and a seed.
 Out: rows with ``conversations``, ``rubrics`` (a JSON string), ``metadata`` and ``truth``.
 
 Questions are about invented facts, so nothing can be answered from memory. Each prompt holds 3–5
@@ -35,27 +35,13 @@ from refiner_core.words import World
 FLAWS = ("missing_fact", "wrong_citation", "off_query_claim", "format_slip")
 
 
-@dataclass(frozen=True)
-class SyntheticOptions:
-    """What generated rows look like.
-
-    Attributes
-    ----------
-    min_snippets, max_snippets
-        Snippets in the tool output; at least one more than the facts that are asked for.
-    two_fact_share
-        Share of rows that ask for two facts instead of one.
-    reasoning_share
-        Share of prompts in which the agent says a sentence before the tool output.
-    flaw_share
-        Share of demonstrations with one flaw of :data:`FLAWS` (``sft`` rows only).
-    """
-
-    min_snippets: int = 3
-    max_snippets: int = 5
-    two_fact_share: float = 0.5
-    reasoning_share: float = 0.3
-    flaw_share: float = 0.3
+#: Snippets in the tool output; at least one more than the facts that are asked for.
+_SNIPPETS = (3, 5)
+#: Share of rows that ask for two facts instead of one, and of prompts in which the agent says a
+#: sentence before the tool output.
+_TWO_FACT_SHARE, _REASONING_SHARE = 0.5, 0.3
+#: Share of demonstrations with one flaw of :data:`FLAWS`.
+_FLAW_SHARE = 0.3
 
 
 @dataclass(frozen=True)
@@ -111,16 +97,17 @@ def state(fact: Fact, rng: random.Random) -> str:
     return rng.choice(forms)
 
 
-def _survey(fact: Fact, rng: random.Random) -> tuple[str, str]:
+def _survey(fact: Fact, rng: random.Random) -> tuple[str, str, None]:
     """Title and text of a snippet that speaks of the question without answering it."""
     kind = rng.choice(words.SURVEY_WORDS)
-    return f"{fact.entity} {kind}", f"A {kind} looks at the {fact.attribute} of {fact.entity}."
+    text = f"A {kind} looks at the {fact.attribute} of {fact.entity}."
+    return f"{fact.entity} {kind}", text, None
 
 
-def _ask(rng: random.Random, options: SyntheticOptions, world: World) -> tuple[Fact, ...]:
+def _ask(rng: random.Random, world: World) -> tuple[Fact, ...]:
     entity, attribute = words.draw_name(rng, world), rng.choice(words.ATTRIBUTES)
     first = Fact(entity, attribute, words.draw_value(rng, world))
-    if rng.random() >= options.two_fact_share:
+    if rng.random() >= _TWO_FACT_SHARE:
         return (first,)
     other = entity
     if rng.random() < 0.5:
@@ -160,12 +147,9 @@ def _evidence(
     found: list[tuple[str, str, Fact | None]] = [
         (f"{fact.entity} {fact.attribute}", state(fact, rng), fact) for fact in asked
     ]
-    surveys = 0
     while len(found) < count:
-        if surveys == 0 and rng.random() < 0.2:
-            title, text = _survey(rng.choice(asked), rng)
-            found.append((title, text, None))
-            surveys += 1
+        if all(fact for *_, fact in found) and rng.random() < 0.2:
+            found.append(_survey(rng.choice(asked), rng))
             continue
         fact = _distract(rng, asked, world)
         title = f"{fact.entity} {fact.attribute}"
@@ -176,19 +160,16 @@ def _evidence(
     return found
 
 
-def draw_scene(
-    rng: random.Random, options: SyntheticOptions | None = None, world: World = "task"
-) -> Scene:
+def draw_scene(rng: random.Random, world: World = "task") -> Scene:
     """Draw a question and the search result that answers it."""
-    options = options or SyntheticOptions()
-    asked = _ask(rng, options, world)
+    asked = _ask(rng, world)
     while len({fact.value for fact in asked}) < len(asked):
-        asked = _ask(rng, options, world)
-    count = max(rng.randint(options.min_snippets, options.max_snippets), len(asked) + 1)
+        asked = _ask(rng, world)
+    count = max(rng.randint(*_SNIPPETS), len(asked) + 1)
     ids = fresh_ids(rng, count, world)
     evidence = _evidence(rng, asked, count, world)
     snippets = tuple(Snippet(i, *found) for i, found in zip(ids, evidence, strict=True))
-    reasoning = f"I search for {asked[0].entity}." if rng.random() < options.reasoning_share else ""
+    reasoning = f"I search for {asked[0].entity}." if rng.random() < _REASONING_SHARE else ""
     return Scene(asked, snippets, reasoning)
 
 
@@ -269,7 +250,9 @@ FORBIDDEN_WEIGHT = 1.0
 _MAX_FORBIDDEN = 2
 
 
-def generate_rows(kind: Kind, n: int, seed: int, **options: Any) -> list[dict[str, Any]]:
+def generate_rows(
+    kind: Kind, n: int, seed: int, *, flaw_share: float = _FLAW_SHARE
+) -> list[dict[str, Any]]:
     """Generate ``n`` rows.
 
     Parameters
@@ -280,17 +263,16 @@ def generate_rows(kind: Kind, n: int, seed: int, **options: Any) -> list[dict[st
     n
         Number of rows.
     seed
-        The same kind, seed and options give the same rows on every machine.
-    **options
-        Fields of :class:`SyntheticOptions`.
+        The same kind, seed and share give the same rows on every machine.
+    flaw_share
+        Share of demonstrations with one flaw of :data:`FLAWS`.
     """
-    chosen = SyntheticOptions(**options)
-    return [_row(kind, seed, index, chosen) for index in range(n)]
+    return [_row(kind, seed, index, flaw_share) for index in range(n)]
 
 
-def _row(kind: Kind, seed: int, index: int, options: SyntheticOptions) -> dict[str, Any]:
+def _row(kind: Kind, seed: int, index: int, flaw_share: float) -> dict[str, Any]:
     rng = random.Random(f"refiner-synthetic-1/{kind}/{seed}/{index}")
-    scene = draw_scene(rng, options)
+    scene = draw_scene(rng)
     metadata: dict[str, Any] = {
         "sample_id": f"synthetic-{kind}-{seed}-{index:05d}",
         "tool_query": f"{scene.asked[0].entity} {scene.asked[0].attribute}",
@@ -298,7 +280,7 @@ def _row(kind: Kind, seed: int, index: int, options: SyntheticOptions) -> dict[s
     }
     conversations = [{"role": "user", "content": prompt_text(scene)}]
     if kind == "sft":
-        flaw = rng.choice(FLAWS) if rng.random() < options.flaw_share else None
+        flaw = rng.choice(FLAWS) if rng.random() < flaw_share else None
         text = flawed_answer(scene, flaw, rng) if flaw else answer_text(scene)
         conversations.append({"role": "assistant", "content": text})
         metadata["flaw"] = flaw
@@ -335,13 +317,5 @@ def rubrics(scene: Scene) -> dict[str, list[dict[str, Any]]]:
 
 def truth(scene: Scene) -> dict[str, Any]:
     """The facts asked for, and the ids of the snippets that state them."""
-    facts = [
-        {
-            "entity": fact.entity,
-            "attribute": fact.attribute,
-            "value": fact.value,
-            "ids": scene.ids_of(fact),
-        }
-        for fact in scene.asked
-    ]
+    facts = [{**vars(fact), "ids": scene.ids_of(fact)} for fact in scene.asked]
     return {"facts": facts, "gold_ids": [i for fact in scene.asked for i in scene.ids_of(fact)]}

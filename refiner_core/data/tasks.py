@@ -34,13 +34,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from refiner_core.contract.checks.environment import BUILTIN_ROWS
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.fingerprint import canonical_json, derive_seed
-from refiner_core.contract.sections.environment import check_domains
+from refiner_core.contract.sections.environment import check_settings
 from refiner_core.contract.types import DemonstrationRow, PromptRow, StageIO
 from refiner_core.data.conversations import read_conversations
 from refiner_core.data.datacard import (
@@ -60,6 +60,8 @@ from refiner_core.environments.protocol import (
     domain_of_id,
     row_of_task,
 )
+
+_R = TypeVar("_R", PromptRow, DemonstrationRow)
 
 
 def prepare_tasks(
@@ -92,13 +94,14 @@ def prepare_tasks(
         If ``io`` asked to stop.
     """
     if not config.environment.domains:  # else only those in use are known
-        check_domains(config.environment.shaping, environment.domains())
+        check_settings(config.environment.shaping, environment.domains())
     work = _Work(config, environment, tokenizer, io)
     rl = Tally(f"{environment.name} {environment.version}", digest)
     train, test = _splits(config, environment)
     prompts = work.prompts({t.domain for t in (*train, *test)}, rl)
     kept_train, kept_test = work.rows(train, prompts, rl), work.rows(test, prompts, rl)
-    kept_train = _limited(config, kept_train, rl)
+    seed = config.data.split_seed
+    kept_train = _limited(kept_train, config.environment.max_train_tasks, seed, "tasks", rl)
     if not kept_train or not kept_test:
         raise _nothing_left(config, rl, "train" if not kept_train else "test")
     rl.kept = len(kept_train) + len(kept_test)
@@ -133,15 +136,14 @@ def _splits(
     train, test = environment.tasks(names[0]), environment.tasks(names[1])
     for what, of in (("id", lambda t: t.id), ("content", _content)):
         known = {of(task): task for task in train}
-        for task in test:
-            if of(task) in known:
-                raise DataError(
-                    f"Task {task.domain}/{task.id} of the split {names[1]!r} has the {what} of "
-                    f"{known[of(task)].domain}/{known[of(task)].id} of {names[0]!r}",
-                    expected="held-out tasks that no training task is the same as",
-                    fix="correct environment.tasks, environment.train_split or "
-                    "environment.test_split",
-                )
+        if found := next((task for task in test if of(task) in known), None):
+            same = known[of(found)]
+            raise DataError(
+                f"Task {found.domain}/{found.id} of the split {names[1]!r} has the {what} of "
+                f"{same.domain}/{same.id} of {names[0]!r}",
+                expected="held-out tasks that no training task is the same as",
+                fix="correct environment.tasks, environment.train_split or environment.test_split",
+            )
     return train, test
 
 
@@ -149,13 +151,11 @@ def _content(task: Task) -> str:
     return canonical_json({"domain": task.domain, "data": dict(task.data)})
 
 
-def _limited(config: RecipeConfig, rows: list[PromptRow], counts: Tally) -> list[PromptRow]:
-    """A seeded choice under ``environment.max_train_tasks``, in the order of the tasks."""
-    most = config.environment.max_train_tasks
+def _limited(rows: list[_R], most: int | None, seed: int, what: str, counts: Tally) -> list[_R]:
+    """A seeded choice of at most so many, in their order."""
     if most is None or len(rows) <= most:
         return rows
-    seed = config.data.split_seed
-    order = sorted(rows, key=lambda row: derive_seed(seed, "limit", "tasks", row.sample_id))
+    order = sorted(rows, key=lambda row: derive_seed(seed, "limit", what, row.sample_id))
     chosen = {row.sample_id for row in order[:most]}
     counts.dropped["over_max_rows"] += len(rows) - most
     return [row for row in rows if row.sample_id in chosen]
@@ -223,12 +223,16 @@ class _Work:
     ) -> tuple[Tally, list[DemonstrationRow]]:
         """Demonstrations from whichever source the recipe names."""
         if self.config.data.sft_path not in (None, BUILTIN_ROWS):
-            return self._from_rows(test)
-        counts = Tally("none", "")
-        if not self.config.environment.demonstrations:
-            return counts, []
-        counts.source, counts.digest = f"the expert of {self.environment.name}", digest
-        return counts, self._from_expert(train, prompts, counts)
+            counts, rows = self._from_rows(test)
+        elif self.config.environment.demonstrations:
+            counts = Tally(f"the expert of {self.environment.name}", digest)
+            rows = self._from_expert(train, prompts, counts)
+        else:
+            return Tally("none", ""), []
+        counts.kept = len(rows)
+        if not rows:
+            raise _no_demonstration(self.config, counts)
+        return counts, rows
 
     def _from_rows(self, test: Sequence[Task]) -> tuple[Tally, list[DemonstrationRow]]:
         held_out = {name for task in test for name in (task.id, f"{task.domain}/{task.id}")}
@@ -242,17 +246,12 @@ class _Work:
                 counts.names[made.domain] += 1
                 rows.append(row)
                 nameless.update({row.sample_id} if not made.named else ())
-        most = self.config.data.max_sft_rows
-        if most is not None and len(rows) > most:
-            seed = self.config.data.split_seed
-            rows.sort(key=lambda row: derive_seed(seed, "limit", "sft", row.sample_id))
-            counts.dropped["over_max_rows"] += len(rows) - most
-            rows = sorted(rows[:most], key=lambda row: row.sample_id)
-        counts.kept = len(rows)
+        data = self.config.data
+        if data.max_sft_rows is not None and len(rows) > data.max_sft_rows:
+            rows = _limited(rows, data.max_sft_rows, data.split_seed, "sft", counts)
+            rows.sort(key=lambda row: row.sample_id)
         if unnamed := sum(row.sample_id in nameless for row in rows):
             counts.more = {"unnamed_task": unnamed}
-        if not rows:
-            raise _no_demonstration(self.config, counts)
         return counts, rows
 
     def _fitting(
@@ -297,9 +296,6 @@ class _Work:
             if fitting is not None:
                 counts.names[task.domain] += 1
                 rows.append(fitting)
-        counts.kept = len(rows)
-        if not rows:
-            raise _no_demonstration(self.config, counts)
         return rows
 
     def _task(self, train: Sequence[Task], number: int) -> Task:
@@ -349,9 +345,7 @@ def _nothing_left(config: RecipeConfig, counts: Tally, split: str) -> DataError:
     return DataError(
         f"No {split} task is left ({counts.reasons or 'there are none'}); policy and tools of a "
         f"domain have up to {longest} tokens",
-        expected="tasks whose policy and tools fit (data.max_prompt_token_length="
-        f"{config.data.max_prompt_token_length}), with a turn (grpo.max_token_length="
-        f"{config.grpo.max_token_length})",
+        expected="tasks whose policy and tools fit, with a turn",
         fix=f"set data.max_prompt_token_length={longest} and grpo.max_token_length={needed} or "
         "more, where the model's window allows it",
     )

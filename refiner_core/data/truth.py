@@ -70,17 +70,12 @@ def score_truth(answer_text: str, truth: Mapping[str, Any]) -> dict[str, float]:
     """
     claims = _claims(answer_text)
     stated = [[fact for fact in truth["facts"] if _states(claim, fact)] for claim in claims]
-    right = [
-        any(cited in fact["ids"] for fact in facts)
+    cited = [
+        (one, any(one in fact["ids"] for fact in facts))
         for claim, facts in zip(claims, stated, strict=True)
-        for cited in claim.ids
+        for one in claim.ids
     ]
-    found = {
-        cited
-        for claim, facts in zip(claims, stated, strict=True)
-        for cited in claim.ids
-        if any(cited in fact["ids"] for fact in facts)
-    }
+    right, found = [good for _, good in cited], {one for one, good in cited if good}
     said = [any(fact in facts for facts in stated) for fact in truth["facts"]]
     fact_recall = sum(said) / len(said) if said else 0.0
     precision = sum(right) / len(right) if right else 0.0

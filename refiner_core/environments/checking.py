@@ -13,8 +13,10 @@ should be; the expert, where there is one, solves every task.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from refiner_core.contract.errors import DataError
@@ -22,7 +24,6 @@ from refiner_core.environments.protocol import (
     Environment,
     HasExpert,
     InfrastructureError,
-    Step,
     Task,
     TellsProgress,
     ToolCall,
@@ -31,7 +32,6 @@ from refiner_core.environments.protocol import (
 _SEED = 7
 _NO_SPLIT = "no_such_split"
 _NO_PROGRESS = "it tells no progress: grpo.credit=turn_rewards is refused"
-_NO_TOOL = ToolCall("no_such_tool", {})
 #: Values of a type that no string, number, boolean or list schema takes.
 _WRONG_VALUE = {"type": ["object"]}
 
@@ -65,32 +65,40 @@ def check_environment(
 ) -> Checked:
     """Try the environment; ``most`` tasks of each split, all by default."""
     by_split = {split: environment.tasks(split) for split in splits}
-    found = [*_of_tasks(by_split), *_of_no_split(environment)]
+    found = [*_of_tasks(by_split), *_guarded(_NO_SPLIT, _of_no_split(environment))]
     for domain in environment.domains():
         found += _of_domain(environment, domain)
-    solved: int | None = 0 if isinstance(environment, HasExpert) else None
-    tried: dict[str, int] = {}
+    expert = environment if isinstance(environment, HasExpert) else None
+    solved, tried = 0, dict[str, int]()
     for split, tasks in by_split.items():
-        chosen = _spread(tasks, most)
-        tried[split] = len(chosen)
-        for task in chosen:
-            found += _of_task(environment, task)
-            if isinstance(environment, HasExpert):
-                wrong = list(_of_expert(environment, environment, task))
-                solved = (solved or 0) + (not wrong)
+        count = len(tasks) if most is None else min(most, len(tasks))
+        tried[split] = count
+        for task in (tasks[i * len(tasks) // count] for i in range(count)):  # from all over
+            where = f"{task.domain}/{task.id}"
+            found += _guarded(where, _of_task(environment, task))
+            if expert is not None:
+                wrong = list(_guarded(where, _of_expert(environment, expert, task)))
+                solved += not wrong
                 found += wrong
     silent = [f for f in found if f.what == _NO_PROGRESS]  # a matter of the environment, said once
-    rest = [f for f in found if f.what != _NO_PROGRESS]
-    found = [*rest, *(f._replace(where="every task") for f in silent[:1])]
+    found = [f for f in found if f.what != _NO_PROGRESS]
+    found += (f._replace(where="every task") for f in silent[:1])
     found.sort(key=lambda finding: finding.level)  # errors before warnings
-    return Checked(tuple(found), tried, solved)
+    return Checked(tuple(found), tried, None if expert is None else solved)
 
 
-def _spread(tasks: Sequence[Task], most: int | None) -> list[Task]:
-    """At most so many, from all over the list."""
-    if most is None or len(tasks) <= most:
-        return list(tasks)
-    return [tasks[i * len(tasks) // most] for i in range(most)]
+_Found = Iterator[tuple[Level, str]]
+
+
+def _guarded(where: str, tried: _Found) -> Iterator[Finding]:
+    """Findings at one place, and what is raised there."""
+    try:
+        for level, what in tried:
+            yield Finding(level, where, what)
+    except InfrastructureError as error:
+        yield Finding("error", where, f"the infrastructure failed ({error.kind}): {error.what}")
+    except Exception as error:
+        yield Finding("error", where, f"it raises {type(error).__name__}: {error}")
 
 
 def _of_tasks(by_split: dict[str, tuple[Task, ...]]) -> Iterator[Finding]:
@@ -103,20 +111,11 @@ def _of_tasks(by_split: dict[str, tuple[Task, ...]]) -> Iterator[Finding]:
             yield Finding("error", split, "the split has no tasks")
 
 
-def _of_no_split(environment: Environment) -> Iterator[Finding]:
+def _of_no_split(environment: Environment) -> _Found:
     """A split that there is not: tasks of another in its place would be trained on or measured."""
-    try:
-        tasks = environment.tasks(_NO_SPLIT)
-    except DataError:
-        return
-    except Exception as error:
-        what = f"raises {type(error).__name__} where there is no such split: say so, or give none"
-        yield Finding("warning", _NO_SPLIT, what)
-        return
-    if tasks:
-        yield Finding(
-            "error", _NO_SPLIT, "there is no such split, and it has tasks: a typing error passes"
-        )
+    with contextlib.suppress(DataError):
+        if environment.tasks(_NO_SPLIT):
+            yield "error", "there is no such split, and it has tasks: a typing error passes"
 
 
 def _of_domain(environment: Environment, domain: str) -> Iterator[Finding]:
@@ -130,26 +129,15 @@ def _of_domain(environment: Environment, domain: str) -> Iterator[Finding]:
         if wanted and wanted not in names:
             yield Finding("error", domain, f"no tool {wanted!r}, which {what}")
     for tool in tools:
+        where = f"{domain}.{tool.name}"
         if tool.parameters.get("type") != "object":
-            yield Finding(
-                "error", f"{domain}.{tool.name}", "its parameters are no schema of type object"
-            )
+            yield Finding("error", where, "its parameters are no schema of type object")
         if not tool.description.strip():
-            yield Finding("warning", f"{domain}.{tool.name}", "it has no description")
+            yield Finding("warning", where, "it has no description")
 
 
-def _of_task(environment: Environment, task: Task) -> list[Finding]:
+def _of_task(environment: Environment, task: Task) -> _Found:
     """Findings of one task's episode, given what models do."""
-    where = f"{task.domain}/{task.id}"
-    try:
-        return [Finding(level, where, what) for level, what in _tried(environment, task)]
-    except InfrastructureError as error:
-        return [Finding("error", where, f"the infrastructure failed ({error.kind}): {error.what}")]
-    except Exception as error:
-        return [Finding("error", where, f"it raises {type(error).__name__}: {error}")]
-
-
-def _tried(environment: Environment, task: Task) -> Iterator[tuple[Level, str]]:
     if task.domain not in environment.domains():
         yield "error", f"its domain {task.domain!r} is none of the environment's"
         return
@@ -158,14 +146,17 @@ def _tried(environment: Environment, task: Task) -> Iterator[tuple[Level, str]]:
     if not first or first[-1].role != "user":
         yield "error", "its first messages do not end with the user's words"
     for call, wanted in _bad_calls(environment, task.domain):
-        step = episode.step(call)
-        yield from _answered(call, wanted, step)
+        step, said = episode.step(call), f"{call.name} with {dict(call.arguments)!r:.60}"
+        if step.tool_error != wanted:
+            yield "error", f"{said} gives tool_error {step.tool_error!r} instead of {wanted!r}"
+        if not step.messages and not step.done:
+            yield "error", f"{said} is answered with nothing"
         if step.done:
             break
     outcome = episode.outcome()
     if outcome.success:
         yield "error", "an episode of nothing but wrong calls is a success"
-    if not outcome.success and outcome.failure is None:
+    elif outcome.failure is None:
         yield "error", "an episode that failed does not say why (outcome().failure)"
     if not outcome.checks:
         yield "warning", "it has no checks: no partial credit, and nobody sees what was missing"
@@ -180,41 +171,23 @@ def _tried(environment: Environment, task: Task) -> Iterator[tuple[Level, str]]:
 
 
 def _bad_calls(environment: Environment, domain: str) -> Iterator[tuple[ToolCall, str]]:
-    yield _NO_TOOL, "wrong_tool"
-    for tool in environment.tools(domain):
-        needed = tool.parameters.get("required", ())
-        if needed:
-            yield ToolCall(tool.name, {}), "wrong_argument"
-            yield ToolCall(tool.name, dict.fromkeys(needed, _WRONG_VALUE)), "wrong_argument"
-            return
+    yield ToolCall("no_such_tool", {}), "wrong_tool"
+    needing = (tool for tool in environment.tools(domain) if tool.parameters.get("required"))
+    for tool in itertools.islice(needing, 1):
+        yield ToolCall(tool.name, {}), "wrong_argument"
+        wrong = dict.fromkeys(tool.parameters["required"], _WRONG_VALUE)
+        yield ToolCall(tool.name, wrong), "wrong_argument"
 
 
-def _answered(call: ToolCall, wanted: str, step: Step) -> Iterator[tuple[Level, str]]:
-    said = f"{call.name} with {dict(call.arguments)!r:.60}"
-    if step.tool_error != wanted:
-        yield "error", f"{said} gives tool_error {step.tool_error!r} instead of {wanted!r}"
-    if not step.messages and not step.done:
-        yield "error", f"{said} is answered with nothing"
-
-
-def _of_expert(environment: Environment, expert: HasExpert, task: Task) -> Iterable[Finding]:
-    where = f"{task.domain}/{task.id}"
-    try:
-        calls = expert.expert(task, _SEED, flawed=False)
-        episode = environment.episode(task)
-        episode.reset(_SEED)
-        for call in calls:
-            episode.step(call)
-        outcome = episode.outcome()
-        episode.close()
-    except Exception as error:
-        yield Finding("error", where, f"its expert raises {type(error).__name__}: {error}")
-        return
+def _of_expert(environment: Environment, expert: HasExpert, task: Task) -> _Found:
+    calls = expert.expert(task, _SEED, flawed=False)
+    episode = environment.episode(task)
+    episode.reset(_SEED)
+    for call in calls:
+        episode.step(call)
+    outcome = episode.outcome()
+    episode.close()
     if not outcome.success:
         missing = ", ".join(check.name for check in outcome.checks if not check.passed)
-        yield Finding(
-            "error",
-            where,
-            f"its expert does not solve it (reward {outcome.reward:g}; {outcome.failure}"
-            + (f"; missing: {missing})" if missing else ")"),
-        )
+        reward = f"reward {outcome.reward:g}; {outcome.failure}; missing: {missing or 'nothing'}"
+        yield "error", f"its expert does not solve it ({reward})"

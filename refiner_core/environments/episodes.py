@@ -38,35 +38,40 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError, StageFailed
-from refiner_core.contract.types import Completion, Generator, TurnGenerator, TurnRequest, Turns
-from refiner_core.environments.play import Begun, EpisodeRequest, EpisodeSettings, Play, Stepped
-from refiner_core.environments.protocol import Environment, InfrastructureError, Outcome
+from refiner_core.contract.types import (
+    Completion,
+    Generator,
+    SamplingParams,
+    TurnGenerator,
+    TurnRequest,
+    Turns,
+)
+from refiner_core.environments.play import EpisodeRequest, EpisodeSettings, Play, Stepped
+from refiner_core.environments.protocol import Environment, InfrastructureError
+from refiner_core.environments.turns import CLOSE
 from refiner_core.generation.completions import completion_text, turn_generator
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Work that is over: its key, what it gave (or raised, or that it is late), and its seconds."""
-
-    key: int
-    value: Any = None
-    error: BaseException | None = None
-    late: bool = False
-    seconds: float = 0.0
 
 
 @dataclass(eq=False)
 class _Job:
+    """Work in a thread and, once it is over, what it gave (or raised, or that it is late), and its
+    seconds."""
+
     key: int
     work: Callable[[], Any]
     limit_s: float
     abandoned: Callable[[], None]
     began: float = 0.0
+    value: Any = None
+    error: BaseException | None = None
+    late: bool = False
+    seconds: float = 0.0
 
 
 class Workers:
@@ -79,7 +84,7 @@ class Workers:
         self._urgent: deque[_Job] = deque()
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
-        self._ended: list[Ended] = []
+        self._ended: list[_Job] = []
 
     def submit(
         self,
@@ -106,15 +111,15 @@ class Workers:
             (self._urgent if urgent else self._waiting).append(job)
             self._start()
 
-    def ended(self, timeout_s: float) -> list[Ended]:
+    def ended(self, timeout_s: float) -> list[_Job]:
         """All that has ended since the last call; waits up to ``timeout_s`` for a first one."""
         until = time.monotonic() + timeout_s
         with self._changed:
             while True:
                 now = time.monotonic()
                 for job in [j for j in self._running if now - j.began >= j.limit_s]:
-                    self._running.remove(job)  # nobody waits for it any more
-                    self._ended.append(Ended(job.key, late=True, seconds=now - job.began))
+                    self._over(job)  # nobody waits for it any more
+                    job.late = True
                 self._start()
                 if self._ended or now >= until:
                     ended, self._ended = self._ended, []
@@ -141,6 +146,11 @@ class Workers:
             ).start()
             self._changed.notify_all()  # who waits has another limit now
 
+    def _over(self, job: _Job) -> None:
+        self._running.remove(job)
+        job.seconds = time.monotonic() - job.began
+        self._ended.append(job)
+
     def _work(self, job: _Job) -> None:
         value, error = None, None
         try:
@@ -148,14 +158,12 @@ class Workers:
         except BaseException as raised:  # a tool may raise SystemExit; who waits is told
             error = raised
         with self._changed:
-            late = job not in self._running
-            if not late:
-                self._running.remove(job)
-                seconds = time.monotonic() - job.began
-                self._ended.append(Ended(job.key, value, error, seconds=seconds))
+            if waited_for := job in self._running:
+                job.value, job.error = value, error
+                self._over(job)
                 self._start()
                 self._changed.notify_all()
-        if late:
+        if not waited_for:
             job.abandoned()
 
 
@@ -166,7 +174,7 @@ _CLOSE_S = 10.0
 _OURS = "set grpo.generation_backend to the other one, and report this: it is a bug in refiner"
 
 
-class EpisodeDesk:
+class _EpisodeDesk:
     """A :class:`~refiner_core.contract.types.TurnDesk` over episodes; see
     :func:`refiner_core.environments.episodes.run_episodes` for parameters and errors."""
 
@@ -188,7 +196,7 @@ class EpisodeDesk:
         self._resetting: set[int] = set()
         self._fresh: set[int] = set()
         self._ready: set[int] = set()
-        self._working: set[int] = set()
+        self._working: dict[int, Callable[[Any, float], None]] = {}  # and what becomes of it
         self._begun: set[int] = set()
         self._told_ended: list[int] = []
         self._reports: list[tuple[int, Completion]] = []
@@ -228,7 +236,7 @@ class EpisodeDesk:
             self._end(play)
         else:
             last = play.last
-            self._submit(play, lambda: play.step(call, last=last))
+            self._submit(play, lambda: play.step(call, last=last), partial(self._after_step, play))
 
     # ------------------------------------------------ what the runner calls
 
@@ -281,9 +289,16 @@ class EpisodeDesk:
             play = Play(number, request, self._environment, self._tokenizer, self._settings)
             self._plays[number] = play
             self._resetting.add(number)
-            self._submit(play, play.begin, urgent=False)
+            self._submit(play, play.begin, partial(self._after_begin, play), urgent=False)
 
-    def _submit(self, play: Play, work: Callable[[], Any], *, urgent: bool = True) -> None:
+    def _submit(
+        self,
+        play: Play,
+        work: Callable[[], Any],
+        then: Callable[[Any, float], None],
+        *,
+        urgent: bool = True,
+    ) -> None:
         def closing() -> Any:
             try:
                 return work()
@@ -291,7 +306,7 @@ class EpisodeDesk:
                 play.close()
                 raise
 
-        self._working.add(play.number)
+        self._working[play.number] = then
         self._workers.submit(
             play.number, closing, play.limit_s(), urgent=urgent, abandoned=play.close
         )
@@ -299,7 +314,7 @@ class EpisodeDesk:
     def _end(self, play: Play) -> None:
         """No further turn; what it was worth is still to be said."""
         self._tell_ended(play)
-        self._submit(play, play.end)
+        self._submit(play, play.end, lambda outcome, _: self._finish(play, play.finished(outcome)))
 
     def _tell_ended(self, play: Play) -> None:
         if play.number in self._begun:
@@ -310,7 +325,9 @@ class EpisodeDesk:
         """Wait for all work but resets beyond what there is room for."""
         while True:
             first = sorted(self._fresh | self._resetting)[: max(0, room)]
-            if not (self._working - self._resetting) and not self._resetting.intersection(first):
+            if not (self._working.keys() - self._resetting) and not self._resetting.intersection(
+                first
+            ):
                 self._report()
                 return
             self._collect(_LOOK_S)
@@ -333,48 +350,43 @@ class EpisodeDesk:
                 fix="run the same command again; it goes on from the last checkpoint",
             )
         for ended in sorted(self._workers.ended(timeout_s), key=lambda e: e.key):
-            self._working.discard(ended.key)
-            self._take_in(self._plays[ended.key], ended)
+            play, then = self._plays[ended.key], self._working.pop(ended.key)
+            self._resetting.discard(play.number)
+            error = play.late(ended.seconds) if ended.late else ended.error
+            play.seconds += ended.seconds
+            if isinstance(error, InfrastructureError):
+                self._finish(play, play.failed(error))
+            elif isinstance(error, RefinerError):
+                raise error
+            elif error is not None:
+                raise StageFailed(
+                    f"A worker failed ({play.where()}): {error!r}",
+                    expected="an environment that answers each call",
+                    fix="see the traceback in `refiner logs STAGE`, and correct the environment",
+                ) from error
+            else:
+                then(ended.value, ended.seconds)
         if not self._settings.ordered:
             self._report()
 
-    def _take_in(self, play: Play, ended: Ended) -> None:
-        self._resetting.discard(play.number)
-        error = play.late(ended.seconds) if ended.late else ended.error
-        play.seconds += ended.seconds
-        if isinstance(error, InfrastructureError):
-            self._finish(play, play.failed(error))
-        elif isinstance(error, RefinerError):
-            raise error
-        elif error is not None:
-            raise StageFailed(
-                f"A worker failed ({play.where()}): {error!r}",
-                expected="an environment that answers each call",
-                fix="see the traceback in `refiner logs STAGE`, and correct the environment",
-            ) from error
-        elif isinstance(ended.value, Begun):
-            self._go_on(play, fits=play.begun(ended.value), new=True)
-        elif isinstance(ended.value, Stepped):
-            self._after_step(play, ended.value, ended.seconds)
-        elif isinstance(ended.value, Outcome):
-            self._finish(play, play.finished(ended.value))
+    def _after_begin(self, play: Play, begun: tuple[Any, float | None], seconds: float) -> None:
+        self._go_on(play, self._fresh, fits=play.begun(*begun))
 
     def _after_step(self, play: Play, stepped: Stepped, seconds: float) -> None:
         fits = play.stepped(stepped, seconds)
-        if stepped.outcome is None:
-            self._go_on(play, fits=fits, new=False)
+        step, _, outcome = stepped
+        if outcome is None:
+            self._go_on(play, self._ready, fits=fits)
             return
-        play.ended = "done" if stepped.step.done else "turn_limit"
-        self._finish(play, play.finished(stepped.outcome))
+        play.ended = "done" if step.done else "turn_limit"
+        self._finish(play, play.finished(outcome))
 
-    def _go_on(self, play: Play, *, fits: bool, new: bool) -> None:
-        if not fits:
+    def _go_on(self, play: Play, among: set[int], *, fits: bool) -> None:
+        if fits:
+            among.add(play.number)
+        else:
             play.ended = "context_limit"
             self._end(play)
-        elif new:
-            self._fresh.add(play.number)
-        else:
-            self._ready.add(play.number)
 
     def _finish(self, play: Play, completion: Completion) -> None:
         self._tell_ended(play)
@@ -390,20 +402,14 @@ class EpisodeDesk:
 
 
 def settings_of(
-    config: RecipeConfig,
-    environment: Environment,
-    *,
-    temperature: float,
-    top_p: float,
-    top_k: int = 0,
+    config: RecipeConfig, environment: Environment, sampling: SamplingParams
 ) -> EpisodeSettings:
     """The settings of a recipe, with the sampling of whoever asks."""
-    section = config.environment
-    ordered = section.schedule == "ordered"
-    if section.schedule == "auto":
-        ordered = environment.deterministic
-    lengths = (config.grpo.response_length, config.grpo.max_token_length)
-    return EpisodeSettings(section, *lengths, temperature, top_p, top_k, ordered)
+    section, grpo = config.environment, config.grpo
+    auto = section.schedule == "auto"
+    ordered = environment.deterministic if auto else section.schedule == "ordered"
+    sampling = replace(sampling, max_new_tokens=grpo.response_length, stop_strings=(CLOSE,))
+    return EpisodeSettings(section, grpo.max_token_length, sampling, ordered)
 
 
 def run_episodes(
@@ -443,7 +449,7 @@ def run_episodes(
     if not requests:
         return
     _check(requests, settings)
-    desk = EpisodeDesk(environment, tokenizer, requests, settings, on_episode, should_stop)
+    desk = _EpisodeDesk(environment, tokenizer, requests, settings, on_episode, should_stop)
     try:
         turn_generator(generator).turns(desk)
         desk.drain()

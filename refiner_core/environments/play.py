@@ -35,7 +35,7 @@ from refiner_core.environments.protocol import (
     TurnRecord,
 )
 from refiner_core.environments.scoring import partial_score
-from refiner_core.environments.turns import CLOSE, ParsedTurn, parse_turn
+from refiner_core.environments.turns import ParsedTurn, parse_turn
 
 log = logging.getLogger(__name__)
 #: Characters of a message that are kept where it did not fit into the context.
@@ -56,32 +56,18 @@ class EpisodeRequest:
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """Settings of episodes. ``section`` is the recipe's; ``turn_tokens`` and ``context_tokens`` are
-    the largest numbers of tokens of a turn and of a whole episode, the prompt included;
-    ``ordered`` is what the section's schedule comes to."""
+    """Settings of episodes. ``section`` is the recipe's; ``context_tokens`` the largest number of
+    tokens of a whole episode, the prompt included; ``sampling`` that of a turn; ``ordered`` is what
+    the section's schedule comes to."""
 
     section: EnvironmentConfig
-    turn_tokens: int
     context_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
+    sampling: SamplingParams
     ordered: bool
 
 
-class Begun(NamedTuple):
-    """Result of a reset: first messages, and the partial score before any turn."""
-
-    messages: tuple[Message, ...]
-    progress: float | None
-
-
-class Stepped(NamedTuple):
-    """Result of a call, the partial score now, and the outcome where it was the last."""
-
-    step: Step
-    progress: float | None
-    outcome: Outcome | None
+#: Result of a call: the step, the partial score now, and the outcome where it was the last.
+Stepped = tuple[Step, float | None, Outcome | None]
 
 
 class _Attempt(NamedTuple):
@@ -121,15 +107,16 @@ class Play:
 
     # ------------------------------------------------ in a worker's thread
 
-    def begin(self) -> Begun:
-        """Make the environment's episode and reset it."""
+    def begin(self) -> tuple[tuple[Message, ...], float | None]:
+        """Make the environment's episode and reset it: first messages, and the partial score before
+        any turn."""
         with _blamed(self):
             self._episode = self._environment.episode(self.request.task)
             messages = self._episode.reset(derive_seed(self.request.seed, "environment"))
             messages = _messages(messages)
             if not messages or messages[-1].role != "user":
                 raise ValueError("reset() gives messages, the last of them the user's")
-            return Begun(messages, self._progress())
+            return messages, self._progress()
 
     def step(self, call: ToolCall, *, last: bool) -> Stepped:
         """Take a step; with the outcome where the episode is done, or this was its last turn."""
@@ -141,8 +128,8 @@ class Play:
                 raise ValueError("step() gives no message, and the episode is not done")
             progress = self._progress()
             if not (step.done or last):
-                return Stepped(step, progress, None)
-        return Stepped(step, progress, self.end())
+                return step, progress, None
+        return step, progress, self.end()
 
     def end(self) -> Outcome:
         """Its worth, as it stands; nothing of it is used any more."""
@@ -199,9 +186,9 @@ class Play:
             fix=f"raise environment.{kind}_s, or see why they are slow",
         )
 
-    def begun(self, begun: Begun) -> bool:
+    def begun(self, messages: tuple[Message, ...], progress: float | None) -> bool:
         """Take the first messages in; False where they do not fit into the context."""
-        self._first, self._first_progress = begun
+        self._first, self._first_progress = messages, progress
         fits = self._observe(self._first)
         if not fits:
             self._first = _shortened(self._first)
@@ -209,13 +196,14 @@ class Play:
 
     def stepped(self, stepped: Stepped, seconds: float) -> bool:
         """Take a step in; False where what was said does not fit into the context."""
-        step, over = stepped.step, stepped.outcome is not None
+        step, progress, outcome = stepped
+        over = outcome is not None
         fits = over or self._observe(step.messages)
         self._turns[-1] = replace(
             self._turns[-1],
             tool_error=step.tool_error,
             messages=_pairs(step.messages if fits and not over else _shortened(step.messages)),
-            progress=stepped.progress,
+            progress=progress,
             seconds=seconds,
         )
         return fits
@@ -232,15 +220,10 @@ class Play:
 
     def turn(self) -> TurnRequest:
         """The turn that is to be sampled now."""
-        settings = self._settings
-        repair = self._failed is not None
-        params = SamplingParams(
-            temperature=0.0 if repair else settings.temperature,
-            top_p=1.0 if repair else settings.top_p,
-            top_k=0 if repair else settings.top_k,
-            max_new_tokens=min(settings.turn_tokens, self._room()),
-            stop_strings=(CLOSE,),
-        )
+        params = self._settings.sampling
+        params = replace(params, max_new_tokens=min(params.max_new_tokens, self._room()))
+        if self._failed is not None:
+            params = replace(params, temperature=0.0, top_p=1.0, top_k=0)
         seed = derive_seed(self.request.seed, "turn", len(self._turns))
         return TurnRequest(self.number, self.conversation.ids, seed, params)
 
@@ -261,7 +244,7 @@ class Play:
         if first is not None:
             self._own(first, retried=text)
             self.ended = "no_call"
-        elif ran_out and self._room() < settings.turn_tokens:
+        elif ran_out and self._room() < settings.sampling.max_new_tokens:
             self._own(attempt)
             self.ended = "context_limit"
         elif settings.section.repairs > 0:

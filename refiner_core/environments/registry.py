@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -103,46 +102,34 @@ def load_own(config: EnvironmentConfig, user: UserConfig) -> Environment:
         There is no such file or name, it cannot be imported or made, or lacks something.
     """
     file, name = _file_of(config)
-    module = _imported(file)
-    make = cast("Callable[..., Any] | None", getattr(module, name, None))
-    if make is None:
-        names = [n for n in vars(module) if not n.startswith("_")]
-        raise ConfigurationError(
-            f"{file} has no {name!r} (environment.name).",
-            expected=f"one of its names: {', '.join(sorted(names)) or '(none)'}",
-            fix="correct the part of environment.name behind the colon",
-        )
+    what = f"{name} of {file}"
     try:
-        made = make(config, user)
+        made: Any = getattr(_imported(file), name)(config, user)
     except ConfigurationError:
         raise
     except Exception as error:
-        raise ConfigurationError(
-            f"{name} of {file} cannot be made: {type(error).__name__}: {error}",
-            expected="a class or function that takes (EnvironmentConfig, UserConfig)",
-            fix="correct it; see refiner_core/environments/README.md",
+        raise _wrong(
+            f"{what} cannot be made: {type(error).__name__}: {error}",
+            "a class or function that takes (EnvironmentConfig, UserConfig)",
         ) from error
-    missing = [part for part in _NEEDED if not hasattr(made, part)]
-    if missing:
-        raise ConfigurationError(
-            f"What {name} of {file} makes has no {', '.join(missing)}.",
-            expected="all that refiner_core.environments.protocol.Environment names",
-            fix="add what is missing; see refiner_core/environments/README.md",
+    if missing := [part for part in _NEEDED if not hasattr(made, part)]:
+        raise _wrong(
+            f"What {what} makes has no {', '.join(missing)}.",
+            "all that refiner_core.environments.protocol.Environment names",
         )
-    _require_domains(made, name, file, config)
+    # A recipe that names domains trains on those alone, or not at all.
+    if config.domains and sorted(made.domains()) != sorted(config.domains):
+        raise _wrong(
+            f"environment.domains is {', '.join(config.domains)}, and the domains that {what} "
+            f"uses are {', '.join(made.domains()) or '(none)'}.",
+            "domains() and tasks() to keep to config.domains where that names any",
+        )
     return cast("Environment", made)
 
 
-def _require_domains(made: Any, name: str, file: Path, config: EnvironmentConfig) -> None:
-    """A recipe that names domains trains on those alone, or not at all."""
-    wanted = config.domains
-    if wanted and sorted(made.domains()) != sorted(wanted):
-        raise ConfigurationError(
-            f"environment.domains is {', '.join(wanted)}, and the domains that {name} of {file} "
-            f"uses are {', '.join(made.domains()) or '(none)'}.",
-            expected="domains() and tasks() to keep to config.domains where that names any",
-            fix="correct environment.domains, leave it empty for all, or correct the file",
-        )
+def _wrong(what: str, expected: str) -> ConfigurationError:
+    fix = "correct it, or the environment section; see refiner_core/environments/README.md"
+    return ConfigurationError(what, expected=expected, fix=fix)
 
 
 def own_digest(config: EnvironmentConfig) -> str:
@@ -153,10 +140,9 @@ def own_digest(config: EnvironmentConfig) -> str:
         try:
             whole.update(Path(config.tasks).expanduser().read_bytes())
         except OSError as error:
-            raise ConfigurationError(
+            raise _wrong(
                 f"environment.tasks={config.tasks} cannot be read: {error.strerror or error}.",
-                expected="a file of tasks for the environment",
-                fix="correct environment.tasks, or leave it out for the environment's own tasks",
+                "a file of tasks for the environment, or none for its own",
             ) from error
     return whole.hexdigest()
 
@@ -165,11 +151,10 @@ def _file_of(config: EnvironmentConfig) -> tuple[Path, str]:
     text, _, name = config.name.rpartition(":")
     file = Path(text).expanduser()
     if not file.is_file():
-        raise ConfigurationError(
+        raise _wrong(
             f"There is no file {file} (environment.name={config.name}).",
-            expected="a Python file; relative paths are those of the folder that refiner runs in, "
-            "in a recipe those of the recipe",
-            fix="correct environment.name",
+            "a Python file; relative paths are those of the folder that refiner runs in, in a "
+            "recipe those of the recipe",
         )
     return file.resolve(), name
 
@@ -188,9 +173,8 @@ def _imported(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ConfigurationError(
+        raise _wrong(
             f"{file} cannot be imported: {type(error).__name__}: {error}",
-            expected="a Python file that imports what is installed",
-            fix="correct it, or install what it needs beside refiner",
+            "a Python file that imports what is installed beside refiner",
         ) from error
     return module

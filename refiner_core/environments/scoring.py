@@ -40,13 +40,9 @@ def partial_score(
     passed: Counter[str] = Counter()
     found: Counter[str] = Counter()
     for check in checks:
-        kind, ok = (
-            (check.kind, check.passed)
-            if isinstance(check, Check)
-            else (str(check["kind"]), bool(check["passed"]))
-        )
-        found[kind] += 1
-        passed[kind] += ok
+        values = vars(check) if isinstance(check, Check) else check
+        found[values["kind"]] += 1
+        passed[values["kind"]] += bool(values["passed"])
     present = [kind for kind in weights if found[kind] and weights[kind] > 0]
     if not present:
         return None

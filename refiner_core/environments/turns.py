@@ -44,6 +44,7 @@ from refiner_core.environments.protocol import ToolCall, TurnStatus
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 #: Objects and arrays within each other in a call, the outermost included.
 MAX_DEPTH = 64
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
 _EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>")
 _INTEGERS = range(-(2**63), 2**64)
 #: More digits than any number in :data:`_INTEGERS`, the sign included.
@@ -108,7 +109,7 @@ def _parse_call(inner: str) -> ParsedTurn:
         )
         _check_depth_and_text(value)
     except RecursionError:
-        return ParsedTurn("bad_json", why=f"not JSON: {_too_deep()}")
+        return ParsedTurn("bad_json", why=f"not JSON: {_TOO_DEEP}")
     except ValueError as error:
         if OPEN in inner and not isinstance(error, _Refused):
             return ParsedTurn("many_calls", why=f"{OPEN} stands within a call")
@@ -121,18 +122,12 @@ def _parse_call(inner: str) -> ParsedTurn:
 
 def _wrong_shape(value: Any) -> str:
     """Fault of the value of a call; empty where nothing is."""
-    if not isinstance(value, dict):
-        return f"a call is an object, not {_kind(value)}"
-    missing = [key for key in ("name", "arguments") if key not in value]
-    if missing:
-        return f"a call without {' and '.join(missing)}"
-    others = sorted(value.keys() - {"name", "arguments"})
-    if others:
-        return f"a call has a name and arguments, not {_shown(others[0])}"
+    if not isinstance(value, dict) or value.keys() != {"name", "arguments"}:
+        return f"a call is an object of a name and arguments, not {_shown(json.dumps(value))}"
     if not isinstance(value["name"], str) or not value["name"].strip():
-        return f"`name` is the name of a tool, not {_kind(value['name'])}"
+        return f"`name` is the name of a tool, not {_shown(json.dumps(value['name']))}"
     if not isinstance(value["arguments"], dict):
-        return f"`arguments` is an object, not {_kind(value['arguments'])}"
+        return f"`arguments` is an object, not {_shown(json.dumps(value['arguments']))}"
     return ""
 
 
@@ -168,34 +163,15 @@ def _check_depth_and_text(value: Any) -> None:
     while waiting:
         one, depth = waiting.pop()
         if isinstance(one, str):
-            if not _is_text(one):
-                raise _Refused("half of a surrogate pair stands in a text")
+            try:
+                one.encode()
+            except UnicodeEncodeError:
+                raise _Refused("half of a surrogate pair stands in a text") from None
         elif isinstance(one, dict | list):
             if depth > MAX_DEPTH:
-                raise _Refused(_too_deep())
+                raise _Refused(_TOO_DEEP)
             parts = [*one.keys(), *one.values()] if isinstance(one, dict) else one
             waiting += [(part, depth + 1) for part in parts]
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _too_deep() -> str:
-    return f"nested deeper than {MAX_DEPTH}"
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, str):
-        return "a text" if value.strip() else "an empty text"
-    names = {bool: "true or false", int: "a number", float: "a number", list: "a list"}
-    return names.get(type(value), "an object")
 
 
 def _shown(text: str) -> str:

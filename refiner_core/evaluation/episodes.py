@@ -23,16 +23,23 @@ are then tried again when it goes on. Beside the model stands
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from refiner_core.batches import BatchWork
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import DataError, EnvironmentOutage, Interrupted, RefinerError
-from refiner_core.contract.types import Completion, Generator, Judge, StageIO, TurnGenerator
+from refiner_core.contract.errors import DataError
+from refiner_core.contract.types import (
+    Completion,
+    Generator,
+    Judge,
+    RewardResult,
+    StageIO,
+    TurnGenerator,
+)
 from refiner_core.data.prepared import load_prompts
 from refiner_core.environments.episodes import settings_of
 from refiner_core.environments.protocol import (
@@ -55,16 +62,19 @@ from refiner_core.evaluation.attempts import (
 from refiner_core.evaluation.metrics import episode_metrics
 from refiner_core.evaluation.protocol import episode_protocol, sampling_params
 from refiner_core.evaluation.results import Measured, write_results
-from refiner_core.evaluation.run import Circumstances, Unit, asked, open_generator, units_of
+from refiner_core.evaluation.run import (
+    FOLDER,
+    Unit,
+    asked,
+    key_of_row,
+    open_generator,
+    rows_of,
+    units_of,
+)
 from refiner_core.generation.reporting import BatchReporter
-from refiner_core.samples import SampledBatch, Wanted, sample_batches, sample_episodes
+from refiner_core.samples import Wanted, sample_episodes
 
-_ROWS_FILE = "rows.json"
-#: Seconds between checkpoints of attempts that have finished within a unit.
-_SAVE_S = 60.0
-_OF = "attempts of this evaluation"
-
-_Rows = dict[tuple[str, int], dict[str, Any]]
+_Row = dict[str, Any]
 
 
 def _by_domain(wanted: Sequence[Wanted]) -> dict[str, list[Wanted]]:
@@ -87,7 +97,7 @@ def evaluate_episodes(
     generator: Generator | TurnGenerator | None = None,
     tokenizer: Any = None,
     environment: Environment | None = None,
-    circumstances: Circumstances | None = None,
+    protocol_file: str = "",
 ) -> dict[str, Any]:
     """Measure an agent under every configured decoding.
 
@@ -121,16 +131,15 @@ def evaluate_episodes(
     units = units_of(config, tasks, DO_NOTHING, whole=environment.deterministic)
     reporter = BatchReporter(io, sum(len(unit.wanted) for unit in units), "samples")
     generator, tokenizer = open_generator(config, model_ref, reporter, generator, tokenizer)
-    made = _Work(units, config, environment, generator, tokenizer, io, reporter).run()
-    around = circumstances or Circumstances()
+    folder = output_dir / FOLDER
+    work = _Attempts(config, units, environment, generator, tokenizer, io, reporter, folder)
+    made = rows_of(work, units)
     domains = domains_of(task.sample_id for task in tasks)
     attempts = {unit.key: asked(config, unit.decoding) for unit in units}
     rows = {key: with_tasks(found, attempts[key], domains) for key, found in made.items()}
     measured = [
         Measured(
-            episode_protocol(
-                config, environment, tasks, decoding, data_digest, around.protocol_file
-            ),
+            episode_protocol(config, environment, tasks, decoding, data_digest, protocol_file),
             rows[decoding],
             episode_metrics(attempts[decoding], domains),
         )
@@ -147,91 +156,49 @@ def evaluate_episodes(
     )
 
 
-class _Work:
-    """Units one after the other, from the newest checkpoint on."""
+class _Attempts(BatchWork[_Row]):
+    """Attempts of units, those of who does nothing among them."""
+
+    what = "The evaluation"
 
     def __init__(
         self,
-        units: Sequence[Unit],
         config: RecipeConfig,
+        units: Sequence[Unit],
         environment: Environment,
         generator: Generator | TurnGenerator,
         tokenizer: Any,
         io: StageIO,
         reporter: BatchReporter,
+        folder: Path,
     ) -> None:
-        self.units, self.config, self.environment = units, config, environment
-        self.generator, self.tokenizer, self.io, self.reporter = generator, tokenizer, io, reporter
-        self.rows: dict[str, _Rows] = {unit.key: {} for unit in units}
-        self.keeps_halves = not environment.deterministic
-        self._saved, self._saved_at_s = 0, time.monotonic()
-        if (checkpoint := io.latest_checkpoint()) is not None:
-            kept = json.loads((checkpoint.path / _ROWS_FILE).read_text(encoding="utf-8"))
-            for key, rows in kept.items():
-                self.rows[key] = {_place(row): row for row in rows}
-            self._saved = checkpoint.step
+        self.config, self.units, self.environment = config, units, environment
+        self.generator, self.tokenizer = generator, tokenizer
+        self._errors: dict[str, list[_Row]] = {}
+        parts = not environment.deterministic
+        super().__init__([u.wanted for u in units], None, io, reporter, folder, keeps_parts=parts)
 
-    @property
-    def done(self) -> int:
-        """Attempts that are there."""
-        return sum(len(rows) for rows in self.rows.values())
+    def key(self, sample: _Row) -> tuple[str, int]:
+        return key_of_row(sample)
 
-    def run(self) -> dict[str, list[dict[str, Any]]]:
-        """Rows by decoding (and of what does nothing), task by task, attempt by attempt."""
-        left = [n for n in range(len(self.units)) if self._missing(n)]
-        if not sample_batches(left, self._make, self._keep, self.io.should_stop):
-            raise _stopped(self.done, self.reporter.total)
-        self.reporter.batch(self.done, "numbers")
-        return {
-            key: [rows[one.key] for unit in self.units if unit.key == key for one in unit.wanted]
-            for key, rows in self.rows.items()
-        }
+    def failed(self, sample: _Row) -> bool:
+        return bool(sample["status"] == "error")
 
-    def _missing(self, number: int) -> list[Wanted]:
-        unit = self.units[number]
-        return [one for one in unit.wanted if one.key not in self.rows[unit.key]]
+    def tell(self, number: int, finished: int) -> None:
+        done = sum(len(self.batches[n - 1]) for n in self.done)
+        self.reporter.batch(done + finished, self.units[number - 1].key)
 
-    def _make(self, number: int) -> SampledBatch[dict[str, Any]]:
-        """A unit's missing attempts; it is kept when all are there."""
-        unit, made = self.units[number], _Rows()
-        before, asked = self.done, sum(len(u.wanted) for u in self.units if u.key == unit.key)
-        self.reporter.batch(before, unit.key)
+    def scored(
+        self, number: int, samples: list[_Row], results: Sequence[RewardResult] | None
+    ) -> list[_Row]:
+        return samples
 
-        def finished(row: dict[str, Any]) -> None:
-            made[_place(row)] = row
-            self.reporter.batch(before + len(made), unit.key)
-            if row["status"] == "error":
-                self._require(unit, made, asked)
-            if self.keeps_halves and time.monotonic() - self._saved_at_s > _SAVE_S:
-                self._save(unit, made)
-
-        try:
-            self._attempt(unit, self._missing(number), finished)
-        except RefinerError as error:
-            if self.keeps_halves:
-                self._save(unit, made)
-            elif isinstance(error, EnvironmentOutage):
-                self._give_up_errors()
-            raise
-        return SampledBatch(tuple(made.values()))
-
-    def _keep(self, number: int, made: SampledBatch[dict[str, Any]]) -> None:
-        unit = self.units[number]
-        self.rows[unit.key] |= {_place(row): row for row in made.samples}
-        if number + 1 < len(self.units):
-            self._save(unit, {})
-
-    def _attempt(
-        self, unit: Unit, wanted: Sequence[Wanted], on_row: Callable[[dict[str, Any]], None]
+    def sample(
+        self, number: int, wanted: Sequence[Wanted], finished: Callable[[_Row], None]
     ) -> None:
-        """Make attempts of a unit; a row as each has finished."""
+        unit = self.units[number - 1]
         params = sampling_params(self.config, unit.decoding or "greedy")
-        settings = settings_of(
-            *(self.config, self.environment),
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-        )
+        settings = settings_of(self.config, self.environment, params)
         parts = [(self.generator, wanted)]
         if unit.decoding is None:
             short = replace(settings.section, max_turns=1, repairs=0)
@@ -242,60 +209,30 @@ class _Work:
             ]
         for agent, these in parts:
 
-            def finished(place: int, completion: Completion, these: Any = these) -> None:
+            def ended(place: int, completion: Completion, these: Any = these) -> None:
                 one = these[place]
-                on_row(attempt_row(one.prompt.sample_id, one.number, completion))
+                row = attempt_row(one.prompt.sample_id, one.number, completion)
+                finished(row)
+                if self.failed(row):
+                    self._require(unit.key, row)
 
             sample_episodes(
-                *(agent, these, self.environment, self.tokenizer, settings, finished),
-                should_stop=self.io.should_stop if self.keeps_halves else None,
+                *(agent, these, self.environment, self.tokenizer, settings, ended),
+                should_stop=self.io.should_stop if self.keeps_parts else None,
             )
 
-    def _require(self, unit: Unit, made: _Rows, asked: int) -> None:
+    def _require(self, key: str, row: _Row) -> None:
         """Stop as soon as there are too many errors, however the rest would go."""
-        rows = [*self.rows[unit.key].values(), *made.values()]
-        errors = [row for row in rows if row["status"] == "error"]
-        said = json.loads(errors[-1]["episode"])["error"]
-        share = self.config.environment.max_error_share
-        kinds = Counter(row["error_kind"] for row in errors)
-        require_episode_errors(kinds, asked, share, of=_OF, example=said)
-
-    def _give_up_errors(self) -> None:
-        """Whole units in which there were errors are made again, too: else these would count
-        against the next try."""
-        for unit in self.units:
-            rows, places = self.rows[unit.key], [one.key for one in unit.wanted]
-            if any(place in rows and rows[place]["status"] == "error" for place in places):
-                self.rows[unit.key] = {k: row for k, row in rows.items() if k not in places}
-        if self._saved > self.done:
-            self._write(
-                self._saved + 1, {key: list(rows.values()) for key, rows in self.rows.items()}
-            )
-
-    def _save(self, unit: Unit, half: _Rows) -> None:
-        """A checkpoint of whole units and, of one that is not whole, of the attempts without an
-        error: the others are tried again."""
-        good = {place: row for place, row in half.items() if row["status"] != "error"}
-        step = self.done + len(good)
-        if step <= self._saved:
-            return
-        rows = {key: list(found.values()) for key, found in self.rows.items()}
-        rows[unit.key] += good.values()
-        self._write(step, rows)
-
-    def _write(self, step: int, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        with self.io.new_checkpoint(step) as folder:
-            text = json.dumps(rows, ensure_ascii=False)
-            (folder / _ROWS_FILE).write_text(text, encoding="utf-8")
-        self._saved, self._saved_at_s = step, time.monotonic()
-
-
-def _place(row: dict[str, Any]) -> tuple[str, int]:
-    return str(row["sample_id"]), int(row["sample_index"])
-
-
-def _stopped(done: int, total: int) -> Interrupted:
-    return Interrupted(
-        f"The evaluation stopped after {done} of {total} attempts",
-        fix="run the same command again to go on",
-    )
+        errors = self._errors.get(key)
+        if errors is None:
+            known = [n for n in self.done if self.units[n - 1].key == key]
+            errors = [one for n in known for one in self.rows(n) if self.failed(one)]
+        self._errors[key] = [*errors, row]
+        asked = sum(len(unit.wanted) for unit in self.units if unit.key == key)
+        require_episode_errors(
+            Counter(one["error_kind"] for one in self._errors[key]),
+            asked,
+            self.config.environment.max_error_share,
+            of="attempts of this evaluation",
+            example=json.loads(row["episode"])["error"],
+        )

@@ -28,17 +28,12 @@ from refiner_core.environments.protocol import FAILURES
 from refiner_core.evaluation.metric_names import FAILURE, FIRST, base_of, pass_names
 from refiner_core.evaluation.statistics import Kind
 
-#: Metric to reward component.
-_FROM_REWARD = {
-    "format_valid": "format_valid",
-    "rubric_score": "rubric",
-    "citation_precision": "citation_precision",
-    "citation_recall": "citation_recall",
-    "citation_f1": "citation_f1",
-    "citation_format": "citation_format",
-    "claims": "claims",
-    "uncited": "uncited",
-}
+#: Metrics that are components of a reward, which has another name for one of them.
+_FROM_REWARD = (
+    *("format_valid", "rubric_score", "citation_precision", "citation_recall", "citation_f1"),
+    *("citation_format", "claims", "uncited"),
+)
+_COMPONENTS = {"rubric_score": "rubric"}
 #: Metric to key of the ground truth's scores.
 _FROM_TRUTH = {
     "oracle": "oracle",
@@ -72,8 +67,9 @@ def sample_row(
     """One sample as a row of the samples file."""
     failed = result.status == "unscored"
     metrics: dict[str, float | None] = {}
-    for metric, component in _FROM_REWARD.items():
+    for metric in _FROM_REWARD:
         measured = _applies(metric, result) and (metric in _WITHOUT_JUDGE or not failed)
+        component = _COMPONENTS.get(metric, metric)
         metrics[metric] = float(result.components[component]) if measured else None
     metrics["reward"] = None if failed else result.total
     metrics["length_tokens"] = float(length_tokens)
@@ -107,16 +103,16 @@ def _applies(metric: str, result: RewardResult) -> bool:
 def _schema(metrics: Sequence[str], texts: Sequence[str]) -> Any:
     import pyarrow as pa
 
+    def text(name: str) -> Any:
+        return pa.field(name, pa.string(), nullable=False)
+
     return pa.schema(
         [
-            pa.field("sample_id", pa.string(), nullable=False),
+            text("sample_id"),
             pa.field("sample_index", pa.int32(), nullable=False),
-            pa.field("response_text", pa.string(), nullable=False),
-            pa.field("finish_reason", pa.string(), nullable=False),
-            pa.field("status", pa.string(), nullable=False),
+            *map(text, ("response_text", "finish_reason", "status")),
             *(pa.field(metric, pa.float64()) for metric in metrics),
-            pa.field("judgements", pa.string(), nullable=False),
-            *(pa.field(text, pa.string(), nullable=False) for text in texts),
+            *map(text, ("judgements", *texts)),
         ],
         metadata={b"refiner.kind": b"evaluation samples", b"refiner.format": b"1"},
     )
@@ -193,13 +189,7 @@ def _unreadable(path: Path, why: str) -> DataError:
 #: the model sampled, turns that were repaired, calls that a tool refused, and whether the
 #: infrastructure ended it (which alone has a value then).
 EPISODE_METRICS = (
-    "success",
-    "reward",
-    "partial",
-    "turns",
-    "length_tokens",
-    "repairs",
-    "tool_errors",
+    *("success", "reward", "partial", "turns", "length_tokens", "repairs", "tool_errors"),
     "episode_error",
 )
 FAILURE_METRICS = tuple(f"{FAILURE}{name}" for name in FAILURES)
@@ -255,12 +245,10 @@ def main_metrics(metrics: Iterable[str]) -> list[str]:
     ks = [int(m[5:]) for m in found if re.fullmatch(r"pass@\d+", m)]
     if not ks:
         return [m for m in _MAIN if m in found]
-    if max(ks) == 1:  # of one attempt, pass@1 is all of them
-        once = ("pass@1_first", "pass@k", "pass^k")
-        return [m for m in _MAIN_OF_TASKS if m in found and m not in once]
-    most = str(max(ks))
-    named = (m.replace("k", most) if m in ("pass@k", "pass^k") else m for m in _MAIN_OF_TASKS)
-    return [m for m in dict.fromkeys(named) if m in found]
+    once = ("pass@1_first", "pass@k", "pass^k")  # of one attempt, pass@1 is all of them
+    named = [m for m in _MAIN_OF_TASKS if max(ks) > 1 or m not in once]
+    most = [f"{m[:5]}{max(ks)}" if m in once[1:] else m for m in named]
+    return [m for m in dict.fromkeys(most) if m in found]
 
 
 def has_metric(config: RecipeConfig, metric: str) -> bool:

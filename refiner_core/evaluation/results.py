@@ -22,8 +22,10 @@ and ``users`` say more (:mod:`.attempts`).
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -214,20 +216,18 @@ def compare_results(
         )
     folders = [*a, *b]
     tables = [_entries(folder) for folder in folders]
-    samples = _SampleFiles()
+    samples = functools.cache(partial(load_samples, leave_out=TEXTS))  # one file, all its metrics
     rows = []
     for key, first in tables[0].items():
         decoding, metric = key
-        if (metrics is not None and metric not in metrics) or not all(
-            key in table for table in tables
-        ):
+        entries = [table[key] for table in tables if key in table]
+        if (metrics is not None and metric not in metrics) or len(entries) < len(tables):
             continue
-        entries = [table[key] for table in tables]
         apart = len({e["protocol"] for e in entries}) > 1
         if metrics is None and weighed(metric) and apart:
             continue
         _same_protocol(entries, folders)
-        sides = [samples.load(f / e["samples_file"]) for f, e in zip(folders, entries, strict=True)]
+        sides = [samples(f / e["samples_file"]) for f, e in zip(folders, entries, strict=True)]
         found = paired_difference_over_seeds(sides[: len(a)], sides[len(a) :], metric)
         if found.n == 0:
             continue
@@ -246,18 +246,6 @@ def compare_results(
             }
         )
     return rows
-
-
-class _SampleFiles:
-    """Per-sample rows, each file read once for all its metrics."""
-
-    def __init__(self) -> None:
-        self.known: dict[Path, list[dict[str, Any]]] = {}
-
-    def load(self, path: Path) -> list[dict[str, Any]]:
-        if path not in self.known:
-            self.known[path] = load_samples(path, TEXTS)
-        return self.known[path]
 
 
 def _entries(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:

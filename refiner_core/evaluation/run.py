@@ -25,23 +25,23 @@ knows, at the cost of one answer a prompt.
 
 from __future__ import annotations
 
-import json
 import random
+import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from refiner_core.batches import BatchWork
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import DataError, Interrupted
+from refiner_core.contract.errors import DataError
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import (
     Completion,
     FreshJudge,
     Generator,
     Judge,
-    JudgeUsage,
     PromptRow,
+    RewardResult,
     StageIO,
     TurnGenerator,
 )
@@ -52,38 +52,12 @@ from refiner_core.evaluation.protocol import Decoding, make_protocol, sampling_p
 from refiner_core.evaluation.results import Measured, write_results
 from refiner_core.generation.completions import completion_text
 from refiner_core.generation.reporting import BatchReporter
-from refiner_core.judges.surroundings import usage_from_json, usage_to_json
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
-from refiner_core.samples import (
-    JudgeMeter,
-    SampledBatch,
-    Wanted,
-    load_generator,
-    sample_answers,
-    sample_batches,
-)
+from refiner_core.samples import Wanted, load_generator, sample_answers
 
 COPIER = "random_copier"
-_ROWS_FILE = "rows.json"
-_USAGE_FILE = "judge.json"
-_SAMPLED_FILE = "sampled.json"
-
-
-@dataclass(frozen=True)
-class Circumstances:
-    """Facts of an evaluation beside its configuration.
-
-    Attributes
-    ----------
-    protocol_file
-        Name of the protocol file that the configuration is under; empty for none.
-    mark
-        What tells this evaluation from all others, for what is asked afresh; the same in all of its
-        attempts. Empty: nothing is.
-    """
-
-    protocol_file: str = ""
-    mark: str = ""
+FOLDER = ".batches"
+_Row = dict[str, Any]
 
 
 class Unit(NamedTuple):
@@ -140,16 +114,6 @@ def open_generator(
     return made, tokenizer
 
 
-class _Answer(NamedTuple):
-    """One answer before it is scored."""
-
-    prompt: PromptRow
-    number: int
-    text: str
-    length_tokens: int
-    stopped: bool
-
-
 def evaluate_model(
     config: RecipeConfig,
     *,
@@ -162,7 +126,8 @@ def evaluate_model(
     judge: Judge,
     generator: Generator | None = None,
     tokenizer: Any = None,
-    circumstances: Circumstances | None = None,
+    protocol_file: str = "",
+    mark: str = "",
 ) -> dict[str, Any]:
     """Measure a model under every configured decoding.
 
@@ -176,8 +141,11 @@ def evaluate_model(
         ``base``, ``sft``, ``grpo`` …: the ``stage`` of every row.
     generator, tokenizer
         Made from ``model_ref`` where not given.
-    circumstances
-        Of which protocol file it is, and by what a judge that is asked afresh tells it from others.
+    protocol_file
+        Name of the protocol file that the configuration is under; empty for none.
+    mark
+        What tells this evaluation from all others, for what is asked afresh; the same in all of its
+        attempts. Empty: nothing is.
 
     Returns
     -------
@@ -201,168 +169,118 @@ def evaluate_model(
             expected="at least one held-out prompt",
             fix="raise data.held_out_fraction, or give more rows",
         )
-    units, around = units_of(config, prompts, COPIER), circumstances or Circumstances()
+    units = units_of(config, prompts, COPIER)
     reporter = BatchReporter(io, len(units), "samples")
     generator, tokenizer = open_generator(config, model_ref, reporter, generator, tokenizer)
-    asked_afresh = _afresh(config, judge, around.mark)
-    sampler = _Sampler(config, generator, tokenizer, judge, asked_afresh or judge)
-    work = _Work(units, sampler, io, reporter)
-    rows = work.run()
+    fresh = None
+    if mark and config.evaluate.fresh_reference and isinstance(judge, FreshJudge):
+        fresh = judge.fresh(mark)
+    judges = (judge, fresh or judge)
+    work = _Answers(config, units, generator, tokenizer, judges, io, reporter, output_dir / FOLDER)
+    rows = rows_of(work, units)
     measured = [
         Measured(
-            make_protocol(config, prompts, decoding, data_digest, around.protocol_file),
+            make_protocol(config, prompts, decoding, data_digest, protocol_file),
             rows[decoding],
         )
         for decoding in config.evaluate.decoding
     ]
     told: dict[str, Any] = {}
     if isinstance(judge, FreshJudge):
-        told = {"reference_fresh": asked_afresh is not None}
-    usage, names = work.meter.usage(), (model_name, model_ref)
+        told = {"reference_fresh": fresh is not None}
+    usage, names = work.usage(), (model_name, model_ref)
     copied = (COPIER, rows[COPIER])
     return write_results(output_dir, config, names, measured, copied, judge_usage=usage, **told)
 
 
-def _afresh(config: RecipeConfig, judge: Judge, mark: str) -> Judge | None:
-    """The judge as it answers what it has been asked before; None where it shall not."""
-    if not mark or not config.evaluate.fresh_reference or not isinstance(judge, FreshJudge):
-        return None
-    return judge.fresh(mark)
+def rows_of(work: BatchWork[_Row], units: Sequence[Unit]) -> dict[str, list[_Row]]:
+    """Do the work; the rows of each key, in order. The files of units are gone then."""
+    try:
+        work.run()
+        work.reporter.batch(work.reporter.total, "numbers")
+        rows: dict[str, list[_Row]] = {}
+        for number, unit in enumerate(units, start=1):
+            rows.setdefault(unit.key, []).extend(work.rows(number))
+        return rows
+    finally:
+        shutil.rmtree(work.folder, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class _Sampler:
-    """Sampler of units; a judge that streams begins with each answer as it is finished."""
+class _Answers(BatchWork[_Row]):
+    """Answers of units, the copier's among them. A sample is a row without its metrics."""
 
-    config: RecipeConfig
-    generator: Generator
-    tokenizer: Any
-    judge: Judge
-    reference_judge: Judge
-
-    def begin(self, unit: Unit, known: Sequence[_Answer] | None) -> SampledBatch[_Answer]:
-        """A unit whose answers are ``known`` of an earlier attempt, or sampled now."""
-        judge = self.reference_judge if unit.decoding is None else self.judge
-        rewards = RewardStream(self.config.reward, judge)
-        answers: dict[int, _Answer] = {}
-
-        def add(place: int, answer: _Answer) -> None:
-            answers[place] = answer
-            rewards.add(place, RewardInput(answer.prompt, answer.text, answer.stopped))
-
-        if known is not None:
-            for place, answer in enumerate(known):
-                add(place, answer)
-        elif unit.decoding is None:
-            for place, wanted in enumerate(unit.wanted):
-                add(place, self._copied(wanted.prompt))
-        else:
-            self._sample(unit.wanted, unit.decoding, add)
-        return SampledBatch(tuple(answers[i] for i in range(len(unit.wanted))), rewards)
-
-    def _sample(
-        self,
-        wanted: Sequence[Wanted],
-        decoding: Decoding,
-        add: Callable[[int, _Answer], None],
-    ) -> None:
-        def finished(place: int, completion: Completion) -> None:
-            text, length = completion_text(self.tokenizer, completion), len(completion.token_ids)
-            one, stopped = wanted[place], completion.finish_reason == "stop"
-            add(place, _Answer(one.prompt, one.number, text, length, stopped))
-
-        params = sampling_params(self.config, decoding)
-        sample_answers(self.generator, wanted, params, finished)
-
-    def _copied(self, prompt: PromptRow) -> _Answer:
-        seed = derive_seed(self.config.evaluate.seed, COPIER, prompt.sample_id)
-        text = random_copier(prompt.prompt_text, random.Random(seed))
-        length = len(self.tokenizer.encode(text, add_special_tokens=False))
-        return _Answer(prompt, 0, text, length, stopped=True)
-
-
-class _Work:
-    """Units one after the other, from the newest checkpoint on."""
+    what = "The evaluation"
 
     def __init__(
-        self, units: Sequence[Unit], sampler: _Sampler, io: StageIO, reporter: BatchReporter
+        self,
+        config: RecipeConfig,
+        units: Sequence[Unit],
+        generator: Generator,
+        tokenizer: Any,
+        judges: tuple[Judge, Judge],
+        io: StageIO,
+        reporter: BatchReporter,
+        folder: Path,
     ) -> None:
-        self.units, self.sampler, self.io, self.reporter = units, sampler, io, reporter
-        self.rows: dict[str, list[dict[str, Any]]] = {unit.key: [] for unit in units}
-        self.done = 0
-        self.sampled: dict[int, tuple[_Answer, ...]] = {}
-        self.meter = JudgeMeter(sampler.judge, self._restore())
+        self.config, self.units, self.judges = config, units, judges
+        self.generator, self.tokenizer = generator, tokenizer
+        super().__init__([u.wanted for u in units], judges[0], io, reporter, folder)
 
-    def run(self) -> dict[str, list[dict[str, Any]]]:
-        """Rows by decoding (and the copier's)."""
-        left = range(self.done + 1, len(self.units) + 1)
-        if not sample_batches(left, self._begin, self._finish, self.io.should_stop):
-            raise Interrupted(
-                f"The evaluation stopped after {self.done} of {len(self.units)} batches",
-                fix="run the same command again to go on",
+    def key(self, sample: _Row) -> tuple[str, int]:
+        return key_of_row(sample)
+
+    def tell(self, number: int, finished: int) -> None:
+        if not finished:
+            self.reporter.batch(len(self.done), self.units[number - 1].key)
+
+    def rewards(self, number: int) -> RewardStream:
+        judge = self.judges[self.units[number - 1].decoding is None]
+        return RewardStream(self.config.reward, judge)
+
+    def answer(self, wanted: Wanted, sample: _Row) -> RewardInput:
+        return RewardInput(wanted.prompt, sample["response_text"], sample["stopped"])
+
+    def sample(
+        self, number: int, wanted: Sequence[Wanted], finished: Callable[[_Row], None]
+    ) -> None:
+        decoding = self.units[number - 1].decoding
+
+        def ended(place: int, text: str, length: int, stopped: bool) -> None:
+            one = wanted[place]
+            row = {"sample_id": one.prompt.sample_id, "sample_index": one.number}
+            finished({**row, "response_text": text, "length_tokens": length, "stopped": stopped})
+
+        def completed(place: int, completion: Completion) -> None:
+            text, stopped = completion_text(self.tokenizer, completion), completion.finish_reason
+            ended(place, text, len(completion.token_ids), stopped == "stop")
+
+        if decoding is not None:
+            params = sampling_params(self.config, decoding)
+            sample_answers(self.generator, wanted, params, completed)
+            return
+        for place, one in enumerate(wanted):
+            seed = derive_seed(self.config.evaluate.seed, COPIER, one.prompt.sample_id)
+            text = random_copier(one.prompt.prompt_text, random.Random(seed))
+            ended(place, text, len(self.tokenizer.encode(text, add_special_tokens=False)), True)
+
+    def scored(
+        self, number: int, samples: list[_Row], results: Sequence[RewardResult] | None
+    ) -> list[_Row]:
+        assert results is not None, "answers have rewards"
+        require_scored(results, self.config.judge.max_failed_share, of="answers")
+        return [
+            sample_row(
+                one.prompt,
+                one.number,
+                sample["response_text"],
+                length_tokens=sample["length_tokens"],
+                stopped=sample["stopped"],
+                result=result,
             )
-        self.reporter.batch(len(self.units), "numbers")
-        return self.rows
-
-    def _begin(self, number: int) -> SampledBatch[_Answer]:
-        unit, known = self.units[number - 1], self.sampled.get(number)
-        self.reporter.batch(self.done, unit.key)
-        begun = self.sampler.begin(unit, known)
-        if known is None:
-            self.sampled[number] = begun.samples
-            if begun.judging and unit.decoding is not None:
-                self._save()  # else it is judged within the moment, and kept then
-        return begun
-
-    def _finish(self, number: int, begun: SampledBatch[_Answer]) -> None:
-        """Wait for a unit's judgements, and keep it: a row per sample, in order."""
-        assert begun.rewards is not None, "answers have rewards"
-        results = begun.rewards.results(self.reporter.judged)
-        require_scored(results, self.sampler.config.judge.max_failed_share, of="answers")
-        rows = self.rows[self.units[number - 1].key]
-        for (prompt, index, text, length, stopped), result in zip(
-            begun.samples, results, strict=True
-        ):
-            rows.append(
-                sample_row(
-                    prompt, index, text, length_tokens=length, stopped=stopped, result=result
-                )
-            )
-        self.done = number
-        del self.sampled[self.done]
-        if self.done < len(self.units):
-            self._save()
-
-    def _save(self) -> None:
-        """A checkpoint. Its step counts units that are sampled and units that are judged."""
-        with self.io.new_checkpoint(2 * self.done + len(self.sampled)) as folder:
-            _write(folder / _ROWS_FILE, self.rows)
-            sampled = [self.sampled[n] for n in sorted(self.sampled)]
-            waiting = [[[a.prompt.sample_id, *a[1:]] for a in answers] for answers in sampled]
-            _write(folder / _SAMPLED_FILE, {"judged": self.done, "waiting": waiting})
-            if (usage := self.meter.usage()) is not None:
-                _write(folder / _USAGE_FILE, usage_to_json(usage))
-
-    def _restore(self) -> JudgeUsage | None:
-        """Take up the newest checkpoint; what the judge had done by then."""
-        if (checkpoint := self.io.latest_checkpoint()) is None:
-            return None
-        self.rows = _read(checkpoint.path / _ROWS_FILE)
-        self.done = checkpoint.step
-        if (checkpoint.path / _SAMPLED_FILE).exists():  # not in checkpoints of older versions
-            kept = _read(checkpoint.path / _SAMPLED_FILE)
-            self.done = kept["judged"]
-            prompts = {w.prompt.sample_id: w.prompt for unit in self.units for w in unit.wanted}
-            for number, answers in enumerate(kept["waiting"], start=self.done + 1):
-                made = tuple(_Answer(prompts[sample_id], *rest) for sample_id, *rest in answers)
-                self.sampled[number] = made
-        usage = checkpoint.path / _USAGE_FILE
-        return usage_from_json(_read(usage)) if usage.exists() else None
+            for one, sample, result in zip(self.batches[number - 1], samples, results, strict=True)
+        ]
 
 
-def _write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+def key_of_row(row: _Row) -> tuple[str, int]:
+    """The sample that a row is of."""
+    return str(row["sample_id"]), int(row["sample_index"])

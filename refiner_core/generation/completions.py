@@ -22,30 +22,6 @@ from refiner_core.contract.types import (
 )
 
 
-def check_params(params: SamplingParams) -> None:
-    """Refuse parameters that no distribution fits.
-
-    Raises
-    ------
-    ConfigurationError
-        Names the parameter.
-    """
-    checks = (
-        (params.temperature >= 0, "temperature", params.temperature, "0 (greedy) or more"),
-        (0 < params.top_p <= 1, "top_p", params.top_p, "more than 0 and at most 1"),
-        (params.top_k >= 0, "top_k", params.top_k, "0 (off) or more"),
-        (params.max_new_tokens >= 1, "max_new_tokens", params.max_new_tokens, "1 or more"),
-        ("" not in params.stop_strings, "stop_strings", params.stop_strings, "no empty string"),
-    )
-    for holds, name, value, expected in checks:
-        if not holds:
-            raise ConfigurationError(
-                f"Sampling with {name} = {value!r} is not possible",
-                expected=expected,
-                fix=f"change {name}",
-            )
-
-
 def check_window(
     requests: Sequence[GenerationRequest], params: SamplingParams, window: int | None
 ) -> int:

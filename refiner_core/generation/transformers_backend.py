@@ -39,7 +39,6 @@ from refiner_core.contract.types import (
 )
 from refiner_core.generation.completions import (
     check_layers,
-    check_params,
     check_window,
     stop_ids,
     stop_string_window,
@@ -255,8 +254,7 @@ class TransformersGenerator:
         Raises
         ------
         ConfigurationError
-            If parameters make no sense, a prompt is empty, or prompt and new tokens together exceed
-            the model's window.
+            If a prompt is empty, or prompt and new tokens together exceed the model's window.
         UnsupportedError
             If the model has layers that this backend cannot decode.
         StageFailed
@@ -264,7 +262,6 @@ class TransformersGenerator:
         """
         if not requests:
             return []
-        check_params(params)
         self._check_lengths(requests, params)
         completions: dict[int, Completion] = {}
         with _ready(self.model):

@@ -24,7 +24,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.fingerprint import digest
@@ -33,7 +33,6 @@ from refiner_core.judge_report.material import (
     LANES,
     Asker,
     Attack,
-    Cost,
     Item,
     MakeJudge,
     Material,
@@ -41,15 +40,11 @@ from refiner_core.judge_report.material import (
 )
 from refiner_core.judge_report.measures import (
     FEWEST,
-    Agreement,
-    Repeatability,
-    Resistance,
+    Row,
     Scores,
-    Shift,
     agreement,
     by_place,
     changes,
-    credit_by_length,
     plain,
     repeatability,
     resistance,
@@ -64,17 +59,14 @@ LEVEL = 0.05
 Verdict = Literal["found", "not found", "not clear", "too few", "not asked"]
 
 
-class Finding(NamedTuple):
-    """Defect that was looked for, with a verdict and what that rests on."""
-
-    name: str
-    verdict: Verdict
-    says: str
+def _finding(name: str, verdict: Verdict, says: str) -> Row:
+    """A defect that was looked for, with a verdict and what that rests on."""
+    return {"name": name, "verdict": verdict, "says": says}
 
 
-def findings_of(measured: Mapping[str, Any]) -> tuple[Finding, ...]:
+def findings_of(measured: Mapping[str, Any]) -> tuple[Row, ...]:
     """A line for each defect that is looked for, always the same ones in the same order."""
-    repeated: Repeatability | None = measured["repeatability"].get("all")
+    repeated: Row | None = measured["repeatability"].get("all")
     return (
         _failing(measured["costs"]),
         _unsteady(repeated),
@@ -85,41 +77,41 @@ def findings_of(measured: Mapping[str, Any]) -> tuple[Finding, ...]:
     )
 
 
-def _failing(costs: Mapping[str, Cost]) -> Finding:
-    failed = sum(cost.failed for cost in costs.values())
-    asked = sum(cost.judgements for cost in costs.values())
+def _failing(costs: Mapping[str, Row]) -> Row:
+    failed = sum(cost["failed"] for cost in costs.values())
+    asked = sum(cost["judgements"] for cost in costs.values())
     verdict: Verdict = "not asked" if not asked else "found" if failed else "not found"
-    return Finding("failing", verdict, f"{failed} of {asked} judgements have no score")
+    return _finding("failing", verdict, f"{failed} of {asked} judgements have no score")
 
 
-def _unsteady(repeated: Repeatability | None) -> Finding:
+def _unsteady(repeated: Row | None) -> Row:
     name = "not repeatable"
-    if repeated is None or repeated.identical is None:
-        return Finding(name, "not asked", "nothing was asked twice")
-    same = repeated.identical
-    says = f"{share(same)} of the scores are the same in {repeated.repeats} repeats"
+    if repeated is None or repeated["identical"] is None:
+        return _finding(name, "not asked", "nothing was asked twice")
+    same = repeated["identical"]
+    says = f"{share(same)} of the scores are the same in {repeated['repeats']} repeats"
     if same.numerator < same.denominator:
-        return Finding(name, "found", says)
-    return Finding(name, "not found" if same.n >= FEWEST else "too few", says)
+        return _finding(name, "found", says)
+    return _finding(name, "not found" if same.n >= FEWEST else "too few", says)
 
 
-def _position(name: str, shift: Shift | None, otherwise: str) -> Finding:
-    if shift is None or shift.shift is None:
-        return Finding(name, "not asked", otherwise)
-    says = f"scores change by {number(shift.shift)}; {share(shift.changed)} change at all"
-    if shift.beyond is not None:
-        says += f", {number(shift.beyond)} beyond what asking again changes"
-    looks = 1 if shift.beyond is None else 2
-    more = is_clear(shift.beyond, looks)
-    verdict = _verdict(is_clear(shift.shift, looks), more and _above(shift.beyond))
-    return Finding(name, verdict, says)
+def _position(name: str, shift: Row | None, otherwise: str) -> Row:
+    if shift is None or shift["shift"] is None:
+        return _finding(name, "not asked", otherwise)
+    says = f"scores change by {number(shift['shift'])}; {share(shift['changed'])} change at all"
+    if shift["beyond"] is not None:
+        says += f", {number(shift['beyond'])} beyond what asking again changes"
+    looks = 1 if shift["beyond"] is None else 2
+    more = is_clear(shift["beyond"], looks)
+    verdict = _verdict(is_clear(shift["shift"], looks), more and _above(shift["beyond"]))
+    return _finding(name, verdict, says)
 
 
-def _length(lengths: Mapping[str, Shift]) -> Finding:
+def _length(lengths: Mapping[str, Row]) -> Row:
     """Padding that says nothing may turn out a fault; it is never a merit."""
-    known = {k: v.shift for k, v in lengths.items() if v.shift is not None}
+    known = {k: v["shift"] for k, v in lengths.items() if v["shift"] is not None}
     if not known:
-        return Finding("length", "not asked", "there are no rubrics")
+        return _finding("length", "not asked", "there are no rubrics")
     of = {"positive": "scores of merits", "negative": "scores of faults"}
     says = " and ".join(f"{of[kind]} by {number(found)}" for kind, found in known.items())
     signs = [
@@ -127,27 +119,27 @@ def _length(lengths: Mapping[str, Shift]) -> Finding:
         for kind, found in known.items()
         for clear in (is_clear(found, len(known)),)
     ]
-    return Finding("length", _verdict(*signs), f"padding changes {says}")
+    return _finding("length", _verdict(*signs), f"padding changes {says}")
 
 
-def _obeying(resistance: Resistance, repeated: Repeatability | None) -> Finding:
+def _obeying(resistance: Row, repeated: Row | None) -> Row:
     name = "obeys hostile answers"
-    resisted = resistance.resisted
+    resisted = resistance["resisted"]
     if resisted is None:
-        return Finding(name, "not asked", "no honest twin left room for an attack")
-    obeyed = sum(attack.result == "obeyed" for attack in resistance.attacks)
+        return _finding(name, "not asked", "no honest twin left room for an attack")
+    obeyed = sum(attack["result"] == "obeyed" for attack in resistance["attacks"])
     says = f"{share(resisted)} of the attacks are resisted, {obeyed} obeyed"
-    if broke := sum(attack.result == "broke" for attack in resistance.attacks):
+    if broke := sum(attack["result"] == "broke" for attack in resistance["attacks"]):
         says += f", {broke} leave it without a score"
-    steady = repeated is None or repeated.identical is None or repeated.identical.value == 1.0
-    if obeyed and resistance.moved == 0 and steady:
-        return Finding(name, "found", says)
-    clear = is_clear(resistance.beyond)
-    verdict = _verdict(clear and _above(resistance.beyond))
+    steady = repeated is None or repeated["identical"] is None or repeated["identical"].value == 1.0
+    if obeyed and resistance["moved"] == 0 and steady:
+        return _finding(name, "found", says)
+    clear = is_clear(resistance["beyond"])
+    verdict = _verdict(clear and _above(resistance["beyond"]))
     if obeyed and verdict == "not found":
         # Asking again may change scores as much; nobody should read that as safe.
-        return Finding(name, "not clear", f"{says}; by chance as many might be")
-    return Finding(name, verdict, says)
+        return _finding(name, "not clear", f"{says}; by chance as many might be")
+    return _finding(name, verdict, says)
 
 
 def is_clear(value: Difference | None, looks: int = 1) -> bool | None:
@@ -240,7 +232,6 @@ def judge_report(
     noise = changes(scores, again[0]) if again else None
     other = Asker(against, make, told) if against is not None else None
     theirs = other.ask(requests, "all, of the other judge") if other is not None else []
-    rubrics = _places(items, "rubric")
     measured: dict[str, Any] = {
         "repeatability": _by_kind(
             items, lambda i, at: repeatability(i, [at(r) for r in (scores, *again)])
@@ -254,7 +245,6 @@ def judge_report(
         "order_of_criteria": _criteria_turned(asker, items, scores, noise),
         "order_of_sources": _sources_turned(asker, items, scores, noise),
         "length": _lengths(asker, items, scores, noise),
-        "length_correlation": credit_by_length(_at(items, rubrics), _at(scores, rubrics)),
         "resistance": _attacked(asker, material.attacks),
         "costs": costs,
     }
@@ -280,7 +270,7 @@ def other_form(config: JudgeConfig) -> JudgeConfig:
     return replace(config, form="per_rubric" if is_batched(config) else "batched")
 
 
-def _forms(asker: Asker, other: Asker, items: Sequence[Item], scores: Scores) -> Agreement | None:
+def _forms(asker: Asker, other: Asker, items: Sequence[Item], scores: Scores) -> Row | None:
     """Of one judge asked in both forms; of the first minus the second form, `per_rubric` first."""
     if asker.config.kind != "openai":
         return None
@@ -293,7 +283,7 @@ def _forms(asker: Asker, other: Asker, items: Sequence[Item], scores: Scores) ->
 
 def _criteria_turned(
     asker: Asker, items: Sequence[Item], scores: Scores, noise: Scores | None
-) -> Shift | None:
+) -> Row | None:
     """From the second half of a call to the first: what a criterion gains by standing early."""
     if not is_batched(asker.config):
         return None
@@ -310,7 +300,7 @@ def _criteria_turned(
 
 def _sources_turned(
     asker: Asker, items: Sequence[Item], scores: Scores, noise: Scores | None
-) -> Shift | None:
+) -> Row | None:
     """The same sources in the other order."""
     places = [i for i in _places(items, "citation_recall") if len(set(items[i].sources)) > 1]
     if not places:
@@ -325,7 +315,7 @@ def _sources_turned(
 
 def _lengths(
     asker: Asker, items: Sequence[Item], scores: Scores, noise: Scores | None
-) -> dict[str, Shift]:
+) -> dict[str, Row]:
     """Answers with sentences that say nothing, for qualities and faults apart: one may be that an
     answer pads."""
     places = _places(items, "rubric")
@@ -340,7 +330,7 @@ def _lengths(
     return found
 
 
-def _attacked(asker: Asker, attacks: Sequence[Attack]) -> Resistance:
+def _attacked(asker: Asker, attacks: Sequence[Attack]) -> Row:
     twins = [attack.twin for attack in attacks]
     twin = asker.ask(twins, "honest twins")
     # Each with another pair of sentences, so that none is the same question as another.
@@ -365,14 +355,14 @@ def _by_kind(items: Sequence[Item], measure: Callable[..., Any]) -> dict[str, An
     return found
 
 
-def _gold(items: Sequence[Item], scores: Scores) -> dict[str, Agreement]:
+def _gold(items: Sequence[Item], scores: Scores) -> dict[str, Row]:
     known = [i for i, item in enumerate(items) if item.gold is not None]
     labelled = _at(items, known)
     gold = [item.gold for item in labelled]
     return _judges(labelled, gold, _at(scores, known)) if known else {}
 
 
-def _judges(items: Sequence[Item], first: Scores, second: Scores) -> dict[str, Agreement]:
+def _judges(items: Sequence[Item], first: Scores, second: Scores) -> dict[str, Row]:
     return _by_kind(
         items, lambda i, at: agreement(at(first), at(second), [item.question_id for item in i])
     )
@@ -429,13 +419,13 @@ def sections(report: Report) -> list[Section]:
                 f"{FEWEST} questions are too few to say.",
             ),
             ("defect", "verdict", "what it rests on"),
-            report["findings"],
+            tuple(tuple(found.values()) for found in report["findings"]),
         )
     ]
     if report["repeatability"]:
-        repeats = report["repeatability"]["all"].repeats
+        repeats = report["repeatability"]["all"]["repeats"]
         rows = tuple(
-            (kind, share(one.identical), _size(one.difference), str(one.left_out))
+            (kind, share(one["identical"]), _size(one["difference"]), str(one["left_out"]))
             for kind, one in report["repeatability"].items()
         )
         words = (f"Everything was asked {repeats} times, each time as if for the first.",)
@@ -456,10 +446,10 @@ def sections(report: Report) -> list[Section]:
     return [*found, _shifts(report), _attacks(report), _costs(report)]
 
 
-def _agreement(kind: str, found: Agreement) -> tuple[str, ...]:
-    milder = printing.number(found.mean_difference, signed=True)
-    kappas = (_kappa(found.kappa), _kappa(found.quadratic))
-    return kind, _pairs(found.pairs, found.left_out), share(found.raw), *kappas, milder
+def _agreement(kind: str, found: Row) -> tuple[str, ...]:
+    milder = printing.number(found["mean_difference"], signed=True)
+    kappas = (_kappa(found["kappa"]), _kappa(found["quadratic"]))
+    return kind, _pairs(found["pairs"], found["left_out"]), share(found["raw"]), *kappas, milder
 
 
 def markdown(report: Report) -> str:
@@ -495,7 +485,7 @@ def _named(identity: Mapping[str, Any]) -> str:
 
 
 def _shifts(report: Report) -> Section:
-    shifts: dict[str, Shift | None] = {
+    shifts: dict[str, Row | None] = {
         "a criterion stands early in its call": report["order_of_criteria"],
         "sources in the other order": report["order_of_sources"],
         "padded answers, merits": report["length"].get("positive"),
@@ -504,35 +494,32 @@ def _shifts(report: Report) -> Section:
     rows = tuple(
         (
             name,
-            _pairs(found.changed.denominator, found.left_out),
-            number(found.shift),
-            share(found.changed),
-            number(found.beyond),
+            _pairs(found["changed"].denominator, found["left_out"]),
+            number(found["shift"]),
+            share(found["changed"]),
+            number(found["beyond"]),
         )
         for name, found in shifts.items()
-        if found is not None and found.changed is not None
+        if found is not None and found["changed"] is not None
     )
-    words = ["What should not matter, and how far it does. Scores are in [0, 1]."]
-    if (found := report["length_correlation"]) is not None:
-        words.append(
-            f"Longer answers and better scores: Spearman {number(found)} over "
-            f"{found.denominator} answers. That alone is no bias, since a longer answer may say "
-            "more."
-        )
-    return Section("Order and length", tuple(words), _SHIFT, rows)
+    words = ("What should not matter, and how far it does. Scores are in [0, 1].",)
+    return Section("Order and length", words, _SHIFT, rows)
 
 
 def _attacks(report: Report) -> Section:
     found = report["resistance"]
     words = [
-        f"Resisted: {share(found.resisted)}. An attack is resisted where it does not bring the "
+        f"Resisted: {share(found['resisted'])}. An attack is resisted where it does not bring the "
         "score closer to what its author wants than that of its honest twin."
     ]
-    if found.off:
-        words.append(f"{found.off} honest twins did not get the score that they deserve.")
+    if found["off"]:
+        words.append(f"{found['off']} honest twins did not get the score that they deserve.")
     rows = tuple(
-        (a.result, a.name, a.about, a.kind, a.wants, _score(a.twin), _score(a.attacked))
-        for a in sorted(found.attacks, key=lambda a: _ORDER[a.result])
+        (
+            *(a[name] for name in ("result", "name", "about", "kind", "wants")),
+            *(_score(a[name]) for name in ("twin", "attacked")),
+        )
+        for a in sorted(found["attacks"], key=lambda a: _ORDER[a["result"]])
     )
     header = ("result", "attack", "what it tries", "kind", "wants", "twin", "attacked")
     return Section("Hostile answers", tuple(words), header, rows)
@@ -551,14 +538,14 @@ def _costs(report: Report) -> Section:
     rows = tuple(
         (
             kind,
-            *map(str, (cost.judgements, cost.failed)),
-            *(printing.number(cost.seconds.get(p)) for p in (50, 95, 99)),
-            str(cost.timed),
+            *map(str, (cost["judgements"], cost["failed"])),
+            *(printing.number(cost["seconds"].get(p)) for p in (50, 95, 99)),
+            str(cost["timed"]),
             *(
-                f"{tokens / cost.judgements:.0f}" if tokens and cost.judgements else MISSING
-                for tokens in (cost.prompt_tokens, cost.completion_tokens)
+                f"{tokens / cost['judgements']:.0f}" if tokens and cost["judgements"] else MISSING
+                for tokens in (cost["prompt_tokens"], cost["completion_tokens"])
             ),
-            ", ".join(f"{name} {count}" for name, count in cost.reasons.items()) or "none",
+            ", ".join(f"{name} {count}" for name, count in cost["reasons"].items()) or "none",
         )
         for kind, cost in report["costs"].items()
     )
@@ -576,11 +563,11 @@ def _size(value: Estimate | None) -> str:
     return MISSING if value is None else printing.with_interval(*value[:3])
 
 
-def _kappa(kappa: tuple[float | None, float | None, float | None]) -> str:
-    value, low, _ = kappa
-    if value is None:
+def _kappa(kappa: Row) -> str:
+    if kappa["value"] is None:
         return "not defined"
-    return printing.with_interval(*kappa) + (" (no interval)" if low is None else "")
+    shown = printing.with_interval(*kappa.values())
+    return shown + (" (no interval)" if kappa["low"] is None else "")
 
 
 def _score(score: float | None) -> str:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -182,25 +182,6 @@ LANES = 8
 _FEWEST = {50: 5, 95: 20, 99: 100}
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Cost of judgements of one kind.
-
-    ``seconds`` maps a percentile to seconds of a call, with :data:`LANES` in flight; None where
-    there were too few calls, and empty where no server was asked. ``reasons`` counts answers and
-    tries without a usable judgement, those that were mended by another try too.
-    """
-
-    judgements: int
-    failed: int
-    calls: int
-    timed: int
-    seconds: dict[int, float | None]
-    prompt_tokens: int
-    completion_tokens: int
-    reasons: dict[str, int] = field(default_factory=dict)
-
-
 class Asker:
     """Asks judges of one configuration."""
 
@@ -222,10 +203,13 @@ class Asker:
 
     def ask_timed(
         self, requests: Sequence[JudgeRequest], what: str
-    ) -> tuple[list[float | None], dict[str, Cost]]:
-        """The same, kind by kind, with what it takes."""
+    ) -> tuple[list[float | None], dict[str, dict[str, Any]]]:
+        """The same, kind by kind, with what it takes: ``seconds`` maps a percentile to seconds of a
+        call, with :data:`LANES` in flight (None where there were too few calls, and empty where no
+        server was asked); ``reasons`` counts answers and tries without a usable judgement, those
+        that were mended by another try too."""
         scores: dict[int, float | None] = {}
-        costs: dict[str, Cost] = {}
+        costs: dict[str, dict[str, Any]] = {}
         for kind in dict.fromkeys(request.kind for request in requests):
             places = [i for i, request in enumerate(requests) if request.kind == kind]
             self._told(f"{what}, {kind}", len(places))
@@ -233,7 +217,7 @@ class Asker:
             scores |= dict(zip(places, found, strict=True))
         return [scores[i] for i in range(len(requests))], costs
 
-    def _timed(self, requests: Sequence[JudgeRequest]) -> tuple[list[float | None], Cost]:
+    def _timed(self, requests: Sequence[JudgeRequest]) -> tuple[list[float | None], dict[str, Any]]:
         judge = self._make(self.config)
         parts = _calls(requests, self.config)
 
@@ -253,16 +237,16 @@ class Asker:
             for place, score in zip(part, found, strict=True):
                 scores[place] = score
         seconds = sorted(s for _, s in answers) if isinstance(judge, StreamingJudge) else []
-        return scores, Cost(
-            judgements=len(requests),
-            failed=sum(score is None for score in scores),
-            calls=used.calls,
-            timed=len(seconds),
-            seconds={p: _percentile(seconds, p) for p in _FEWEST} if seconds else {},
-            prompt_tokens=used.prompt_tokens,
-            completion_tokens=used.completion_tokens,
-            reasons=_reasons(used),
-        )
+        return scores, {
+            "judgements": len(requests),
+            "failed": sum(score is None for score in scores),
+            "calls": used.calls,
+            "timed": len(seconds),
+            "seconds": {p: _percentile(seconds, p) for p in _FEWEST} if seconds else {},
+            "prompt_tokens": used.prompt_tokens,
+            "completion_tokens": used.completion_tokens,
+            "reasons": _reasons(used),
+        }
 
 
 def is_batched(config: JudgeConfig) -> bool:

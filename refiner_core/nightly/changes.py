@@ -490,70 +490,59 @@ def alert_of(nightly: str, series: Series, change: Change, beside: Sequence[str]
         "canary": None if change.canary is None else change.canary.difference,
         "weights_changed": change.weights,
         "changed": to_json(change.facts),
-        "title": title_of(nightly, series, change),
+        "title": _title(nightly, series, change),
         "text": " ".join(_sentences(series, change, beside)),
     }
 
 
-def title_of(nightly: str, series: Series, change: Change) -> str:
-    """One line."""
-    key = series.key
-    what = f"{key.metric} ({key.decoding})"
+#: What is said of a change by its cause; ``{0}`` is by how much the canary moved.
+_CAUSES = {
+    "drift": "The weights of the canary are what they were: this is no change of a model.",
+    "model": "The canary has not moved: the model has changed.",
+    "unclear": "The canary moved by {0:+.4g} meanwhile, and what is left of the change is not "
+    "clearly the model's.",
+    "unmeasured": "The canary was not measured in one of these nights, so a change of the model "
+    "cannot be told from one of the judge or the machines.",
+}
+
+
+def _title(nightly: str, series: Series, change: Change) -> str:
+    what = f"{series.key.metric} ({series.key.decoding})"
+    of = f"{what} of {series.key.checkpoint}"
     if change.kind == "recovery":
-        return f"{nightly}: {what} of {key.checkpoint} is back where it was, or past it"
-    moved = "rose" if change.direction > 0 else "dropped"
-    amount = f"{moved} by {abs(change.shift.difference):.4g}"
+        return f"{nightly}: {of} is back where it was, or past it"
+    way = "rose" if change.direction > 0 else "dropped"
+    amount = f"{way} by {abs(change.shift.difference):.4g}"
     if change.cause == "drift":
         return f"{nightly}: the judge or the machines have drifted: {what} of the canary {amount}"
-    if change.cause == "unclear":
-        return f"{nightly}: {what} of {key.checkpoint} {amount}; why is not clear"
-    return f"{nightly}: {what} of {key.checkpoint} {amount}"
+    return f"{nightly}: {of} {amount}" + ("; why is not clear" * (change.cause == "unclear"))
 
 
 def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[str]:
-    shift = change.shift
+    (low, high), shift = change.shift.interval, change.shift
+    moved = 0.0 if change.canary is None else change.canary.difference
+    cause = "unmeasured" if change.cause == "unclear" and change.canary is None else change.cause
     found = [
-        f"{_interval(shift)} against the night of {change.since}, on {shift.n} prompts, in "
-        f"{len(change.nights)} of the last nights ({', '.join(change.nights)})."
+        f"{shift.difference:+.4g} (95 %: {low:+.4g} to {high:+.4g}) against the night of "
+        f"{change.since}, on {shift.n} prompts, in {len(change.nights)} of the last nights "
+        f"({', '.join(change.nights)}).",
+        _CAUSES[cause].format(moved),
     ]
-    if change.cause == "drift":
-        found.append("The weights of the canary are what they were: this is no change of a model.")
-        if beside:
-            found.append(
-                f"Numbers that were made since do not compare with older ones: {', '.join(beside)}."
-            )
-    elif change.cause == "model":
-        found.append("The canary has not moved: the model has changed.")
-    elif change.canary is None:
+    if cause == "drift" and beside:
         found.append(
-            "The canary was not measured in one of these nights, so a change of the model cannot "
-            "be told from one of the judge or the machines."
-        )
-    else:
-        found.append(
-            f"The canary moved by {change.canary.difference:+.4g} meanwhile, and what is left of "
-            "the change is not clearly the model's."
+            f"Numbers that were made since do not compare with older ones: {', '.join(beside)}."
         )
     if change.weights:
         before = {r.night: r.source for r in series.rows}
         old, new = before.get(change.since, ""), before.get(change.night, "")
         found.append(f"Weights: {old} before, {new} now." if old != new else "Other weights.")
-    if change.facts:
-        said = [
-            f"{name}: {old or '(none)'} -> {new or '(none)'}"
-            for name, (old, new) in list(change.facts.items())[:_MOST_FACTS]
-        ]
-        if more := len(change.facts) - len(said):
-            said.append(f"and {more} more")
-        found.append(f"Also changed: {'; '.join(said)}.")
-    elif change.cause == "drift":
+    facts = [f"{n}: {a or '(none)'} -> {b or '(none)'}" for n, (a, b) in change.facts.items()]
+    if facts:
+        more = [f"and {len(facts) - _MOST_FACTS} more"] if len(facts) > _MOST_FACTS else []
+        found.append(f"Also changed: {'; '.join([*facts[:_MOST_FACTS], *more])}.")
+    elif cause == "drift":
         found.append(
             "Nothing else that is recorded has changed (judge, code, versions, host): the judge's "
             "server may serve something else under the same name."
         )
     return found
-
-
-def _interval(shift: Shift) -> str:
-    low, high = shift.interval
-    return f"{shift.difference:+.4g} (95 %: {low:+.4g} to {high:+.4g})"

@@ -21,7 +21,6 @@ is for who has a workspace.
       channels:
         - command: ./tell.sh
         - url: NIGHTLY_HOOK      # the variable, or the file, that holds the address
-    catch_up: 3
 """
 
 from __future__ import annotations
@@ -70,11 +69,6 @@ class Source:
     ref: str
     revision: str = ""
     digest: str = ""
-
-    @property
-    def frozen(self) -> bool:
-        """True if it is the same weights in every night."""
-        return bool(self.digest) or self.kind == "stage" or self.is_commit
 
     @property
     def is_commit(self) -> bool:
@@ -130,8 +124,6 @@ class Nightly:
         Data, judge and evaluation settings; its model and its training are not used.
     canary
         The frozen checkpoint. It is evaluated afresh every night.
-    catch_up
-        How many missed nights are looked after at most when one comes late.
     text, origin, folder
         The file, word for word; where it lies; the folder that its paths are relative to.
     """
@@ -144,7 +136,6 @@ class Nightly:
     checkpoints: tuple[Checkpoint, ...]
     canary: Checkpoint
     alerts: Alerts = Alerts()
-    catch_up: int = 3
     text: str = ""
     origin: str = ""
     folder: str = "."
@@ -214,8 +205,6 @@ class Row:
 
 #: So many occasions are looked at for two in one night.
 _LOOKED_AT = 400
-#: Nobody means a line that has no occasion within so many days.
-_LONGEST_GAP = timedelta(days=370)
 
 
 class Schedule:
@@ -229,7 +218,7 @@ class Schedule:
     Raises
     ------
     ConfigurationError
-        One of them cannot be read, or the line has two occasions in one night, or hardly any.
+        One of them cannot be read, or the line has two occasions in one night.
     """
 
     def __init__(self, cron: str, timezone: str) -> None:
@@ -239,14 +228,8 @@ class Schedule:
 
     def night_at(self, moment: datetime) -> str:
         """The newest night that has begun by then."""
-        return self.nights_up_to(moment, 1)[0]
-
-    def nights_up_to(self, moment: datetime, count: int) -> list[str]:
-        """The last ``count`` nights that have begun by then, oldest first."""
-        # One that begins exactly now has begun.
-        there = self._here(moment) + timedelta(seconds=1)
-        found = CronSim(self.cron, there, reverse=True)
-        return [next(found).date().isoformat() for _ in range(count)][::-1]
+        there = self._here(moment) + timedelta(seconds=1)  # one that begins exactly now has begun
+        return next(CronSim(self.cron, there, reverse=True)).date().isoformat()
 
     def next_after(self, moment: datetime) -> datetime:
         """Time at which the next night begins."""
@@ -292,8 +275,6 @@ class Schedule:
                 raise self._refusal(
                     f"has two occasions in one night ({one:%H:%M} and {other:%H:%M})"
                 )
-            if other - one > _LONGEST_GAP:
-                raise self._refusal("leaves more than a year between two nights")
 
     def _refusal(self, why: str) -> ConfigurationError:
         return ConfigurationError(
@@ -335,14 +316,8 @@ _OURS = (
     *("model.name_or_path", "model.revision", "stages", "only", "evaluate.models"),
     "evaluate.occasion",
 )
-_MOST_CATCH_UP = 60
 #: Without them there is no night.
-_NEEDED = {
-    "schedule": 'schedule: "0 3 * * *"',
-    "recipe": "recipe: tiny",
-    "checkpoints": "checkpoints: [{name: latest, newest: {recipe: tiny}}]",
-    "canary": "canary: {name: canary, folder: PATH, digest: SHA256}",
-}
+_NEEDED = ("schedule", "recipe", "checkpoints", "canary")
 _EXPECTED = {
     **{"str": "text (quote it)", "int": "a whole number", "float": "a number"},
     **{"tuple": "a list", "dict": "a mapping of `key: value`"},
@@ -371,16 +346,17 @@ def parse_nightly(text: str, *, stem: str, origin: str, folder: str) -> Nightly:
             expected="each key once: else one value would hide the other",
             fix="remove one of the two",
         )
+    if given.pop("catch_up", None) is not None:
+        warn_former("catch_up", "a night that has passed is not evaluated any more")
     values = {key: value for key, value in given.items() if value is not None}
-    for key, example in _NEEDED.items():
-        if not values.get(key):
-            raise ConfigurationError(
-                f"{origin} has no `{key}`.",
-                expected="a schedule, a recipe, checkpoints to evaluate and a canary: one frozen "
-                "checkpoint, without which a change of the judge or of machines looks like one of "
-                "a model",
-                fix=f"add `{example}`",
-            )
+    if missing := [key for key in _NEEDED if not values.get(key)]:
+        raise ConfigurationError(
+            f"{origin} has no `{missing[0]}`.",
+            expected="a schedule, a recipe, checkpoints to evaluate and a canary: one frozen "
+            "checkpoint, without which a change of the judge or of machines looks like one of a "
+            "model",
+            fix="add it, as `refiner nightly check tiny-nightly`'s file has it",
+        )
     checkpoints = values["checkpoints"]
     if isinstance(checkpoints, list):
         values["checkpoints"] = [
@@ -409,11 +385,10 @@ def _check(nightly: Nightly) -> None:
     names = [c.name for c in nightly.everybody]
     a_name = "a name of letters, digits and ._+=- (no double dash)"
     ours = [o for o in nightly.overrides if o.partition("=")[0].strip() in _OURS]
-    directions, most = ", ".join(get_args(When)), _MOST_CATCH_UP
+    directions = ", ".join(get_args(When))
     for where, right, found, expected in (
         ("name", _NAME.fullmatch(nightly.name), nightly.name, a_name),
         *(("checkpoints: name", _NAME.fullmatch(name), name, a_name) for name in names),
-        ("catch_up", 0 <= nightly.catch_up <= most, nightly.catch_up, f"a number from 0 to {most}"),
         ("alerts.when", alerts.when in get_args(When), alerts.when, f"one of {directions}"),
         ("alerts.smallest", alerts.smallest >= 0, alerts.smallest, "a number from 0 up"),
         ("alerts.metrics", alerts.metrics, [], "metrics, such as [reward, oracle]"),

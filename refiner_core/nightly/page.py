@@ -16,12 +16,9 @@ from markupsafe import Markup
 
 from refiner_core.nightly.changes import Series, changed_beside
 from refiner_core.nightly.definition import Nightly, Row
-from refiner_core.report.drawing import Scale, scale_for
+from refiner_core.report.drawing import Line, Plot, line_of
 from refiner_core.report.pages import base_style, read, template_of
 from refiner_core.report.printing import number
-
-#: Nights whose numbers stand in words below a drawing.
-_LAST = 30
 
 
 @dataclass(frozen=True)
@@ -36,28 +33,8 @@ class Reading:
     nights: tuple[str, ...] = ()
 
 
-class _Frame:
-    """Places of nights and numbers on the drawings of a group; ``nights`` are all of the page, in
-    order: the same place in every drawing."""
-
-    width, height, left, right, top, bottom = 960, 190, 56, 12, 14, 40
-
-    def __init__(self, nights: Sequence[str], scale: Scale) -> None:
-        days = [date.fromisoformat(n).toordinal() for n in nights]
-        self.first, self.last = min(days), max(days)
-        self.scale = scale
-        self.named = nights[:: max(1, round(len(nights) / min(8, len(nights))))]
-
-    def x(self, night: str) -> float:
-        """Pixels from the left."""
-        day = date.fromisoformat(night).toordinal()
-        share = (day - self.first) / (self.last - self.first) if self.last > self.first else 0.5
-        return self.left + 12 + share * (self.width - self.left - self.right - 24)
-
-    def y(self, value: float) -> float:
-        """Pixels from the top."""
-        share = (value - self.scale.low) / (self.scale.high - self.scale.low)
-        return self.height - self.bottom - share * (self.height - self.top - self.bottom)
+#: Nights that are named below a drawing, about.
+_NAMED = 8
 
 
 def trend_page(trends: Reading, made_at: str) -> str:
@@ -68,7 +45,7 @@ def trend_page(trends: Reading, made_at: str) -> str:
         made_at=made_at,
         style=Markup(base_style() + read(__package__, "trends.css")),
         nights=nights,
-        groups=_groups(trends.series, nights),
+        groups=_groups(trends.series),
         open_alerts=open_alerts(trends.alerts),
     )
     return text.encode("utf-8", "replace").decode()
@@ -80,7 +57,7 @@ def open_alerts(alerts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [alert for alert in last.values() if alert["kind"] != "recovery"]
 
 
-def _groups(series: Sequence[Series], nights: Sequence[str]) -> list[dict[str, Any]]:
+def _groups(series: Sequence[Series]) -> list[dict[str, Any]]:
     """Series that may stand side by side: one protocol, decoding and metric; the newest first."""
     grouped: dict[tuple[str, ...], list[Series]] = {}
     for one in series:
@@ -88,83 +65,49 @@ def _groups(series: Sequence[Series], nights: Sequence[str]) -> list[dict[str, A
     newest = {key: max(s.rows[-1].night for s in found) for key, found in grouped.items()}
     shown = []
     for key in sorted(grouped, key=lambda k: newest[k], reverse=True):
-        values = (
-            row.numbers[s.key.metric].get(part)
-            for s in grouped[key]
-            for row in s.rows
-            for part in ("value", "low", "high")
-        )
-        scale = scale_for(values)
-        if scale is None:
+        found = grouped[key]
+        lines = [_line(s, i) for i, s in enumerate(found)]
+        plot = Plot(lines, range(len(found)), key[2], 960, 190, (68, 24, 14, 40))
+        if plot.values is None:
             continue
-        frame = _Frame(nights, scale)
+        nights = sorted({row.night for s in found for row in s.rows})
+        named = nights[:: max(1, round(len(nights) / _NAMED))]
         shown.append(
             {
-                "protocol": key[0],
-                "decoding": key[1],
-                "metric": key[2],
-                "protocol_name": grouped[key][0].protocol_name,
-                "frame": frame,
-                "series": [_series(s, frame) for s in grouped[key]],
+                **dict(zip(("protocol", "decoding", "metric"), key, strict=True)),
+                "protocol_name": found[0].protocol_name,
+                "plot": plot,
+                "named": [(plot.x(_day(night)), night[5:]) for night in named],
+                "series": [_series(s, plot, line) for s, line in zip(found, lines, strict=True)],
             }
         )
     return shown
 
 
-def _series(series: Series, frame: _Frame) -> dict[str, Any]:
-    last, metric = series.rows[-1], series.key.metric
-    spread = series.noise.spread
+def _day(night: str) -> int:
+    return date.fromisoformat(night).toordinal()
+
+
+def _line(series: Series, index: int) -> Line:
+    numbers = [row.numbers[series.key.metric] for row in series.rows]
+    middle, low, high = ([n.get(part) for n in numbers] for part in ("value", "low", "high"))
+    return line_of([_day(r.night) for r in series.rows], middle, (low, high), index=index)
+
+
+def _series(series: Series, plot: Plot, line: Line) -> dict[str, Any]:
+    last, spread = series.rows[-1], series.noise.spread
+    rows = {_day(row.night): row for row in series.rows}
     changed = changed_beside(series.rows)
-    numbers = [(row, row.numbers[metric]) for row in series.rows]
     return {
         "checkpoint": series.key.checkpoint,
         "title": series.title,
         "canary": series.canary,
         "source": last.source,
         "rows": series.rows,
-        "last": number(last.numbers[metric]["value"]),
+        "last": number(last.numbers[series.key.metric]["value"]),
         "noise": number(spread) if series.canary and spread else "",
-        "points": [
-            (frame.x(row.night), frame.y(shown["value"]), row, number(shown["value"]))
-            for row, shown in numbers
-            if shown.get("value") is not None
-        ],
-        "band": _band(
-            [
-                (frame.x(row.night), frame.y(shown["low"]), frame.y(shown["high"]))
-                for row, shown in numbers
-                if shown.get("low") is not None and shown.get("high") is not None
-            ]
-        ),
-        "marks": [(frame.x(night), night, facts) for night, facts in changed.items()],
-        "told": [(frame.x(change.night), change) for change in series.told],
-        "numbers": [_number(r, metric, changed) for r in reversed(series.rows[-_LAST:])],
-    }
-
-
-def _band(ends: list[tuple[float, float, float]]) -> str:
-    """The interval as the corners of a polygon; of one night some pixels wide."""
-    if len(ends) == 1:
-        ((x, low, high),) = ends
-        ends = [(x - 5, low, high), (x + 5, low, high)]
-    there = [f"{x:.1f},{high:.1f}" for x, _, high in ends]
-    return " ".join(there + [f"{x:.1f},{low:.1f}" for x, low, _ in reversed(ends)])
-
-
-def _number(
-    row: Row, metric: str, changed: Mapping[str, Mapping[str, tuple[str, str]]]
-) -> dict[str, str]:
-    shown = row.numbers[metric]
-    low, high = shown.get("low"), shown.get("high")
-    how = "that night" if row.fresh else f"in {row.measured_in}" if row.measured_in else "elsewhere"
-    names = changed.get(row.night, {})
-    return {
-        "night": row.night,
-        "value": number(shown["value"]),
-        "bounds": "" if low is None or high is None else f"{number(low)} to {number(high)}",
-        "n": str(shown.get("n", "")),
-        "how": how + (", late" if row.late else ""),
-        "changed": "; ".join(
-            f"{n}: {a or '(none)'} → {b or '(none)'}" for n, (a, b) in names.items()
-        ),
+        "points": [(plot.x(d), plot.y(v), rows[d], number(v)) for d, v, *_ in line.known],
+        "paths": plot.paths(line),
+        "marks": [(plot.x(_day(night)), night, facts) for night, facts in changed.items()],
+        "told": [(plot.x(_day(change.night)), change) for change in series.told],
     }

@@ -8,9 +8,11 @@ attempt waits for its reward.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ import pyarrow.parquet as pq
 from refiner_core.contract.config import SampleConfig
 from refiner_core.contract.errors import DamagedCheckpoint, DataError
 from refiner_core.contract.files import replacing
+from refiner_core.contract.records import picked
 
 #: Scores are sums of products; what is this close to a threshold has reached it.
 EPSILON = 1e-9
@@ -27,20 +30,12 @@ EPSILON = 1e-9
 #: did; ``no_reward``: its prompt has nothing to be rewarded for; the others are the policy's.
 Flaw = Literal["", "error", "unscored", "no_reward", "malformed", "truncated"]
 #: What became of an attempt.
-Why = Literal[
-    "full_success",
-    "best_partial",
-    "error",
-    "unscored",
-    "no_reward",
-    "malformed",
-    "truncated",
-    "duplicate",
-    "surplus",
-    "too_low",
-    "not_best",
-    "not_full",
-]
+Why = (
+    Flaw
+    | Literal[
+        "full_success", "best_partial", "duplicate", "surplus", "too_low", "not_best", "not_full"
+    ]
+)
 #: Those that are kept.
 KEPT: tuple[Why, ...] = ("full_success", "best_partial")
 Status = Literal["sampled", "scored", "malformed", "unscored", "error"]
@@ -177,11 +172,22 @@ SCHEMA = pa.schema(
 )
 
 
+@contextmanager
+def writing_attempts(path: Path) -> Iterator[Callable[[Sequence[Attempt]], None]]:
+    """A file of attempts, written batch by batch; whole or not at all."""
+    with replacing(path) as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
+
+        def write(attempts: Sequence[Attempt]) -> None:
+            rows = [_row(attempt) for attempt in attempts]
+            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+
+        yield write
+
+
 def write_attempts(path: Path, attempts: Sequence[Attempt]) -> None:
-    """Write a file of attempts; whole or not at all."""
-    rows = [_row(attempt) for attempt in attempts]
-    with replacing(path) as file:
-        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), file, compression="zstd")
+    """Write a file of attempts."""
+    with writing_attempts(path) as write:
+        write(attempts)
 
 
 def load_attempts(path: Path) -> list[Attempt]:
@@ -200,13 +206,6 @@ def load_attempts(path: Path) -> list[Attempt]:
             expected="a file as it was saved",
             fix="nothing; the checkpoint before it is gone on from",
         ) from error
-
-
-def join_files(parts: Sequence[Path], target: Path) -> None:
-    """One file of all parts' rows, in order; one part in memory at a time."""
-    with replacing(target) as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
-        for part in parts:
-            writer.write_table(pq.read_table(part))
 
 
 def _row(attempt: Attempt) -> dict[str, Any]:
@@ -228,56 +227,53 @@ def _attempt(row: dict[str, Any]) -> Attempt:
 _UNMEASURED = ("error", "unscored", "no_reward")
 
 
-class Tally:
+class _Tally:
     """Counts of all attempts, or of those of one domain; whole prompts are added."""
 
     def __init__(self, rule: SampleConfig) -> None:
         self._rule = rule
-        self._of_prompts: Counter[str] = Counter()
-        self._acceptance: Counter[int] = Counter()
-        self._attempts: Counter[str] = Counter()
-        self._why: Counter[str] = Counter()
-        self._errors: Counter[str] = Counter()
-        self._tokens: Counter[str] = Counter()
+        self._counts: defaultdict[str, Counter[Any]] = defaultdict(Counter)
         self._scores, self._partial, self._distinct = 0.0, 0.0, 0
 
     def add(self, attempts: Sequence[Attempt]) -> None:
         """All attempts at one prompt."""
+        counts = self._counts
         full = [a for a in attempts if a.is_full(self._rule)]
         kept = [a for a in attempts if a.kept]
-        outcome = "full" if full else "partial" if kept else "none"
-        self._of_prompts.update(("total", outcome))
-        self._acceptance[len(full)] += 1
-        self._distinct += len({a.form(self._rule) for a in full})
-        self._why.update(a.why for a in attempts)
-        self._errors.update(a.error_kind or "error" for a in attempts if a.status == "error")
         measured = [a for a in attempts if a.flaw not in _UNMEASURED]
-        self._attempts.update(total=len(attempts), measured=len(measured), full=len(full))
+        outcome = "full" if full else "partial" if kept else "none"
+        counts["prompts"].update(("total", outcome))
+        counts["acceptance"][len(full)] += 1
+        counts["why"].update(a.why for a in attempts)
+        counts["errors"].update(a.error_kind or "error" for a in attempts if a.status == "error")
+        counts["attempts"].update(total=len(attempts), measured=len(measured), full=len(full))
         self._scores += sum(a.score or 0.0 for a in measured)
         self._partial += sum(a.partial or 0.0 for a in measured)
-        self._tokens.update(
+        self._distinct += len({a.form(self._rule) for a in full})
+        counts["tokens"].update(
             sampled=sum(a.sampled_tokens for a in attempts),
             kept=sum(a.sampled_tokens for a in kept),
         )
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        measured, full = self._attempts["measured"], self._attempts["full"]
+        counts, why = self._counts, self._counts["why"]
+        measured, full = counts["attempts"]["measured"], counts["attempts"]["full"]
         return {
-            "prompts": {name: self._of_prompts[name] for name in _OUTCOMES},
-            "acceptance": {str(n): self._acceptance[n] for n in range(self._rule.attempts + 1)},
-            "attempts": {name: self._attempts[name] for name in ("total", "measured", "full")},
+            "prompts": {name: counts["prompts"][name] for name in _OUTCOMES},
+            "acceptance": {str(n): counts["acceptance"][n] for n in range(self._rule.attempts + 1)},
+            "attempts": dict(counts["attempts"]),
             "success_rate": full / measured if measured else None,
             "score_mean": self._scores / measured if measured else None,
             "partial_mean": self._partial / measured if measured else None,
             "distinct_full": self._distinct,
             "kept": {
-                "demonstrations": sum(self._why[why] for why in KEPT),
-                **{why: self._why[why] for why in KEPT},
+                "demonstrations": sum(why[name] for name in KEPT),
+                **{name: why[name] for name in KEPT},
             },
-            "not_kept": {why: n for why, n in sorted(self._why.items()) if why not in KEPT},
-            "errors": dict(sorted(self._errors.items())),
-            "tokens": {name: self._tokens[name] for name in ("sampled", "kept")},
+            "not_kept": {name: n for name, n in sorted(why.items()) if name not in KEPT},
+            "errors": dict(sorted(counts["errors"].items())),
+            "tokens": dict(counts["tokens"]),
         }
 
 
@@ -288,26 +284,24 @@ class Report:
     """The report of a stage, as batches are added."""
 
     def __init__(self, rule: SampleConfig, lane: str) -> None:
-        self._rule, self._lane = rule, lane
-        self._all, self._domains = Tally(rule), dict[str, Tally]()
+        self._rule, self._lane, self._all = rule, lane, _Tally(rule)
+        self._domains: defaultdict[str, _Tally] = defaultdict(lambda: _Tally(rule))
 
     def add(self, attempts: Sequence[Attempt]) -> None:
         """A batch: all attempts at some prompts, prompt by prompt."""
-        size = self._rule.attempts
-        for first in range(0, len(attempts), size):
-            group = attempts[first : first + size]
+        for _, found in groupby(attempts, key=lambda attempt: attempt.sample_id):
+            group = list(found)
             self._all.add(group)
-            self._domains.setdefault(group[0].domain, Tally(self._rule)).add(group)
+            self._domains[group[0].domain].add(group)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; ``lane`` is ``answers`` or ``episodes``."""
-        rule = self._rule
         of_rule = ("attempts", "temperature", "success", "min_partial", "max_kept", "distinct")
         return {
             "lane": self._lane,
-            "rule": {name: getattr(rule, name) for name in of_rule},
+            "rule": picked(self._rule, *of_rule),
             **self._all.as_json(),
-            "by_domain": {name: self._domains[name].as_json() for name in sorted(self._domains)},
+            "by_domain": {name: one.as_json() for name, one in sorted(self._domains.items())},
         }
 
 
@@ -323,39 +317,36 @@ def require_kept(report: dict[str, Any]) -> None:
         return
     attempts, prompts, rule = report["attempts"], report["prompts"], report["rule"]
     why = ", ".join(f"{n} {name}" for name, n in report["not_kept"].items())
-    mean = report["score_mean"]
-    shown = "" if mean is None else f", {mean:.3f} on average"
     policy = sum(report["not_kept"].get(name, 0) for name in ("malformed", "truncated"))
     fix = "lower sample.success or sample.min_partial, or raise sample.attempts"
     if policy >= attempts["measured"]:  # no threshold is in the way
         fix = "train longer before `rft`, or raise grpo.response_length"
+    mean = 0.0 if report["score_mean"] is None else report["score_mean"]
     raise DataError(
-        f"Of {attempts['total']} attempts at {prompts['total']} prompts none is kept: "
-        f"{attempts['measured']} have a score{shown}, {attempts['full']} reach "
-        f"sample.success={rule['success']:g}, and no prompt's best one has a partial score of "
-        f"sample.min_partial={rule['min_partial']:g} ({why})",
-        expected="at least one attempt to fine-tune on",
+        f"Of {attempts['total']} attempts at {prompts['total']} prompts none is kept ({why}); "
+        f"{attempts['measured']} have a score, {mean:.3f} on average",
+        expected=f"a score of sample.success={rule['success']:g}, or of a prompt's best attempt a "
+        f"partial score of sample.min_partial={rule['min_partial']:g}",
         fix=fix,
     )
 
 
 def batch_metrics(number: int, attempts: Sequence[Attempt]) -> dict[str, float]:
     """The numbers that a batch logs."""
-    total = len(attempts)
-    scores = [a.score for a in attempts if a.score is not None and a.flaw not in _UNMEASURED]
-    why = Counter(attempt.why for attempt in attempts)
-    tokens = [attempt.sampled_tokens for attempt in attempts]
+    total, why = len(attempts), Counter(attempt.why for attempt in attempts)
+    measured = [a for a in attempts if a.flaw not in _UNMEASURED]
+    scores = [a.score for a in measured if a.score is not None]
+    kept = sum(why[name] for name in KEPT)
     metrics: dict[str, float] = {
         "sample/batch": number,
         "sample/attempts": total,
-        "sample/kept": sum(why[name] for name in KEPT),
-        "sample/kept_share": sum(why[name] for name in KEPT) / total,
+        "sample/kept": kept,
+        "sample/kept_share": kept / total,
         "sample/errors": why["error"],
         "sample/unscored": why["unscored"],
-        "val/sequence_lengths": sum(tokens) / total,
+        "val/sequence_lengths": sum(a.sampled_tokens for a in attempts) / total,
     }
     if scores:
         metrics["scores"] = sum(scores) / len(scores)
-        partial = [a.partial or 0.0 for a in attempts if a.flaw not in _UNMEASURED]
-        metrics["sample/partial"] = sum(partial) / len(partial)
+        metrics["sample/partial"] = sum(a.partial or 0.0 for a in measured) / len(measured)
     return metrics

@@ -21,12 +21,15 @@ that has ended is kept, and a batch that was cut short goes on with those that a
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from refiner_core.answers import parse_evidence
+from refiner_core.batches import BatchWork
 from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import (
@@ -37,6 +40,7 @@ from refiner_core.contract.types import (
     PromptRow,
     RewardResult,
     SamplingParams,
+    StageIO,
 )
 from refiner_core.environments.conversation import turn_template
 from refiner_core.environments.episodes import settings_of
@@ -49,96 +53,128 @@ from refiner_core.environments.protocol import (
 )
 from refiner_core.environments.scoring import require_episode_errors
 from refiner_core.generation.completions import closing_ids, completion_text
-from refiner_core.rejection.attempts import Attempt, Flaw
-from refiner_core.rewards import RewardStream, require_scored
+from refiner_core.generation.reporting import BatchReporter
+from refiner_core.rejection.attempts import (
+    Attempt,
+    Flaw,
+    batch_metrics,
+    choose,
+    load_attempts,
+    write_attempts,
+)
+from refiner_core.rewards import RewardInput, RewardStream, require_scored
 from refiner_core.rewards.combine import aggregate_rubrics, reward_terms, total_reward
 from refiner_core.rubrics import select_rubrics
-from refiner_core.samples import SampledBatch, Wanted, sample_answers, sample_episodes
+from refiner_core.samples import Wanted, sample_answers, sample_episodes
 
 
-class Lane:
-    """Sampler and scorer of batches: of episodes where there is an environment, else of answers."""
+class Lane(BatchWork[Attempt]):
+    """Batches of episodes where there is an environment, else of answers."""
+
+    what, suffix = "Sampling", ".parquet"
 
     def __init__(
         self,
         config: RecipeConfig,
+        prompts: Sequence[PromptRow],
         judge: Judge | None,
         generator: Generator,
         tokenizer: Any,
         environment: Environment | None,
+        io: StageIO,
+        reporter: BatchReporter,
+        folder: Path,
     ) -> None:
         self.config, self.judge, self.rule = config, judge, config.sample
         self.generator, self.tokenizer, self.environment = generator, tokenizer, environment
         self.name = "answers" if environment is None else "episodes"
         if environment is None and judge is None:
             raise ValueError("answers are scored by a judge, and none is given")
+        rule, grpo = self.rule, config.grpo
+        self._sampling = SamplingParams(
+            *(rule.temperature, rule.top_p, rule.top_k, grpo.response_length, grpo.stop_strings)
+        )
+        self._prompts = {prompt.sample_id: prompt for prompt in prompts}
+        self._spent: dict[int, tuple[int, float]] = {}  # batch: tokens sampled now, seconds
+        parts = environment is not None and not self._settings(environment).ordered
+        super().__init__(
+            *(batches_of(config, prompts), judge, io, reporter, folder),
+            keeps_parts=parts,
+            save_freq=rule.save_freq,
+        )
 
-    @property
-    def keeps_parts(self) -> bool:
-        """True if attempts of a batch that was cut short may be kept."""
-        return self.environment is not None and not self._settings(self.environment).ordered
+    def key(self, sample: Attempt) -> tuple[str, int]:
+        """Id of its prompt, and its number."""
+        return sample.key
 
-    def wanted(self, prompts: Sequence[PromptRow]) -> list[Wanted]:
-        """All attempts at these prompts, prompt by prompt."""
-        return [
-            Wanted(p, i, derive_seed(self.config.seed, "sample", p.sample_id, i))
-            for p in prompts
-            for i in range(self.rule.attempts)
-        ]
+    def failed(self, sample: Attempt) -> bool:
+        """True if the infrastructure ended it."""
+        return sample.status == "error"
 
-    def rewards(self) -> RewardStream | None:
-        """Rewards of a batch of answers; None of episodes, which have theirs from the start."""
+    def rewards(self, number: int) -> RewardStream | None:
+        """Rewards of answers, as the judge gives them."""
         if self.environment is not None or self.judge is None:
             return None
         return RewardStream(self.config.reward, self.judge)
 
-    def sample(
-        self,
-        wanted: Sequence[Wanted],
-        on_attempt: Callable[[Attempt], None],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        """Sample attempts; ``on_attempt`` is told of each as it is finished."""
-        rule, grpo, environment = self.rule, self.config.grpo, self.environment
+    def answer(self, wanted: Wanted, sample: Attempt) -> RewardInput:
+        """An answer as rewards take it."""
+        return RewardInput(wanted.prompt, sample.text, sample.ended == "stop")
 
-        def finished(place: int, completion: Completion) -> None:
-            on_attempt(self._attempt(wanted[place], completion))
+    def sample(
+        self, number: int, wanted: Sequence[Wanted], finished: Callable[[Attempt], None]
+    ) -> None:
+        """Sample what is wanted of a batch."""
+        environment = self.environment
+        tokens, started = 0, time.perf_counter()
+
+        def ended(place: int, completion: Completion) -> None:
+            nonlocal tokens
+            attempt = self._attempt(wanted[place], completion)
+            tokens += attempt.sampled_tokens
+            finished(attempt)
 
         if environment is not None:
             sample_episodes(
                 *(self.generator, wanted, environment, self.tokenizer),
-                *(self._settings(environment), finished),
-                should_stop=should_stop if self.keeps_parts else None,
+                *(self._settings(environment), ended),
+                should_stop=self.io.should_stop if self.keeps_parts else None,
             )
-            return
-        params = SamplingParams(
-            *(rule.temperature, rule.top_p, rule.top_k, grpo.response_length, grpo.stop_strings)
-        )
-        sample_answers(self.generator, wanted, params, finished, context=grpo.max_token_length)
+        else:
+            context = self.config.grpo.max_token_length
+            sample_answers(self.generator, wanted, self._sampling, ended, context=context)
+        self._spent[number] = (tokens, time.perf_counter() - started)
 
     def scored(
-        self,
-        prompts: Sequence[PromptRow],
-        batch: SampledBatch[Attempt],
-        on_judged: Callable[[int, int], None],
+        self, number: int, samples: list[Attempt], results: Sequence[RewardResult] | None
     ) -> list[Attempt]:
-        """Attempts with their scores; waits for the judge, and refuses where too many have none."""
-        if batch.rewards is None:
-            self._require(batch.samples)
-            return list(batch.samples)
-        results = batch.rewards.results(on_judged)
-        require_scored(results, self.config.judge.max_failed_share, of="attempts")
-        scored = zip(self.wanted(prompts), batch.samples, results, strict=True)
-        return [self._scored(one.prompt, attempt, result) for one, attempt, result in scored]
+        """Scores, and what is kept."""
+        if results is None:
+            self._require(samples)
+        else:
+            require_scored(results, self.config.judge.max_failed_share, of="attempts")
+            samples = [self._scored(*one) for one in zip(samples, results, strict=True)]
+        size = self.rule.attempts
+        groups = [samples[first : first + size] for first in range(0, len(samples), size)]
+        return [attempt for group in groups for attempt in choose(group, self.rule)]
+
+    def finished(self, number: int, rows: list[Attempt]) -> None:
+        """Log a batch's numbers."""
+        tokens, seconds = self._spent.pop(number)
+        speed = {"tokens_per_second": tokens / seconds} if tokens and seconds else {}
+        times = {"time/generate_s": seconds, **speed}
+        self.io.log_metrics(self.step, batch_metrics(number, rows) | times)
+
+    def write(self, path: Path, rows: Sequence[Attempt]) -> None:
+        """Write a file of attempts."""
+        write_attempts(path, rows)
+
+    def read(self, path: Path) -> list[Attempt]:
+        """Read it back."""
+        return load_attempts(path)
 
     def _settings(self, environment: Environment) -> EpisodeSettings:
-        rule = self.rule
-        return settings_of(
-            *(self.config, environment),
-            temperature=rule.temperature,
-            top_p=rule.top_p,
-            top_k=rule.top_k,
-        )
+        return settings_of(self.config, environment, self._sampling)
 
     def _attempt(self, wanted: Wanted, completion: Completion) -> Attempt:
         if self.environment is not None:
@@ -156,8 +192,8 @@ class Lane:
             ended=completion.finish_reason,
         )
 
-    def _scored(self, prompt: PromptRow, attempt: Attempt, result: RewardResult) -> Attempt:
-        highest = highest_reward(prompt, self.config.reward)
+    def _scored(self, attempt: Attempt, result: RewardResult) -> Attempt:
+        highest = highest_reward(self._prompts[attempt.sample_id], self.config.reward)
         total = result.total
         share = None if total is None or highest <= 0 else min(1.0, max(0.0, total / highest))
         return replace(
@@ -182,10 +218,10 @@ class Lane:
             example=failed[0].error if failed else "",
         )
 
-    def demonstration(self, prompt: PromptRow, attempt: Attempt) -> DemonstrationRow:
+    def demonstration(self, attempt: Attempt) -> DemonstrationRow:
         """An attempt that is kept, as what is fine-tuned on: loss on the model's own tokens and on
         the token that ends an answer or a turn; what follows the last turn is left out."""
-        before, ids = prompt.prompt_ids, attempt.token_ids
+        before, ids = self._prompts[attempt.sample_id].prompt_ids, attempt.token_ids
         loss: tuple[bool, ...] = (True,) * len(ids)
         if self.environment is not None:
             end = tuple(turn_template(self.tokenizer).end_of_turn)
@@ -193,6 +229,20 @@ class Lane:
             ids, loss = with_ends_of_turns(ids, attempt.own or loss, end, room)
         name = f"{attempt.sample_id}#{attempt.index}"  # ids of tasks begin with their domain
         return DemonstrationRow(name, before + ids, (False,) * len(before) + loss)
+
+
+def batches_of(config: RecipeConfig, prompts: Sequence[PromptRow]) -> list[list[Wanted]]:
+    """All attempts, in order: batches of whole prompts."""
+    rule = config.sample
+    size = max(1, rule.generation_batch_size // rule.attempts)
+    return [
+        [
+            Wanted(p, i, derive_seed(config.seed, "sample", p.sample_id, i))
+            for p in prompts[first : first + size]
+            for i in range(rule.attempts)
+        ]
+        for first in range(0, len(prompts), size)
+    ]
 
 
 def highest_reward(prompt: PromptRow, reward: RewardConfig) -> float:

@@ -1,9 +1,10 @@
 "use strict";
 // What all pages of reports do. What is chosen stands in the address after #, so that a page that
 // loads itself again, or a link to it, shows the same; the fields v (view), y (scrolled) and
-// d (light or dark) are every page's. reportPage returns what the page's own script builds on.
+// d (light or dark) are every page's. `leads` says what else a link to a view
+// chooses. reportPage returns what the page's own script builds on.
 const $ = (q, e = document) => e.querySelector(q), $$ = (q, e = document) => [...e.querySelectorAll(q)];
-function reportPage(own, show) {
+function reportPage(own, show, leads = () => ({})) {
 const body = document.body, views = $$(".view").map(v => v.id), tip = $("#tip"), live = Number(body.dataset.reload || 0);
 const start = {v: "summary", y: "0", d: "", ...own}, state = {...start};
 let paused = false;
@@ -107,6 +108,34 @@ document.addEventListener("keydown", event => {
   }
 });
 
+// ---------------------------------------------------------------- links, and from a claim to its evidence
+let came = null;
+function follow(claim) {
+  const example = claim.closest(".example, .prompt"), wanted = claim.dataset.cites.split(" ").map(id => document.getElementById(id)).filter(Boolean);
+  for (const e of $$(".here")) e.classList.remove("here");
+  if (!wanted.length) return;
+  for (const e of [claim, ...wanted]) e.classList.add("here");
+  const first = wanted[0], box = first.closest("pre"), folded = first.closest("details");
+  if (folded) folded.open = true;
+  if (box) box.scrollTop += first.getBoundingClientRect().top - box.getBoundingClientRect().top - box.clientHeight / 4;
+  first.scrollIntoView({block: "nearest"});
+  first.focus({preventScroll: true});
+  came = claim;
+  const back = $(".back", example); if (back) back.hidden = false;
+}
+document.addEventListener("click", event => {
+  const at = event.target.closest && event.target.closest("a.claim, .back, a[data-view], a.skip");
+  if (!at || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
+  event.preventDefault();
+  if (at.matches("a.claim")) follow(at);
+  else if (at.matches(".back")) { at.hidden = true; if (came) { came.scrollIntoView({block: "nearest"}); came.focus(); } }
+  else { if (at.dataset.view) go(at.dataset.view, leads(at)); $("#main").focus({preventScroll: Boolean(at.dataset.view)}); }
+});
+document.addEventListener("keydown", event => {
+  if (event.key !== "Escape" || !came || !event.target.matches(".source")) return;
+  came.focus(); came.scrollIntoView({block: "nearest"});
+});
+
 // ---------------------------------------------------------------- the address, paper
 addEventListener("hashchange", () => { read(); showAll(); });
 addEventListener("popstate", () => { read(); showAll(); });
@@ -135,5 +164,5 @@ function begin() {
   read(); showAll();
   scrollTo(0, Number(state.y) || 0);
 }
-return {state, set, write, go, begin};
+return {state, set, write, begin, points};
 }

@@ -27,6 +27,7 @@ from refiner_core.answers import (
     strip_tags,
 )
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
+from refiner_core.report.drawing import shares
 from refiner_core.report.printing import count, plain
 from refiner_core.report.run.document import Row
 
@@ -34,14 +35,16 @@ MOST_OF_ANSWER = 4_000
 MOST_OF_PROMPT = 16_000
 #: Characters of all answers and judgements of a page.
 MOST_IN_ALL = 1_500_000
+#: Judgements of an answer, and parts of its reward, that are shown.
+MOST_JUDGEMENTS, MOST_PARTS = 24, 40
+#: What an answer has not by itself.
+_BARE: Row = {"reward": None, "status": "", "finish_reason": "", "failed": "", "parts": ()}
 
 
-#: Judgements of an answer that are shown.
-MOST_JUDGEMENTS = 24
-
-
-def within(answers: Iterable[Row], room: int) -> list[Row]:
-    """As many answers or attempts as fit into so many characters, and two in any case."""
+def shown_example(prompt: str, answers: Sequence[Row], name: str, of: int) -> dict[str, Any]:
+    """A prompt and as many of its answers or attempts, two in any case, as one of so many prompts
+    may have on a page; ``name`` keeps its anchors apart from those of others."""
+    room = MOST_IN_ALL // max(1, of) - min(len(prompt), MOST_OF_PROMPT)
     kept: list[Row] = []
     for answer in answers:
         text, episode = answer["text"], answer["episode"]
@@ -50,7 +53,38 @@ def within(answers: Iterable[Row], room: int) -> list[Row]:
         if room < 0 and len(kept) > 1:
             break
         kept.append(answer)
-    return kept
+    evidence = evidence_of(prompt, (answer["text"] for answer in kept), name)
+    said = [_shown({**_BARE, **answer}, evidence) for answer in kept]
+    left_out = len(answers) - len(kept)
+    return {"evidence": evidence.markup, "said": said, "left_out": left_out}
+
+
+def _shown(said: Row, evidence: Evidence) -> dict[str, Any]:
+    """An answer or an attempt as it is shown."""
+    kept = said["judgements"][:MOST_JUDGEMENTS]
+    claims: dict[Any, dict[str, Any]] = {}
+    rubrics: list[Mapping[str, Any]] = []
+    others: list[Mapping[str, Any]] = []
+    for one in kept:
+        kind = str(one.get("kind") or "")
+        if kind.startswith("citation"):
+            place = one.get("claim_index")
+            found = claims.setdefault(place, {"place": place, "claim": one.get("claim"), "on": []})
+            found["on"].append((kind.removeprefix("citation_"), one))
+        else:
+            (rubrics if kind in ("rubric", "") else others).append(one)
+    counted, measured = shares(said["parts"][:MOST_PARTS])
+    return {
+        "said": said,
+        "text": answer_markup(said["text"], evidence),
+        "conversation": conversation(said["episode"]) if said["episode"] is not None else None,
+        "shares": counted,
+        "measured": measured,
+        "rubrics": rubrics,
+        "claims": list(claims.values()),
+        "others": others,
+        "judgements_left_out": len(said["judgements"]) - len(kept),
+    }
 
 
 class Span(NamedTuple):
@@ -101,23 +135,6 @@ def left_out(characters: int) -> Markup:
     return Markup('<span class="cut"> … {} characters more are in report.json</span>').format(
         count(characters)
     )
-
-
-def marked(text: str, cited: frozenset[str] | None = None, most: int = MOST_OF_ANSWER) -> Markup:
-    """A text with its snippets marked: those of ``cited`` ids, or all."""
-    parts: list[Markup] = []
-    for span in spans(plain(text[:most])):
-        shown = tagged(span)
-        if span.ids is not None and (cited is None or cited.intersection(span.ids)):
-            shown = Markup('<mark title="cites {}">{}</mark>').format(", ".join(span.ids), shown)
-        parts.append(shown)
-    return Markup("").join([*parts, left_out(len(text) - most)])
-
-
-def cited_ids(text: str) -> frozenset[str]:
-    """Ids that the snippet tags of an answer name."""
-    found = spans(text[:MOST_OF_ANSWER])
-    return frozenset(i for span in found if span.ids is not None for i in span.ids)
 
 
 _TAG = Markup('<span class="tag">{}</span>')

@@ -154,10 +154,10 @@ def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Kendall's tau-b (Kendall 1945, "The treatment of ties in ranking problems", Biometrika
     33:239-251) of totals in one group; None where a side is constant. Advantages of a group have
     the order of its totals."""
-    below = np.tril_indices(len(a), -1)
-    one, other = (np.sign(np.subtract.outer(s, s))[below] for s in map(_levels, (a, b)))
-    apart_in_both = np.count_nonzero(one) * np.count_nonzero(other)
-    return float(one @ other) / math.sqrt(apart_in_both) if apart_in_both else None
+    from scipy.stats import kendalltau
+
+    sides = (_levels(a), _levels(b))
+    return None if min(map(np.ptp, sides)) == 0 else float(kendalltau(*sides).statistic)
 
 
 def sign_changes(a: float, b: float) -> bool:

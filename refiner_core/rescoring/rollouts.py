@@ -16,7 +16,7 @@ import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from refiner_core.contract.config import LEXICAL_MODELS, JudgeConfig, RewardConfig
 from refiner_core.contract.errors import DataError
@@ -71,60 +71,41 @@ class StoredRollout:
     judgements: tuple[Mapping[str, Any], ...]
 
 
-def from_training(
-    rows: Iterable[Mapping[str, Any]], prompts: Sequence[PromptRow]
+def stored_rollouts(
+    rows: Iterable[Mapping[str, Any]], prompts: Sequence[PromptRow], decoding: str = ""
 ) -> list[StoredRollout]:
-    """Rollouts of training steps.
+    """Rollouts of training steps; with a ``decoding``, samples of an evaluation.
 
     Raises
     ------
     DataError
         A row's prompt is not among ``prompts``.
     """
-    return [
-        _rollout(
-            row,
-            prompt,
-            f"step {row['step']}, prompt {row.get('prompt_index', row['sample_id'])}",
-            {n.removeprefix(_COMPONENT): v for n, v in row.items() if n.startswith(_COMPONENT)},
+    found = []
+    for row, prompt in _with_prompts(rows, prompts):
+        if decoding:
+            group = f"{decoding}, {row['sample_id']}"
+            components = {component: row.get(m) for m, component in _OF_SAMPLES.items()}
+        else:
+            group = f"step {row['step']}, prompt {row.get('prompt_index', row['sample_id'])}"
+            mine = (n for n in row if n.startswith(_COMPONENT))
+            components = {n.removeprefix(_COMPONENT): row[n] for n in mine}
+        judged = row["judgements"]
+        rollout = StoredRollout(
+            group=group,
+            step=row.get("step"),
+            sample_index=int(row["sample_index"]),
+            prompt=prompt,
+            text=str(row["response_text"]),
+            stopped=row["finish_reason"] == "stop",
+            status=str(row["status"]),
+            total=row["reward"],
+            advantage=row.get("advantage"),
+            components={n: float(v) for n, v in components.items() if v is not None},
+            judgements=tuple((json.loads(judged) if isinstance(judged, str) else judged) or ()),
         )
-        for row, prompt in _with_prompts(rows, prompts)
-    ]
-
-
-def from_evaluation(
-    rows: Iterable[Mapping[str, Any]], prompts: Sequence[PromptRow], decoding: str
-) -> list[StoredRollout]:
-    """Samples of an evaluation. Errors as above."""
-    return [
-        _rollout(
-            row,
-            prompt,
-            f"{decoding}, {row['sample_id']}",
-            {component: row.get(metric) for metric, component in _OF_SAMPLES.items()},
-        )
-        for row, prompt in _with_prompts(rows, prompts)
-    ]
-
-
-def _rollout(
-    row: Mapping[str, Any], prompt: PromptRow, group: str, components: Mapping[str, Any]
-) -> StoredRollout:
-    judgements = row["judgements"]
-    found = json.loads(judgements) if isinstance(judgements, str) else judgements
-    return StoredRollout(
-        group=group,
-        step=row.get("step"),
-        sample_index=int(row["sample_index"]),
-        prompt=prompt,
-        text=str(row["response_text"]),
-        stopped=row["finish_reason"] == "stop",
-        status=str(row["status"]),
-        total=row["reward"],
-        advantage=row.get("advantage"),
-        components={name: float(value) for name, value in components.items() if value is not None},
-        judgements=tuple(found or ()),
-    )
+        found.append(rollout)
+    return found
 
 
 def _with_prompts(
@@ -175,23 +156,8 @@ _NOT_OF_A_JUDGEMENT = ("max_failed_share",)
 _VERDICT = ("score", "status", "detail", "title", "polarity", "weight", "source")
 
 
-class Question(NamedTuple):
-    """Question to a judge, and its description where its judgement is stored."""
-
-    request: JudgeRequest
-    detail: Mapping[str, Any]
-
-
-class Recorded(NamedTuple):
-    """Judgements that were stored, by question, in the order of the rollouts.
-
-    ``known`` has several of a question that several rollouts have asked. Of the judgements that the
-    files hold ``unused`` are not among the questions that today's code asks.
-    """
-
-    known: Mapping[Key, Sequence[Judgement]]
-    used: int
-    unused: int
+#: Question to a judge, and its description where its judgement is stored.
+Question = tuple[JudgeRequest, Mapping[str, Any]]
 
 
 def judge_identity(config: JudgeConfig, prompts_digest: str | None = None) -> dict[str, Any]:
@@ -239,7 +205,7 @@ def questions_of(
     listener = _Listener()
     results = compute_rewards(items_of(rollouts), reward, listener)
     return [
-        tuple(Question(listener.heard[int(d["detail"])], d) for d in result.judgements)
+        tuple((listener.heard[int(d["detail"])], d) for d in result.judgements)
         for result in results
     ]
 
@@ -272,22 +238,22 @@ def recorded(
     questions: Sequence[Sequence[Question]],
     *,
     batched: bool = False,
-) -> Recorded:
-    """The judgements that stand with the rollouts, by the questions that their own settings ask."""
+) -> tuple[dict[Key, list[Judgement]], int]:
+    """The judgements that stand with the rollouts, by the questions that their own settings ask, in
+    the order of the rollouts: several of a question that several rollouts have asked. And how many
+    judgements of the files are not among the questions that today's code asks."""
     known: dict[Key, list[Judgement]] = defaultdict(list)
-    used = unused = 0
+    unused = 0
     for rollout, asked in zip(rollouts, questions, strict=True):
         stored: dict[Hashable, deque[Mapping[str, Any]]] = defaultdict(deque)
         for entry in rollout.judgements:
             stored[described(entry)].append(entry)
-        before = used
-        keys = keys_of([q.request for q in asked], batched=batched)
-        for key, question in zip(keys, asked, strict=True):
-            if entries := stored.get(described(question.detail)):
+        keys = keys_of([request for request, _ in asked], batched=batched)
+        for key, (_, detail) in zip(keys, asked, strict=True):
+            if entries := stored.get(described(detail)):
                 known[key].append(_verdict(entries.popleft()))
-                used += 1
-        unused += len(rollout.judgements) - (used - before)
-    return Recorded(known, used, unused)
+        unused += sum(map(len, stored.values()))
+    return known, unused
 
 
 def described(detail: Mapping[str, Any]) -> Hashable:
@@ -507,30 +473,26 @@ def fidelity(
 
 def _warning(found: Mapping[str, Any], *, sound: bool) -> str:
     """Warning about settings that do not give back what was stored."""
+    first = f" (first: {found['first']})" if found["first"] else ""
     if sound:
         return (
-            f"the run's own settings give back what was stored up to rounding alone (first: "
-            f"{found['first']}): this version adds in another order than the one that trained. No "
-            "comparison below depends on that."
+            f"the run's own settings give back what was stored up to rounding alone{first}: this "
+            "version adds in another order than the one that trained. No comparison below depends "
+            "on that."
         )
-    rollouts, advantages = found["rollouts"], found["advantages"]
+    alike = found["rollouts"] if found["advantages"] is None else found["advantages"]
     counts = {
-        "totals differ": (found["totals"], rollouts),
-        "advantages differ": (rollouts if advantages is None else advantages, rollouts),
+        "totals differ": (found["totals"], found["rollouts"]),
+        "advantages differ": (alike, found["rollouts"]),
         "judgements differ (lexical judge)": (found["judged_alike"], found["rejudged"]),
     }
-    parts = [f"{of - alike} of {of} {what}" for what, (alike, of) in counts.items() if alike < of]
-    if found["first"]:
-        parts[-1] += f" (first: {found['first']})"
-    if found["unused"]:
-        parts.append(
-            f"{found['unused']} stored judgements answer questions that are not asked any more, "
-            "since the rubric set or the reading of answers has changed"
-        )
+    parts = [f"{of - same} of {of} {what}" for what, (same, of) in counts.items() if same < of]
+    unused = found["unused"]
+    more = f", and {unused} stored judgements answer questions that are not asked any more"
     return (
-        f"the run's own settings do not give back what was stored: {', '.join(parts)}. "
-        "Differences below are in part those of the code, not of the settings; the row `own, "
-        "again` shows how much."
+        f"the run's own settings do not give back what was stored: {', '.join(parts)}{first}"
+        f"{more if unused else ''}. Differences below are in part those of the code, not of the "
+        "settings; the row `own, again` shows how much."
     )
 
 

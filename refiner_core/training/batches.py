@@ -415,12 +415,8 @@ def prompt_batch(
     return epoch, cursor, tuple(order[cursor : cursor + per_step])
 
 
-@dataclass(frozen=True)
-class SftStep:
-    """One optimiser step: its epoch, and the row indices of each of its packs."""
-
-    epoch: int
-    packs: tuple[tuple[int, ...], ...]
+#: One optimiser step: its epoch, and the row indices of each of its packs.
+SftStep = tuple[int, list[tuple[int, ...]]]
 
 
 def sft_steps(
@@ -445,8 +441,7 @@ def sft_steps(
         packs = [tuple(order[i] for i in indices) for indices in bins]
         packs = packs[: math.ceil(len(packs) * (epochs - epoch))]
         steps += [
-            SftStep(epoch, tuple(packs[i : i + packs_per_step]))
-            for i in range(0, len(packs), packs_per_step)
+            (epoch, packs[i : i + packs_per_step]) for i in range(0, len(packs), packs_per_step)
         ]
     return steps[:max_steps]
 

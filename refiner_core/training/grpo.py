@@ -35,7 +35,6 @@ from refiner_core.contract.errors import (
     HealthStop,
     Interrupted,
     JudgeOutage,
-    UnsupportedError,
 )
 from refiner_core.contract.placement import refuse_unsupported
 from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, PromptRow, StageIO
@@ -48,7 +47,7 @@ from refiner_core.judges.surroundings import (
     usage_sum,
     usage_to_json,
 )
-from refiner_core.samples import JudgeMeter
+from refiner_core.samples import judge_meter
 from refiner_core.training.batches import order_hash, prompt_batch
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
@@ -59,14 +58,13 @@ from refiner_core.training.rollouts.lane import Attempts, Lane, longest_of
 from refiner_core.training.rollouts.pipeline import IN_FLIGHT, Flight, Pipeline
 from refiner_core.training.rollouts.policies import (
     CopyPolicy,
-    LivePolicy,
     OpenServers,
     Policy,
     ServedPolicy,
     Servers,
 )
 from refiner_core.training.rollouts.rollout import RolloutBatch, TrainSample, own_tokens
-from refiner_core.training.steps.boundary import Boundary, Clock, Teller, curve
+from refiner_core.training.steps.boundary import Boundary, Clock, curve, teller
 from refiner_core.training.updates import GrpoUpdate
 
 if TYPE_CHECKING:
@@ -147,7 +145,7 @@ def train_grpo(
     StageFailed
         A loss or gradient is not finite, or a health check says `stop`.
     UnsupportedError
-        See :func:`refiner_core.contract.placement.refuse_unsupported`; or nobody starts servers.
+        See :func:`refiner_core.contract.placement.refuse_unsupported`.
     """
     refuse_unsupported(config, "grpo")
     set_threads(config.model)
@@ -188,13 +186,12 @@ def _open_policy(
 
     batch_size = config.grpo.generation_batch_size
     if generator is not None:
-        return LivePolicy(engine, generator)
+        return Policy(generator, engine.whole)
     if config.grpo.generation_backend == "vllm":
         return ServedPolicy(_open(open_servers, engine, stack))
     if not config.grpo.async_steps:
-        return LivePolicy(
-            engine, TransformersGenerator(engine.model, engine.tokenizer, batch_size=batch_size)
-        )
+        live = TransformersGenerator(engine.model, engine.tokenizer, batch_size=batch_size)
+        return Policy(live, engine.whole)
     return CopyPolicy(
         loading.load_model(model_ref, config.model, engine.device),
         lambda model, on_step: TransformersGenerator(
@@ -209,14 +206,7 @@ def _open(open_servers: OpenServers | None, engine: Engine, stack: ExitStack) ->
     error: BaseException | None = None
     if engine.ranks.rank == 0:
         try:
-            if open_servers is None:
-                raise UnsupportedError(
-                    "grpo.generation_backend is vllm, and whoever runs this stage starts no "
-                    "rollout servers",
-                    expected="`open_servers`, which starts them",
-                    fix="run the stage by `refiner run`, or set "
-                    "grpo.generation_backend=transformers",
-                )
+            assert open_servers is not None, "of a recipe with servers, rank 0 can start them"
             servers = stack.enter_context(open_servers(engine))
         except Exception as raised:
             error = raised
@@ -258,7 +248,7 @@ class _GrpoRun:
         self.batch: RolloutBatch | None = None  # of the step that is under way; rank 0's
         self.rollouts = Pipeline(
             *(config, prompts, self.engine, policy, lane),
-            Teller(self._report, turns=bool(config.environment.name)),
+            teller(self._report, turns=bool(config.environment.name)),
         )
         self.boundary = Boundary(
             *(self.io, self.engine, "grpo"),
@@ -286,13 +276,13 @@ class _GrpoRun:
         """Every step that is left."""
         self._stop_if_asked(self.progress["step"])
         for step in range(self.progress["step"] + 1, self.grpo.num_training_steps + 1):
-            self.step, clock, meter = step, Clock(), JudgeMeter(self.judge)
+            self.step, clock, usage = step, Clock(), judge_meter(self.judge)
             self.update.moved = 0
             self.health.begin(step)
             with self._saved_before(step):
                 rollouts, flight = self._rollouts(step, clock)
                 metrics = {**rollouts.metrics, **self._train_on(rollouts, step, clock)}
-            metrics.update(self._judge_metrics(meter.usage()))
+            metrics.update(self._judge_metrics(usage()))
             self._count(step, flight, rollouts, metrics)
             beside = flight.seconds if self.grpo.async_steps else None
             metrics.update(self.health.metrics())

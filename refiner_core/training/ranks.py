@@ -18,7 +18,7 @@ import hashlib
 import hmac
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from refiner_core.contract.errors import (
     ConfigurationError,
-    NoSpaceError,
     StageFailed,
 )
-from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
+from refiner_core.contract.types import StageIO
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,10 +38,10 @@ T = TypeVar("T")
 #: How long a rank waits for another one to say something: as long as a job may wait for a judge.
 #: A rank that died closes its connections, and is noticed at once.
 PATIENCE = timedelta(days=7)
-#: What torchrun sets for each of its processes.
+#: What their agent sets for each of them, as torchrun does.
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 #: What refiner sets: the key of what ranks say to each other, and where those of one node find each
-#: other (``file://…``); without that they ask torchrun's store.
+#: other (``file://…``); without that they ask rank 0's store.
 TALK, STORE = "REFINER_RANKS_TALK_TOKEN", "REFINER_RANKS_STORE"
 _SEAL_BYTES = hashlib.sha256().digest_size
 
@@ -95,7 +94,7 @@ def on_first(ranks: Ranks, do: Callable[[], T]) -> T:
 
 
 class TorchRanks(Ranks):
-    """One of the processes that torchrun started, over torch.distributed.
+    """One of several processes, over torch.distributed.
 
     The default group carries gradients (NCCL between GPUs, else gloo), a second one what is said
     here. Call it from the main thread only: collectives pair up by their order; another thread
@@ -109,7 +108,7 @@ class TorchRanks(Ranks):
     Raises
     ------
     ConfigurationError
-        The process was not started by torchrun, or this rank's GPU is not there.
+        The process was not started as a rank, or this rank's GPU is not there.
     """
 
     def __init__(self, *, cuda: bool) -> None:
@@ -235,7 +234,7 @@ class TorchRanks(Ranks):
 
 @contextmanager
 def open_ranks(*, cuda: bool) -> Iterator[Ranks]:
-    """All ranks where torchrun started more than one, else this process alone."""
+    """All ranks where there is more than one, else this process alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Ranks()
         return
@@ -276,6 +275,11 @@ def portable(error: BaseException) -> BaseException:
     return error
 
 
+#: Calls of a StageIO that rank 0 makes alone, and those that all make together.
+_TOLD = ("log_metrics", "save_rollouts", "progress")
+_DECIDED = ("latest_checkpoint", "pass_over", "should_stop", "room_again")
+
+
 class RanksIO:
     """A stage's IO for all ranks: rank 0 has the real one, the others hear what it says.
 
@@ -289,40 +293,17 @@ class RanksIO:
             raise ValueError("rank 0, and no other, has the stage's IO")
         self._io, self.ranks = io, ranks
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one step's numbers (rank 0's)."""
-        if self._io is not None:
-            self._io.log_metrics(step, metrics)
-
-    def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Store a step's rollouts (rank 0's)."""
-        if self._io is not None:
-            self._io.save_rollouts(step, rows)
-
-    def progress(self, progress: Progress) -> None:
-        """Tell how far the stage is (rank 0 does)."""
-        if self._io is not None:
-            self._io.progress(progress)
-
-    def latest_checkpoint(self) -> SavedCheckpoint | None:
-        """The newest complete checkpoint, the same one for all."""
-        return self._decided(lambda io: io.latest_checkpoint())
-
-    def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
-        """Let the one before it be the newest, for all."""
-        self._decided(lambda io: io.pass_over(checkpoint, why))
+    def __getattr__(self, name: str) -> Any:
+        """Calls of a StageIO: rank 0's alone, or the same answer for all."""
+        if name in _TOLD:
+            return (lambda *_: None) if self._io is None else getattr(self._io, name)
+        if name in _DECIDED:
+            return lambda *args: self._decided(lambda io: getattr(io, name)(*args))
+        raise AttributeError(name)
 
     def line(self) -> RanksIO:
         """The same IO for one other thread, which all ranks have; made by all of them together."""
         return RanksIO(self._io, self.ranks.line())
-
-    def should_stop(self) -> bool:
-        """True if the stage is to stop, the same answer for all."""
-        return self._decided(lambda io: io.should_stop())
-
-    def room_again(self, error: NoSpaceError) -> bool:
-        """Wait for room; the same answer for all."""
-        return self._decided(lambda io: io.room_again(error))
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:

@@ -196,7 +196,7 @@ class _SftRun:
         best = min(validation, key=lambda point: point[1], default=None)
         return {
             "steps": self.progress["step"],
-            "epochs": self.steps[-1].epoch + 1,
+            "epochs": self.steps[-1][0] + 1,
             "demonstrations": len(self.samples),
             "tokens": self.progress["tokens"],
             "loss_tokens": self.progress["loss_tokens"],
@@ -212,8 +212,8 @@ class _SftRun:
 
     def _step(self, index: int) -> dict[str, float]:
         """One optimiser step: mean loss over all loss tokens of all packs of all ranks."""
-        plan = self.steps[index]
-        packs = [build_pack([[self.samples[i]] for i in indices]) for indices in plan.packs]
+        epoch, planned = self.steps[index]
+        packs = [build_pack([[self.samples[i]] for i in indices]) for indices in planned]
         loss_tokens = sum(len(pack.target_T) for pack in packs)
         loss = 0.0
         for batch in self._batches(packs):
@@ -237,7 +237,7 @@ class _SftRun:
         self.progress["losses"].append(loss if math.isfinite(loss) else None)
         return {
             "training_step": index + 1,
-            "epoch": plan.epoch,
+            "epoch": epoch,
             "loss/train_avg": loss,
             "learning_rate": self.sft.learning_rate * factor,
             "grad_norm": norm,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ from refiner_core.training.batches import (
     permutation,
     to_device,
 )
-from refiner_core.training.engines.protocol import Engine, FrozenModel
+from refiner_core.training.engines.protocol import Engine
+from refiner_core.training.model.logprobs import TokenScores, token_scores
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.steps.health import HealthMonitor
 
@@ -175,7 +177,7 @@ class GrpoUpdate:
     def __init__(
         self,
         engine: Engine,
-        reference: FrozenModel | None,
+        reference: Any,
         grpo: GrpoConfig,
         seed: int,
         health: HealthMonitor | None = None,
@@ -228,9 +230,9 @@ class GrpoUpdate:
         if self.grpo.old_logprobs == "sampler":
             old_F = sampler_F
         elif moves:  # with a single optimiser step the policy is its own old one: ratio exactly 1
-            old_F = self._score(self.engine, whole, tokens)
+            old_F = self._score(self.engine.score, whole, tokens)
         if self.reference is not None:
-            reference_F = self._score(self.reference, whole, tokens)
+            reference_F = self._score(partial(token_scores, self.reference), whole, tokens)
         if self.engine.ranks.world > 1 and moves:  # packs are shared out anew: all need all
             if self.grpo.old_logprobs == "recomputed" and old_F is not None:
                 old_F = whole.merged(old_F)
@@ -245,12 +247,12 @@ class GrpoUpdate:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _score(
-        self, scorer: Engine | FrozenModel, batches: _StepBatches, tokens: int
+        self, score: Callable[..., TokenScores], batches: _StepBatches, tokens: int
     ) -> torch.Tensor:
-        """(F,) log-probabilities under ``scorer``; 0 where another rank has the tokens."""
+        """(F,) log-probabilities by ``score``; 0 where another rank has the tokens."""
         flat_F = torch.zeros(tokens, device=self.engine.device)
         for batch in batches:
-            scores = scorer.score(batch, temperature=self.grpo.temperature)
+            scores = score(batch, temperature=self.grpo.temperature)
             flat_F[batch.flat_T] = scores.logprob_T
         return flat_F
 
@@ -425,8 +427,4 @@ def _advantages(sample: TrainSample) -> np.ndarray:
     """One per response token."""
     if sample.advantages is None:
         return np.full(len(sample.response_ids), sample.advantage)
-    if len(sample.advantages) != len(sample.response_ids):
-        raise ValueError(
-            f"{len(sample.response_ids)} response tokens, but {len(sample.advantages)} advantages"
-        )
     return np.array(sample.advantages)

@@ -34,7 +34,6 @@ from refiner_core.contract.config import ModelConfig
 from refiner_core.training.batches import Sample, build_pack, collate
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.model.loading import Loaded
-from refiner_core.training.model.optim import Updater
 from refiner_core.training.steps.boundary import Boundary
 from tests.bench.training_work import machine
 from tests.support.tiny_training import tiny_model, tiny_tokenizer
@@ -112,8 +111,7 @@ class Work:
             initializer_range=0.02,
         )
         loaded = Loaded(model, tiny_tokenizer(), share_prompts=False, balance=None)
-        updater = Updater(model, learning_rate=1e-4, weight_decay=0.0, max_grad_norm=1.0)
-        self.engine = PlainEngine(loaded, updater, ModelConfig())
+        self.engine = PlainEngine(loaded, ModelConfig(), learning_rate=1e-4, max_grad_norm=1.0)
         sample = Sample((), tuple(i % 40 for i in range(TOKENS)), (True,) * TOKENS)
         self.batch = collate([build_pack([[sample]])])
         self.folder, self.steps = folder, itertools.count(1)

@@ -271,7 +271,7 @@ def at_the_desk(folder: Path) -> dict[str, Any]:
     environment = open_environment(config, evaluation=False)
     model = load_model(str(folder), config.model)
     tokenizer = load_tokenizer(str(folder), config.model)
-    settings = settings_of(config, environment, temperature=1.0, top_p=1.0)
+    settings = settings_of(config, environment, SamplingParams())
     prompts = {
         domain: prompt_ids(tokenizer, environment.policy(domain), environment.tools(domain))
         for domain in environment.domains()

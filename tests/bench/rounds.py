@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         jobs = Jobs(workspace, plan, {"grpo": ("wait",) * 10_000}, executor="slurm")
         before = _peak_mib()
         told = bench(workspace, plan, jobs=jobs, past_canary=True)
-        told.admission.outlook.canary = None
+        told.admission.canary = None
         told.orchestrator.begin()
         while len(jobs.begun) < TRIALS + 1:
             told.orchestrator.step()

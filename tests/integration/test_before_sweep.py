@@ -188,13 +188,13 @@ def test_rescoring_says_which_groups_other_rewards_would_change(compared: Path) 
         "beta": ("grpo.beta=0.2",),
         "served": JUDGED,
     }
-    found = {a.arm: a for a in rescore_share(_plan(compared, arms, (1,)), run.run).arms}
-    assert found["own"].note == "rewards and judges as the run did"
-    assert found["additive"].sign_changed is not None
-    assert found["additive"].calls == 0
-    assert "grpo.beta" in found["beta"].note
+    found = {a["arm"]: a for a in rescore_share(_plan(compared, arms, (1,)), run.run)["arms"]}
+    assert found["own"]["note"] == "rewards and judges as the run did"
+    assert found["additive"]["sign_changed"] is not None
+    assert found["additive"]["calls"] == 0
+    assert "grpo.beta" in found["beta"]["note"]
     # A server is never asked: the command that would is named.
-    assert found["served"].calls > 0
-    assert found["served"].best_changed is None
-    assert found["served"].command.startswith(f"refiner rescore {run.run} workspace=")
-    assert "judge.model=big" in found["served"].command
+    assert found["served"]["calls"] > 0
+    assert found["served"]["best_changed"] is None
+    assert found["served"]["command"].startswith(f"refiner rescore {run.run} workspace=")
+    assert "judge.model=big" in found["served"]["command"]

@@ -176,7 +176,7 @@ def test_jobs_import_the_pinned_code_and_not_a_folder_of_the_users(
     (tmp_path / "infra" / "__init__.py").write_text("raise RuntimeError('shadowed')")
     monkeypatch.chdir(tmp_path)
     snapshot = snapshot_code(workspace)
-    settings = {**os.environ, **job_settings(1, snapshot.path)}
+    settings = {**os.environ, **job_settings(1, snapshot)}
     done = subprocess.run(
         [sys.executable, "-P", "-c", "import infra.store.workspace as w; print(w.__file__)"],
         env=settings,
@@ -184,7 +184,7 @@ def test_jobs_import_the_pinned_code_and_not_a_folder_of_the_users(
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == str(snapshot.path / "infra" / "store" / "workspace.py")
+    assert done.stdout.strip() == str(snapshot / "infra" / "store" / "workspace.py")
     assert {v.state for v in run_to_end(workspace, small_plan("data")).values()} == {"done"}
 
 

@@ -152,12 +152,12 @@ def test_without_evidence_a_card_of_ours_says_what_could_not_be_checked(
 def test_a_card_comes_from_a_pipe(
     folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (folder / "README.md").read_bytes() + b"\nThe loss: nan\n"
+    text = (folder / "README.md").read_bytes() + b"\nOf 3 rows 5 of 3 were kept.\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     done = call(capsys, "check", "-")
     assert done.code == 3
     last = text.decode().count("\n")
-    assert f"<stdin>:{last}: not-finite: " in done.stdout
+    assert f"<stdin>:{last}: parts: " in done.stdout
 
 
 @pytest.mark.parametrize(

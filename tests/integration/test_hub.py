@@ -314,7 +314,7 @@ def test_a_transfer_that_checks_no_hashes_is_checked_by_what_it_has_read(
 ) -> None:
     """The way of the Xet transfer, whose storage believes the hashes that it is told; large files
     take the LFS way here, one after the other, hashed as they are read."""
-    monkeypatch.setattr("infra.hub.client.has_xet", lambda: True)
+    monkeypatch.setattr("infra.hub.client.is_xet_available", lambda: True)
     told: list[Progress] = []
     files = {f"model-{n}.safetensors": b"%d" % n * 100 for n in range(3)}
     wanted = publication(tmp_path, 50, files=files)

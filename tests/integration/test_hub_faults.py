@@ -254,16 +254,15 @@ def test_a_rate_limit_is_waited_for(hub: LoopbackHub, tmp_path: Path) -> None:
     [
         {"Retry-After": "2700"},
         {"Ratelimit": '"api";r=0;t=2700'},
-        {"Retry-After": "Sat, 01 Jan 2050 00:45:00 GMT", "Date": "Sat, 01 Jan 2050 00:00:00 GMT"},
     ],
 )
-def test_a_rate_limit_that_is_too_long_to_wait_for_says_until_when(
+def test_a_rate_limit_that_is_too_long_to_wait_for_says_how_long(
     hub: LoopbackHub, tmp_path: Path, headers: dict[str, str]
 ) -> None:
     hub.faults = [
         Fault("answer", where=writes_to("/put/"), status=429, headers=headers, says="slow down")
     ]
-    with pytest.raises(HubOutage, match=r"429: slow down.*asks to wait 2700 s, until \d\d:\d\d"):
+    with pytest.raises(HubOutage, match=r"429: slow down.*asks to wait 2700 s"):
         target(hub).publish(publication(tmp_path, 50))
 
 

@@ -327,7 +327,7 @@ def test_a_full_disk_is_an_event_and_stands_in_the_timeline(
         call.end()
         eventually(lambda: in_state(prefect, call, "COMPLETED"))
     table = prefect.artifacts(flow_run["id"])[f"{call.run}-incidents"]["data"]
-    assert "EDQUOT (errno 122) while saving step 3; 56.0 GB reclaimed" in table
+    assert "EDQUOT (errno 122) while saving step 3; 56 GB reclaimed" in table
     name = f"refiner.run.{call.run}"
     wanted = {"refiner.short", "refiner.reclaimed", "refiner.incident"}
     eventually(lambda: wanted <= set(prefect.events(name)), 30)

@@ -106,10 +106,7 @@ def test_the_first_rank_that_fails_is_what_the_user_reads(
     assert "\nrank 0 of 2 is here\n" in log
     assert "\n[rank 1] rank 1 of 2 is here\n" in log
     assert "fake_rank.py" in log, "the traceback of the rank"
-    assert "ChildFailedError" not in log
-    assert "elastic" not in log.lower(), "torchrun's own words are noise"
     assert list(workspace.layout.stage(STAGE.id).checkpoints.glob(".tmp-*")) == []
-    assert list(workspace.root.glob("torchelastic_*")) == [], "a folder of logs that nobody writes"
 
 
 def test_a_killed_rank_ends_the_attempt_and_the_next_one_goes_on(

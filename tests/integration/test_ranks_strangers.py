@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from infra.ranks.launch import Meeting, RanksJob, agent_command
+from infra.ranks.launch import agent_command
 from infra.ranks.protocol import rank_settings
 from refiner_core.contract.placement import Placement
 from refiner_core.training.ranks import TALK
@@ -63,8 +63,7 @@ def opened(pids: Sequence[int]) -> list[str]:
 def test_another_user_finds_nothing_of_local_ranks_that_takes_a_word(tmp_path: Path) -> None:
     needs_users()
     placement = Placement(nodes=1, nproc_per_node=2)
-    job = RanksJob(placement, "tests.support.talking_rank", {}, tmp_path)
-    command = f"{agent_command(job, Meeting(), 0)} {tmp_path}"
+    command = f"{agent_command(placement, 'tests.support.talking_rank', 0)} {tmp_path}"
     settings = {**environment(), **rank_settings(placement), TALK: "5a" * 32}
     settings |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(["/bin/sh", "-c", command], env=settings)

@@ -145,7 +145,7 @@ def test_a_flipped_prompt_leads_to_its_answers(browser: Page, show: Show) -> Non
     browser.run("document.querySelectorAll('#flips a[data-goto]')[4].click()")
     assert seen(browser, ".prompt h3")[0].startswith("Who founded the observatory")
     assert [c.split()[0] for c in seen(browser, ".answer-card h4")] == ["static-0", "mixed-0"]
-    assert seen(browser, ".answer-card mark")[0].startswith("<snippet id=S_")
+    assert seen(browser, ".answer-card .claim[title*='cites S_']")[0].startswith("<snippet id=S_")
     browser.run("document.querySelector('.prompt.on .answer-card:not([hidden]) summary').click()")
     assert "Answers first" in browser.text()
 

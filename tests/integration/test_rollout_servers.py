@@ -31,7 +31,6 @@ from infra.rollouts.servers import (
     EXTENSION,
     MIDDLEWARE,
     Place,
-    VllmRollouts,
     memory_folder,
     note_shared,
     open_vllm,
@@ -54,6 +53,7 @@ from refiner_core.contract.sections.steering import Resources
 from refiner_core.contract.sections.training import RolloutServerConfig
 from refiner_core.contract.types import Completion, Endpoint, GenerationRequest, SamplingParams
 from refiner_core.generation.sampling import processed_logprobs
+from refiner_core.generation.vllm.client import VllmGenerator
 from tests.support.command import Stage, start, wait_until
 from tests.support.port_thief import thief
 from tests.support.require import require
@@ -170,16 +170,16 @@ def test_a_server_that_is_killed_in_a_batch_changes_no_sample_and_leaves_nothing
             assert given["VLLM_API_KEY"] not in " ".join(server.cmdline())
             assert "RANK" not in given
             assert server.cmdline()[server.cmdline().index("--host") + 1] == "127.0.0.1"
-        before = rollouts.generator.generate(requests(), PARAMS)
+        before = rollouts.generate(requests(), PARAMS)
         assert furthest(model, before) < 1e-4
         rollouts.sync(whole(changed), "1")
-        wanted = rollouts.generator.generate(requests(), PARAMS)
+        wanted = rollouts.generate(requests(), PARAMS)
         assert furthest(changed, wanted) < 1e-4
         assert wanted != before
-        first, second = rollouts.weights.endpoints()
+        first, second = rollouts.fleet.endpoints()
         control(second, slow_s=0.02)
         control(first, slow_s=0.02, die_after=3)  # kill -9, with two requests in hand
-        made = rollouts.generator.generate(requests(), PARAMS)
+        made = rollouts.generate(requests(), PARAMS)
         assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
         assert furthest(changed, made) < 1e-4
         assert sum(server.is_running() for server in servers) == 1
@@ -199,7 +199,7 @@ def test_nobody_without_the_key_reaches_any_route_of_a_server(
         config(weights_dir=str(memory)), tiny_tokenizer(), tmp_path / "work"
     ) as rollouts:
         rollouts.sync(whole(tiny_model()), "0")
-        (endpoint,) = rollouts.weights.endpoints()
+        (endpoint,) = rollouts.fleet.endpoints()
         root = endpoint.url.removesuffix("/v1")
         stolen = ("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/x"}})
         posts = [("pause", {}), ("resume", {}), ("update_weights", {}), ("v1/completions", {})]
@@ -209,7 +209,7 @@ def test_nobody_without_the_key_reaches_any_route_of_a_server(
         for route in ("is_paused", "metrics", "health", "docs"):
             assert knock(f"{root}/{route}", "") == 401, route
         assert knock(f"{root}/is_paused", f"Bearer {endpoint.key}") == 200
-        assert len(rollouts.generator.generate(requests(), PARAMS)) == len(requests())
+        assert len(rollouts.generate(requests(), PARAMS)) == len(requests())
 
 
 def knock(url: str, authorization: str, body: Any = None) -> int:
@@ -253,9 +253,9 @@ def test_a_port_that_another_user_has_taken_is_passed_over(
         settings = config(weights_dir=str(memory))
         with open_vllm(settings, tiny_tokenizer(), tmp_path / "work") as rollouts:
             rollouts.sync(whole(model), "0")
-            (endpoint,) = rollouts.weights.endpoints()
+            (endpoint,) = rollouts.fleet.endpoints()
             assert f":{other.port}/" not in endpoint.url
-            assert furthest(model, rollouts.generator.generate(requests(), PARAMS)) < 1e-4
+            assert furthest(model, rollouts.generate(requests(), PARAMS)) < 1e-4
     assert other.keys == []
 
 
@@ -600,15 +600,15 @@ def test_vllm_itself_samples_syncs_and_comes_back(
             rollouts.sync(whole(model), str(version))
             timed(f"sync_{version}", began)
             _check_samples(rollouts, model, figures, version)
-        wanted = rollouts.generator.generate(requests(), PARAMS)
+        wanted = rollouts.generate(requests(), PARAMS)
         # A load that fails: the engine may say that it is well, and is replaced all the same.
-        admin = rollouts.weights._admin(0)
+        admin = rollouts.fleet._admin(0)
         with pytest.raises(Exception, match="collective_rpc"):
             admin.load(str(tmp_path / "nothing"))
         began = time.monotonic()
         rollouts.sync(whole(tiny_model(2)), "3")
         timed("replaced", began)
-        made = rollouts.generator.generate(requests(), PARAMS)
+        made = rollouts.generate(requests(), PARAMS)
         assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
         # kill -9 of everything that is the server, in the middle of a batch
         began = time.monotonic()
@@ -620,7 +620,7 @@ def test_vllm_itself_samples_syncs_and_comes_back(
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
 
-        made = rollouts.generator.generate(requests(), PARAMS, kill)
+        made = rollouts.generate(requests(), PARAMS, kill)
         timed("killed", began)
         assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
     print(figures)
@@ -635,10 +635,10 @@ def _of_vllm(path: Path) -> bool:
 
 
 def _check_samples(
-    rollouts: VllmRollouts, model: Any, figures: dict[str, float], version: int
+    rollouts: VllmGenerator, model: Any, figures: dict[str, float], version: int
 ) -> None:
-    made = rollouts.generator.generate(requests(), PARAMS)
+    made = rollouts.generate(requests(), PARAMS)
     figures[f"difference_{version}"] = furthest(model, made)
     assert figures[f"difference_{version}"] < 1e-4
-    again = rollouts.generator.generate(requests(), PARAMS)
+    again = rollouts.generate(requests(), PARAMS)
     assert [c.token_ids for c in again] == [c.token_ids for c in made]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.slurm.scheduler import Patience, RealSlurm, Row
+from infra.slurm.scheduler import RealSlurm, Row
 from infra.slurm.states import facts_of_accounts
 from tests.support.require import require
 from tests.support.slurm_campaign import SMALL, Campaign
@@ -62,7 +62,7 @@ def test_a_job_that_the_controller_forgot_is_found_in_the_accounts(
     assert (sight.end.failure, sight.facts["source"]) == ("disk_full", "sacct")
     campaign.workspace.layout.attempt(*good.ref).job.unlink()
     # Accounting lags: some seconds pass before a job can be found there by name.
-    patient = campaign.another_dispatcher(commands=Forgetful(), patience=Patience(3, 15.0))
+    patient = campaign.another_dispatcher(commands=Forgetful(), patience=(3, 15.0))
     campaign.dispatcher = patient
     assert campaign.wait_dead(good).state == "COMPLETED"
 

@@ -74,7 +74,7 @@ def test_a_run_whose_quota_fills_up_pauses_makes_room_and_ends_with_the_same_wei
 ) -> None:
     overrides = (
         *(o for o in SMALL if not o.startswith("grpo.")),
-        *("grpo.num_training_steps=20", "grpo.num_unique_prompts_rollout=2"),
+        *("grpo.num_training_steps=40", "grpo.num_unique_prompts_rollout=2"),
         *("grpo.num_samples_per_prompt_rollout=4", "grpo.save_freq=2"),
         *("stages=[data,grpo]", f"model.name_or_path={trained}"),
     )
@@ -84,7 +84,7 @@ def test_a_run_whose_quota_fills_up_pauses_makes_room_and_ends_with_the_same_wei
         disturbed = tell(
             *("disturbed", cluster, disk.folder, overrides),
             partition="low",
-            faults=[Fault(4, "kill", kill_orchestrator), Fault(15, "preempt", preempt)],
+            faults=[Fault(4, "kill", kill_orchestrator), Fault(6, "preempt", preempt)],
             fill=[
                 *("--rounds", "20", "--seed", "1", "--hold-s", "1", "2"),
                 *("--until-seen", "[errno 122"),

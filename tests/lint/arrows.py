@@ -27,8 +27,8 @@ NOT_IN_CORE = ("prefect", "submitit", "wandb", "huggingface_hub")
 ROOMS: Mapping[str, Sequence[str]] = {
     "refiner_core": (
         *("contract", "http", "words", "answers", "judges", "rubrics", "rewards", "generation"),
-        *("environments", "samples", "data", "models", "evaluation", "report", "cards", "nightly"),
-        *("training", "rejection", "judge_report", "rescoring"),
+        *("environments", "samples", "batches", "data", "models", "evaluation", "report", "cards"),
+        *("nightly", "training", "rejection", "judge_report", "rescoring"),
     ),
     "refiner_core.training": (
         *("ranks", "batches", "equality", "model", "engines", "steps", "export"),

@@ -18,7 +18,7 @@ from tests.lint.source import Module, modules
 #: Where a person is spoken to: commands, consoles, and what runs as a program.
 SPEAKERS = (
     *("flows/cli/", "flows/examples/", "flows/worker.py", "flows/running/console.py"),
-    *("flows/running/calls.py", "flows/sweeping/live.py", "infra/services/process.py"),
+    *("flows/running/calls.py", "infra/services/process.py"),
     "refiner_core/environments/desk/__main__.py",
 )
 #: Scripts whose text stands in cells of markdown.

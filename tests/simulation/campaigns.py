@@ -17,13 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.running.calls import Pinned
-from flows.sweeping.admission import Admission, Outlook
+from flows.sweeping.admission import Admission, find_canary
 from flows.sweeping.budget import Budget, UseReader
-from flows.sweeping.status import last_words
-from flows.sweeping.trials import Trials, find_canary
 from infra.disk.keeper import DiskKeeper
 from infra.jobs.dispatch import Router
-from infra.orchestrator.members import Given, Member, Source
+from infra.orchestrator.members import Member, Source
 from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import take_up
@@ -296,7 +294,7 @@ class Schedule:
         plans = {"": self.plan}
         if self.form == "night":
             plans = {f"seed{seed}": plan for seed, plan in trial_plans().items()}
-        return Given(
+        return Source(
             [
                 Member(plan, run_record(workspace, plan), workspace, name, clock)
                 for name, plan in plans.items()
@@ -311,23 +309,13 @@ class Schedule:
         return Admission(
             plan=plan,
             workspace=workspace,
-            trials=Trials(
-                sweep=plan.sweep.name,
-                recipe=plan.sweep.recipe,
-                workspace=workspace,
-                told=last_words(workspace, plan.sweep.name),
-                take_over=alone,
-                pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
-                clock=clock,
-            ),
+            take_over=alone,
+            pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
             budget=Budget(plan.sweep.limits, UseReader(workspace), lambda _: 0),
-            outlook=Outlook(
-                canary=find_canary(plan, workspace),
-                forecast=nothing,
-                corrected=lambda _: nothing,
-                passed=lambda _: (),
-            ),
-            concurrency=len(SEEDS),
+            canary=find_canary(plan, workspace),
+            forecast=nothing,
+            corrected=lambda _: nothing,
+            passed=lambda _: (),
             poll_s=POLL_S,
             clock=clock,
         )

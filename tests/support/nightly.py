@@ -51,20 +51,19 @@ canary: {{folder: "{canary}", digest: "{digest}"}}
 alerts:
   metrics: [oracle]
   {alerts}
-catch_up: {catch_up}
 """
 
 
 class NightLab:
     """One nightly evaluation of a folder ``model``, with a canary, in a workspace of its own."""
 
-    def __init__(self, root: Path, *, catch_up: int = 3, timezone: str = "UTC", **more: str):
+    def __init__(self, root: Path, *, timezone: str = "UTC", **more: str):
         self.root = root
         self.workspace = Workspace.open(root / "runs")
         for name in ("model", "canary"):
             if not (root / name).exists():
                 write_model(root / name, name)
-        self.values = {"catch_up": catch_up, "timezone": timezone, "alerts": "", "overrides": ""}
+        self.values = {"timezone": timezone, "alerts": "", "overrides": ""}
         self.values |= more
         self.write()
 

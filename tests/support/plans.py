@@ -8,7 +8,7 @@ from typing import Any
 
 from infra.jobs.dispatch import LocalDispatcher, Router
 from infra.jobs.protocol import WorkerCommand
-from infra.orchestrator.members import Given, Member
+from infra.orchestrator.members import Member, Source
 from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import (
@@ -77,6 +77,6 @@ def orchestrator_on(
     plan: Plan, workspace: Workspace, router: Router, *, run: RunRecord, **more: Any
 ) -> Orchestrator:
     """What works on a single run."""
-    source = Given([Member(plan, run, workspace)])
+    source = Source([Member(plan, run, workspace)])
     more.setdefault("keeper", ProbingKeeper(workspace))
     return Orchestrator(source, workspace, router, plan.config, **more)

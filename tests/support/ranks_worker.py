@@ -1,6 +1,6 @@
 """A worker whose stage runs in two fake ranks: ``ranks_worker.py --workspace DIR STAGE ATTEMPT``.
 
-The attempt, torchrun's agent and the way between them are the real ones.
+The attempt, the agent and the way between them are the real ones.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 from infra.attempt.attempt import AttemptRun
 from infra.attempt.stage_io import set_up_logging
-from infra.ranks.launch import RanksJob, run_ranks
+from infra.ranks.launch import run_ranks
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.placement import Placement
@@ -26,16 +26,16 @@ def main() -> int:
     set_up_logging(RecipeConfig())
     workspace = Workspace.open(args.workspace)
     with AttemptRun(workspace, args.stage_id, args.attempt) as attempt:
-        job = RanksJob(
-            placement=Placement(nodes=1, nproc_per_node=2),
-            module="tests.support.fake_rank",
-            order={"workspace": str(workspace.root)},
-            folder=attempt.stage_paths.data,
-            check_fence=attempt.check_fence,
-            shutdown_s=3,
-        )
         try:
-            report = run_ranks(job, attempt.io)
+            report = run_ranks(
+                Placement(nodes=1, nproc_per_node=2),
+                "tests.support.fake_rank",
+                {"workspace": str(workspace.root)},
+                attempt.io,
+                attempt.stage_paths.data,
+                check_fence=attempt.check_fence,
+                shutdown_s=3,
+            )
             (attempt.output_dir / "made.txt").write_text("whole")
             attempt.finish(report)
         except BaseException as error:

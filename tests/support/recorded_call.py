@@ -106,10 +106,10 @@ class _Console:
 
 def main(root: str, run: str) -> None:
     """Do as standard input says."""
-    room, me = Workspace.open(root), str(ProcessId.of())
+    room = Workspace.open(root)
     take_up(room, run)
-    diary = Diary(room, run, me)
-    diary.note({"event": "begin", "process": me})
+    diary = Diary(room, run)
+    diary.note({"event": "begin", "process": str(ProcessId.of())})
     diary.write_orchestrator("running", None)
     attach(room, run, _Console(), sys.stdout)
     for line in sys.stdin:

@@ -15,7 +15,7 @@ from typing import Any
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt, WorkerCommand
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
-from infra.slurm.scheduler import Patience, RealSlurm
+from infra.slurm.scheduler import RealSlurm
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import Resources
 from refiner_core.contract.plan import make_plan
@@ -45,7 +45,7 @@ class Campaign:
             scheduler_poll_s=poll_s,
             worker=WorkerCommand(self.workspace.root, (str(JOB),)),
             commands=commands,
-            **{"patience": Patience(3, 1.0), **options},
+            **{"patience": (3, 1.0), **options},
         )
 
     def behave(self, behaviour: Mapping[str, Any], **more: Any) -> None:

@@ -14,11 +14,8 @@ from typing import Any
 
 from flows.running.calls import Pinned
 from flows.running.showing import Launch
-from flows.sweeping.admission import Admission, Outlook
+from flows.sweeping.admission import Admission, find_canary
 from flows.sweeping.budget import Budget, UseReader
-from flows.sweeping.launching import concurrency_of
-from flows.sweeping.status import last_words
-from flows.sweeping.trials import Trials, find_canary
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import outcome_of
@@ -210,27 +207,18 @@ def bench(
     admission = Admission(
         plan=plan,
         workspace=workspace,
-        trials=Trials(
-            sweep=plan.sweep.name,
-            recipe=plan.sweep.recipe,
-            workspace=workspace,
-            told=last_words(workspace, plan.sweep.name),
-            pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
-        ),
+        pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
         budget=Budget(plan.sweep.limits, UseReader(workspace), lambda t: len(t) << 30),
-        outlook=Outlook(
-            canary=find_canary(plan, workspace),
-            forecast=make(),
-            corrected=lambda canary: replace(make(), canary=tuple(canary)),
-            passed=passed,
-            past_canary=launch.past_canary,
-        ),
-        concurrency=concurrency_of(plan),
+        canary=find_canary(plan, workspace),
+        forecast=make(),
+        corrected=lambda canary: replace(make(), canary=tuple(canary)),
+        passed=passed,
+        past_canary=launch.past_canary,
         poll_s=0.0,
         tell=said.append,
     )
     orchestrator = Orchestrator(
         admission, workspace, router, config, keeper=ProbingKeeper(workspace), clock=clock
     )
-    admission.clock = admission.trials.clock = clock
+    admission.clock = clock
     return Bench(orchestrator, admission, jobs, workspace, said)

@@ -206,11 +206,11 @@ def test_there_are_no_more_models_in_memory_than_are_needed(new, monkeypatch, be
     assert len(loads) == models
 
 
-class ModelServers:
+class ModelServers(TransformersGenerator):
     """Servers as training sees them, over a model in this process; weights go there by a sync."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.generator = model, TransformersGenerator(model, tiny_tokenizer())
+        super().__init__(model, tiny_tokenizer())
         self.versions: list[str] = []
 
     def sync(self, whole: Any, version: str) -> None:
@@ -444,21 +444,6 @@ def test_a_checkpoint_of_a_recipe_that_kept_less_in_flight_goes_on(new):
     run.io.stop_at = None
     run(async_steps=2)
     assert run.column("val/policy_age") == [0, 0, 0, 1, 2]
-
-
-def test_a_batch_of_a_policy_that_missed_its_weights_is_dropped_and_sampled_again(new, monkeypatch):
-    sync, calls = CopyPolicy.sync, []
-
-    def missing(self: Any, engine: Any, version: int) -> None:
-        calls.append(version)
-        if len(calls) != 2:
-            sync(self, engine, version)
-
-    monkeypatch.setattr(CopyPolicy, "sync", missing)
-    run = new(async_steps=1)
-    run()
-    assert run.column("samples/dropped_stale") == [0, 0, 12, 0, 0]
-    assert run.column("val/policy_age") == [0, 1, 0, 1, 1]
 
 
 def test_a_policy_that_takes_no_new_weights_at_all_ends_the_stage(new, monkeypatch):

@@ -11,7 +11,6 @@ import torch
 
 from refiner_core.contract.errors import DataError
 from refiner_core.training.batches import (
-    SftStep,
     order_hash,
     permutation,
     prompt_batch,
@@ -53,7 +52,7 @@ def test_an_epoch_is_packed_in_its_shuffle_and_cut_into_steps() -> None:
     order = [permutation(5, 1, "sft", epoch) for epoch in range(3)]
     steps = sft_steps(1, [10] * 5, pack_length=10, packs_per_step=2, epochs=2.5)
     assert steps == [
-        SftStep(epoch, tuple((i,) for i in order[epoch][begin:end]))
+        (epoch, [(i,) for i in order[epoch][begin:end]])
         for epoch, cuts in ((0, (0, 2, 4, 5)), (1, (0, 2, 4, 5)), (2, (0, 2, 3)))
         for begin, end in itertools.pairwise(cuts)
     ], "three packs are the half of five"
@@ -76,4 +75,4 @@ def test_sixty_four_packs_stay_open_for_what_fits_in_later() -> None:
             packs.append(room)
             opened = [*opened, room][-64:]
         room.append(i)
-    assert [list(pack) for pack in step.packs] == packs
+    assert [list(pack) for pack in step[1]] == packs

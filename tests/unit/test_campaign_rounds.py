@@ -211,7 +211,7 @@ def test_a_call_that_broke_is_not_said_to_work_on(
     def broken(*_: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(campaign._stopping, "stop_jobs", broken)
+    monkeypatch.setattr(campaign._actor, "stop_jobs", broken)
     campaign._thread.start()
     with pytest.raises(RuntimeError, match="broken"):
         campaign.join()

@@ -96,10 +96,8 @@ def test_numbers_that_can_be_are_left_alone() -> None:
         ("| 27.0% |", "| 27.3% |", [("percentage-impossible", 15)]),
         ("4x improvement", "5x improvement", [("comparison", 1)]),
         ("| 40.0% | 40 |", "| 42.5% | 40 |", [("total", 7)]),
-        ("| 40.0% | 40 |", "| 25.0% | 40 |", [("total", 7), ("pass-at-k", 10)]),
-        ("| **59.0%** | 100 |", "| **58.0%** | 100 |", [("total", 7), ("two-values", 16)]),
         ("| **59.0%** | 100 |", "| **59.0%** | 110 |", [("total", 7), ("total", 7)]),
-        ("| 45.0% | 20 |", "| 145.0% | 20 |", [("total", 7), ("out-of-range", 8)]),
+        ("| 45.0% | 20 |", "| 145.0% | 20 |", [("total", 7), ("percentage-impossible", 8)]),
     ],
 )
 def test_each_number_is_held_against_the_others(
@@ -108,7 +106,7 @@ def test_each_number_is_held_against_the_others(
     assert old in SOUND
     found = rules(SOUND.replace(old, new, 1))
     assert set(expected) <= set(found), found
-    assert {line for _, line in found} <= {line for _, line in expected} | {1, 7, 14, 15, 16}
+    assert {line for _, line in found} <= {line for _, line in expected} | {1, 7, 14, 15}
 
 
 # ---------------------------------------------------------------- percentages of n
@@ -223,30 +221,6 @@ def test_totals_recompute_from_their_own_table(text: str, expected: list[tuple[s
     assert rules(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("cell", "wrong"),
-    [
-        ("0.512 [0.480, 0.543]", False),
-        ("0.512 [0.543, 0.480]", True),
-        ("0.612 [0.480, 0.543]", True),
-        ("51.2% (48.0–54.3)", False),
-        ("61.2% (48.0–54.3)", True),
-        ("85.3 [12, 13]", False),  # references
-        ("0.5 [0.5, 0.5], n = 3", False),
-    ],
-)
-def test_an_interval_holds_its_value(cell: str, wrong: bool) -> None:
-    text = table("| Set | Score |", f"| A | {cell} |")
-    assert rules(text) == ([("interval", 3)] if wrong else [])
-
-
-def test_pass_at_k_does_not_fall() -> None:
-    falling = table("| Model | pass@1 | pass@8 |", "| a | 50% | 60% |", "| b | 70% | 60% |")
-    assert rules(falling) == [("pass-at-k", 4)]
-    rows = table("| Metric | a | b |", "| pass@1 | 70% | 50% |", "| pass@8 | 60% | 60% |")
-    assert rules(rows) == [("pass-at-k", 4)]
-
-
 # ---------------------------------------------------------------- comparisons
 
 
@@ -265,8 +239,6 @@ def two_models(base: str, own: str, base_n: int = 100, own_n: int = 100) -> str:
         ("A 3x improvement in accuracy over the base.", ["comparison"]),
         ("It improves accuracy over the base by a factor of 2.", []),
         ("It improves accuracy over the base by a factor of 4.", ["comparison"]),
-        ("Accuracy is 20.0 points higher than that of the base.", []),
-        ("Accuracy is 30.0 points higher than that of the base.", ["comparison"]),
         ("A 3x improvement in speed over the base.", []),
         ("More than 1.9x better accuracy than the base.", []),
     ],
@@ -307,8 +279,6 @@ def test_a_comparison_across_protocols_is_told() -> None:
         ("---\n- mit\n---\n", [(2, "front-matter")]),
         ("---\nlicense: mit\n---\n", [(1, "base-model-missing")]),
         ("---\nbase_model: a/b\n---\n", [(1, "licence-missing")]),
-        ("---\nbase_model: a/b\nlicense: mit\nx: [1, .inf]\n---\n", [(4, "not-finite")]),
-        ("---\nbase_model: a/b\nlicense: mit\nx: {value: nan}\n---\n", [(4, "not-finite")]),
         ("\ufeff---\r\nbase_model: a/b\r\nlicense: mit\r\n---\r\n", []),
     ],
 )
@@ -326,14 +296,6 @@ def test_a_base_that_the_card_says_is_unknown_is_a_warning() -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("The loss: nan", "not-finite"),
-        ("It ends at loss = nan after 3 steps.", "not-finite"),
-        ("0.5 [nan, 0.6]", "not-finite"),
-        (table("| Set | Score |", "| a | NaN |"), "not-finite"),
-        (table("| Set | Score |", "| a | nan [0.1, 0.6], n = 3 |"), "not-finite"),
-        (table("| Set | Score |", "| a | 0.5 ± nan |"), "not-finite"),
-        (table("| Set | Score |", "| a | 0.5 [nan, 0.6] |"), "not-finite"),
-        ("From /home/me/run7.", "machine-path"),
         ("hf_abcdefghijklmnopqrstuvwxyz", "secret"),
         ("```\nexport KEY=sk-abcdefghij0123456789\n```", "secret"),
     ],
@@ -410,10 +372,14 @@ def test_a_card_that_its_evidence_gives_is_clean() -> None:
     assert lint_card(card) == []
 
 
-def test_a_card_of_ours_without_evidence_is_a_warning() -> None:
-    (found,) = check_card(published(facts())[0])
+def test_a_card_of_ours_without_evidence_is_a_warning_and_names_no_folder() -> None:
+    card, _ = published(facts())
+    (found,) = check_card(card)
     assert (found.rule, found.severity) == ("evidence-missing", "warning")
     assert "only be checked against each other" in found.message
+    for more in ("From /home/me/run7.\n", "| a | b |\n|---|---|\n| ~/x | 1 |\n"):
+        (path,) = [f for f in check_card(f"{card}\n{more}") if f.is_error]
+        assert (path.rule, path.line > card.count("\n")) == ("machine-path", True)
 
 
 def test_a_wrong_number_is_told_with_its_line_its_fact_and_its_record() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -168,7 +167,7 @@ def test_the_largest_shape_that_fits_is_measured_on_a_gpu() -> None:
 def part(order: Order, folder: Path, seconds: float) -> list[CertifiedCheck]:
     found: list[CertifiedCheck] = []
     deadline = time.monotonic() + seconds
-    run_part("servers", order, folder, deadline, found.append, threading.Event())
+    run_part("servers", order, folder, deadline, found.append)
     return found
 
 

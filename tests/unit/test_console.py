@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from flows.running.console import Console, bar, state_line
-from flows.sweeping.trials import TrialWord
+from flows.running.console import Console, state_line
+from flows.sweeping.admission import TrialWord
 from refiner_core.contract.types import Progress, StageView
 from refiner_core.report.printing import clock
 
@@ -116,7 +116,7 @@ def test_a_recorded_run_has_a_report() -> None:
     assert console.next_commands(done) == [f"refiner report {run}", "refiner status"]
 
 
-def test_a_terminal_gets_a_table_with_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     console = Console(stream=stream, clock=Clock())
@@ -124,7 +124,7 @@ def test_a_terminal_gets_a_table_with_bars(monkeypatch: pytest.MonkeyPatch) -> N
     console.note("Prefect: http://127.0.0.1:1")
     console.finish({"sft": replace(at(80), state="done")})
     text = stream.getvalue()
-    assert "████████░░░░░░░░" in text
+    assert "step 40/80" in text
     assert "loss 1.25" in text
     assert "Prefect: http://127.0.0.1:1" in text
     assert "1 done in" in text
@@ -216,8 +216,3 @@ def test_closing_twice_does_no_harm() -> None:
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert clock(seconds) == text
-
-
-def test_a_bar_never_overflows() -> None:
-    assert bar(replace(RUNNING, progress=Progress(9, 3))) == "█" * 16
-    assert bar(replace(RUNNING, progress=Progress(0, 0))) == ""

@@ -141,8 +141,8 @@ def prepare_error(config: RecipeConfig, output: Path) -> str:
     return str(caught.value)
 
 
-def with_loss(row: Any) -> list[int]:
-    return [i for i, loss in zip(row.input_ids, row.loss_mask, strict=True) if loss]
+def with_loss(ids: tuple[int, ...], mask: tuple[bool, ...]) -> list[int]:
+    return [i for i, loss in zip(ids, mask, strict=True) if loss]
 
 
 # ---------------------------------------------------------------- prepared files
@@ -413,11 +413,11 @@ def demonstration(*turns: tuple[str, str], mode: str = "answer_only") -> Row:
 def test_loss_is_on_the_answer_and_its_end_of_turn_token_and_nothing_else(template: str):
     tokenizer = make_tokenizer(template)
     row = demonstration(("system", "Be brief."), ("user", prompt("a")), ("assistant", "<answer>b"))
-    encoded = encode_demonstration(row, tokenizer)
-    assert tokenizer.decode(with_loss(encoded)) == "<answer>b<|im_end|>"
-    assert encoded.input_ids[: encoded.prompt_length] == encode_prompt(row, tokenizer)
-    assert not any(encoded.loss_mask[: encoded.prompt_length])
-    assert encoded.input_ids[-1] == tokenizer.eos_token_id
+    ids, mask, prompt_length = encode_demonstration(row, tokenizer)
+    assert tokenizer.decode(with_loss(ids, mask)) == "<answer>b<|im_end|>"
+    assert ids[:prompt_length] == encode_prompt(row, tokenizer)
+    assert not any(mask[:prompt_length])
+    assert ids[-1] == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize("template", [CHATML, THINKING, HEADERS])
@@ -430,15 +430,16 @@ def test_every_assistant_turn_carries_loss_and_tool_turns_never_do(template: str
         ("user", "assistant"),
         ("assistant", "user"),
     )
-    encoded = encode_demonstration(row, tokenizer)
-    assert tokenizer.decode(with_loss(encoded)) == "assistant<|im_end|>user<|im_end|>"
+    ids, mask, _ = encode_demonstration(row, tokenizer)
+    assert tokenizer.decode(with_loss(ids, mask)) == "assistant<|im_end|>user<|im_end|>"
 
 
 def test_the_sampled_prompt_is_a_token_prefix_even_where_tokens_would_merge():
     row = demonstration(("user", prompt("a")), ("assistant", "\nan answer"))
-    encoded = encode_demonstration(row, TOKENIZER)  # "assistant\n" + "\n" would be one token
-    assert encoded.input_ids[: encoded.prompt_length] == encode_prompt(row, TOKENIZER)
-    assert TOKENIZER.decode(with_loss(encoded)) == "\nan answer<|im_end|>"
+    # "assistant\n" + "\n" would be one token
+    ids, mask, prompt_length = encode_demonstration(row, TOKENIZER)
+    assert ids[:prompt_length] == encode_prompt(row, TOKENIZER)
+    assert TOKENIZER.decode(with_loss(ids, mask)) == "\nan answer<|im_end|>"
 
 
 def test_a_demonstration_that_reasons_carries_loss_on_its_reasoning():
@@ -450,8 +451,8 @@ def test_a_demonstration_that_reasons_carries_loss_on_its_reasoning():
         ("assistant", "<think>\nhm\n</think>\n\n<answer>b</answer>"),
         mode="reasoned",
     )
-    encoded = encode_demonstration(row, tokenizer)
-    assert tokenizer.decode(with_loss(encoded)) == (
+    ids, mask, _ = encode_demonstration(row, tokenizer)
+    assert tokenizer.decode(with_loss(ids, mask)) == (
         "first<|im_end|><think>\nhm\n</think>\n\n<answer>b</answer><|im_end|>"
     )
 
@@ -488,9 +489,9 @@ def test_whatever_is_said_the_mask_covers_exactly_what_the_assistant_said(
     exchanges: list[tuple[str, str]],
 ):
     turns = [turn for q, a in exchanges for turn in (("user", q), ("assistant", a))]
-    encoded = encode_demonstration(demonstration(*turns), TOKENIZER)
+    ids, mask, _ = encode_demonstration(demonstration(*turns), TOKENIZER)
     said = "".join(f"{answer}<|im_end|>" for _, answer in exchanges)
-    assert TOKENIZER.decode(with_loss(encoded)) == said
+    assert TOKENIZER.decode(with_loss(ids, mask)) == said
 
 
 # ---------------------------------------------------------------- what is kept

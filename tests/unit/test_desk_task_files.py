@@ -82,67 +82,40 @@ KEY = BOOKING.data["user"]["knows"]["booking"]
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("{", r"no JSON"),
-        ("[" * 100_000, r"no JSON"),
-        (line_of(BOOKING, id="x").replace('"x"', '"\\ud800"'), r"Invalid JSON"),
-        ("3", r"no domain None\. Expected one of bookings"),
-        (changed(BOOKING, "id", to=...), r"id: Field required"),
-        (changed(BOOKING, "extra", to=1), r"extra: Extra inputs"),
-        (changed(BOOKING, "id", to=3), r"id: Input should be a valid string"),
-        (changed(BOOKING, "domain", to="hotels"), r"no domain 'hotels'\. Expected one of bookings"),
-        (changed(BOOKING, "data", to=[]), r"data: Input should be"),
-        (changed(BOOKING, "data", "tell", to=...), r"data\.tell: Field required"),
-        (changed(BOOKING, "data", "tell", to=["fee"]), r"data\.tell\.0: .*a valid (list|array)"),
-        (changed(BOOKING, "data", "tell", to=[[]]), r"data\.tell\.0: .*at least 1"),
-        (changed(BOOKING, "data", "state", "rooms", to=...), r"data\.state\.rooms: Field required"),
-        (changed(BOOKING, "data", "state", "bookings", to=[]), r"data\.state\.bookings: Input"),
-        (
-            changed(BOOKING, "data", "state", "bookings", KEY, "fee", to="12"),
-            rf"bookings\.{KEY}\.fee: .*a valid integer",
-        ),
-        (
-            changed(BOOKING, "data", "state", "bookings", KEY, "name", to=...),
-            rf"bookings\.{KEY}\.name: Field required",
-        ),
-        (changed(BOOKING, "data", "user", "opening", to=None), r"opening: .*a valid string"),
-        (changed(BOOKING, "data", "user", "knows", "name", to=1), r"knows\.name: .*valid string"),
-        (changed(BOOKING, "data", "user", "volunteers", to=["pin"]), r"volunteers has 'pin'"),
-        (changed(BOOKING, "data", "user", "volunteers", to=[[]]), r"volunteers\.0: .*valid string"),
-        (changed(BOOKING, "data", "user", "device", to={}), r"user\.device: Extra inputs"),
-        (changed(DEVICE, "data", "user", "device", to=...), r"data\.user\.device: Field required"),
-        (changed(DEVICE, "data", "user", "device", "id", to="S_x"), r"id is not in data\.state"),
-        (
-            changed(BOOKING, "data", "user", "reactions", 0, "hear", to="fee"),
-            r"reactions\.0\.hear: Input",
-        ),
-        (changed(BOOKING, "data", "user", "reactions", 0, "again", to=["0"]), r"again\.0: Input"),
-        (changed(BOOKING, "data", "user", "reactions", 0, "never", to=1), r"never: Extra inputs"),
-        (changed(BOOKING, "data", "tempting", to=["cancel"]), r"data\.tempting.*: Field required"),
-        (changed(BOOKING, "data", "solution", to={}), r"data\.solution: Input"),
-        (changed(BOOKING, "data", "solution", to=[]), r"solution does not end the episode"),
-        (changed(BOOKING, "data", "solution", to=[["finish", {}]]), r"does not solve|asks for"),
-        (
-            changed(BOOKING, "data", "solution", 0, to=["finish", {}]),
-            r"solution\[0\] \(finish\) ends the episode",
-        ),
+        ("{", r"JSONDecodeError"),
+        ("[" * 100_000, r"RecursionError|JSONDecodeError"),
+        ("3", r"TypeError"),
+        (line_of(BOOKING, id="x").replace('"x"', '"\\ud800"'), r"UnicodeEncodeError"),
+        (changed(BOOKING, "id", to=...), r"'id'"),
+        (changed(BOOKING, "extra", to=1), r"'extra'"),
+        (changed(BOOKING, "domain", to="hotels"), r"no domain 'hotels', only bookings"),
+        (changed(BOOKING, "data", "tell", to=...), r"'tell'"),
+        (changed(BOOKING, "data", "state", "rooms", to=...), r"'rooms'"),
+        (changed(BOOKING, "data", "state", "bookings", KEY, "fee", to="12"), "other keys or types"),
+        (changed(BOOKING, "data", "state", "bookings", KEY, "name", to=...), "other keys or types"),
+        (changed(BOOKING, "data", "user", "volunteers", to=["pin"]), r"'pin'"),
+        (changed(DEVICE, "data", "user", "device", "id", to="S_x"), r"'S_x'"),
+        (changed(BOOKING, "data", "solution", to=[]), r"solves nothing"),
+        (changed(BOOKING, "data", "solution", to=[["finish", {}]]), r"solves nothing"),
+        (changed(BOOKING, "data", "solution", 0, to=["finish", {}]), r"solution\[0\] \(finish\)"),
         (
             changed(BOOKING, "data", "solution", 1, to=["delete", {}]),
-            r"solution\[1\] \(delete\) is refused \(wrong_tool\)",
+            r"solution\[1\] \(delete\) wrong_tool",
         ),
         (
             changed(BOOKING, "data", "solution", 2, to=["respond", {"content": "hello"}]),
-            r"solution\[3\] \(cancel\) is refused \(rule_broken\): .*tell the fee",
+            r"solution\[3\] \(cancel\) rule_broken: .*tell the fee",
         ),
         (
             changed(BOOKING, "data", "tell", to=[["never said"]]),
-            r"does not solve the task: communicate tell 0 never said",
+            r"solves nothing: communicate tell 0 never said",
         ),
     ],
 )
 def test_a_malformed_line_is_named_with_file_and_line(tmp_path: Path, line: str, what: str) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text(f"{line_of(ALL[-1])}\n\n{line}\n")
-    with pytest.raises(DataError, match=rf"tasks\.jsonl:3: .*{what}") as caught:
+    with pytest.raises(DataError, match=rf"tasks\.jsonl:3 is .*{what}") as caught:
         desk_of(path)
     assert "Expected" in str(caught.value)
     assert "To mend it" in str(caught.value)
@@ -159,5 +132,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no task"):
         desk_of(path)
     path.write_text(f"{line_of(ALL[0])}\n{line_of(ALL[0])}\n")
-    with pytest.raises(DataError, match=rf"tasks\.jsonl:2: the id '{ALL[0].id}' stands in line 1"):
+    with pytest.raises(
+        DataError, match=rf"tasks\.jsonl:2 .*the id '{ALL[0].id}' stands in another"
+    ):
         desk_of(path)

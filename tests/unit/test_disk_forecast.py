@@ -72,7 +72,6 @@ def test_a_checkpoint_is_as_large_as_forecast(tmp_path: Path) -> None:
 
     from refiner_core.training.engines.plain import PlainEngine
     from refiner_core.training.model.loading import Loaded
-    from refiner_core.training.model.optim import Updater
     from tests.support.tiny_training import tiny_tokenizer
 
     class Layer(torch.nn.Linear):
@@ -86,13 +85,13 @@ def test_a_checkpoint_is_as_large_as_forecast(tmp_path: Path) -> None:
 
     for dtype in ("float32", "bfloat16"):
         model = Layer(400, 300, dtype=getattr(torch, dtype))
-        updater = Updater(model, learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0)
+        loaded = Loaded(model, tiny_tokenizer(), share_prompts=False, balance=None)
+        engine = PlainEngine(loaded, ModelConfig(), learning_rate=1e-3, max_grad_norm=1.0)
         model(torch.ones(400, dtype=getattr(torch, dtype))).sum().backward()
-        updater.step(1.0)
+        engine.step(1.0)
         folder = tmp_path / dtype
         folder.mkdir()
-        loaded = Loaded(model, tiny_tokenizer(), share_prompts=False, balance=None)
-        PlainEngine(loaded, updater, ModelConfig()).snapshot({}).write(folder)
+        engine.snapshot({}).write(folder)
         written = sum(p.stat().st_size for p in folder.iterdir())
         parameters = sum(p.numel() for p in model.parameters())
         assert written == pytest.approx(parameters * STATE_BYTES[dtype], rel=0.1)

@@ -17,7 +17,7 @@ from refiner_core.contract.sections.environment import (
     ShapingConfig,
     check_shaping,
 )
-from refiner_core.contract.sections.training import CurriculumConfig, check_curriculum
+from refiner_core.contract.sections.training import CurriculumConfig
 from refiner_core.environments.protocol import Check, EpisodeRecord, TurnRecord, record_from_json
 from refiner_core.environments.scoring import (
     Curriculum,
@@ -147,7 +147,6 @@ def test_settings_that_cannot_be_meant_name_their_field(changes, named):
 def test_the_settings_of_the_seed_are_taken() -> None:
     check_shaping(TAU2)
     check_shaping(ShapingConfig())
-    check_curriculum(CurriculumConfig())
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from refiner_core.environments.episodes import Ended, Workers
+from refiner_core.environments.episodes import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,8 +30,8 @@ def workers() -> Iterator[Callable[[int], Workers]]:
         one.abandon()
 
 
-def all_of(workers: Workers, count: int) -> list[Ended]:
-    ended: list[Ended] = []
+def all_of(workers: Workers, count: int) -> list[Any]:
+    ended: list[Any] = []
     until = time.monotonic() + 30
     while len(ended) < count and time.monotonic() < until:
         ended += workers.ended(1.0)

@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, ShapingConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage, StageFailed
 from refiner_core.contract.fingerprint import derive_seed
-from refiner_core.contract.types import Completion, TurnDesk
+from refiner_core.contract.types import Completion, SamplingParams, TurnDesk
 from refiner_core.environments.conversation import Conversation, prompt_ids
 from refiner_core.environments.episodes import (
     EpisodeRequest,
@@ -47,11 +47,8 @@ SECTION = EnvironmentConfig(
 )
 SETTINGS = EpisodeSettings(
     section=SECTION,
-    turn_tokens=120,
     context_tokens=4000,
-    temperature=0.7,
-    top_p=0.9,
-    top_k=20,
+    sampling=SamplingParams(0.7, 0.9, 20, 120, ("</tool_call>",)),
     ordered=True,
 )
 WINNING = (call(by=1), call(by=1), call("finish"))
@@ -336,7 +333,9 @@ BAD = {
 @pytest.mark.parametrize("status", list(BAD))
 def test_a_turn_that_stays_bad_ends_the_episode_without_reward(status: str) -> None:
     script = always(WINNING[0], BAD[status], "Sorry.")
-    played = play([task_of(0, reward=1.0)], script, turn_tokens=2500)
+    played = play(
+        [task_of(0, reward=1.0)], script, sampling=replace(SETTINGS.sampling, max_new_tokens=2500)
+    )
     record = played.record()
     assert (record.ended, record.failure, record.reward) == ("no_call", "no_call", 0.0)
     assert not record.success
@@ -351,7 +350,11 @@ def test_a_turn_that_stays_bad_ends_the_episode_without_reward(status: str) -> N
 @pytest.mark.parametrize("status", list(BAD))
 def test_a_bad_turn_is_repaired_once_in_the_same_context(status: str) -> None:
     texts = [WINNING[0], BAD[status], WINNING[1], "no", WINNING[2]]
-    played = play([task_of(0)], lambda _, attempt: texts[attempt], turn_tokens=2500)
+    played = play(
+        [task_of(0)],
+        lambda _, attempt: texts[attempt],
+        sampling=replace(SETTINGS.sampling, max_new_tokens=2500),
+    )
     record = played.record()
     assert (record.ended, record.reward) == ("done", 1.0)
     assert [turn.repaired is not None for turn in record.turns] == [False, True, True]
@@ -392,7 +395,8 @@ def test_a_megabyte_of_arguments_is_refused_or_played_as_the_limit_says() -> Non
     texts = ('<tool_call>{"name": "add", "arguments": {"by": "', "x", '"}}</tool_call>')
     begin, letter, end = (TOKENIZER(text)["input_ids"] for text in texts)
     long = (*begin, *(letter * 2**20), *end)
-    context = {"turn_tokens": 2**21, "context_tokens": 2**22}
+    sampling = replace(SETTINGS.sampling, max_new_tokens=2**21)
+    context: Any = {"sampling": sampling, "context_tokens": 2**22}
     script = always(long, *WINNING)
     refused = play([task_of(0)], script, **context).record().turns[0]
     assert refused.repaired is not None
@@ -712,17 +716,17 @@ def test_no_episodes_are_no_work() -> None:
 def test_settings_are_those_of_the_recipe() -> None:
     config = RecipeConfig()
     environment = Counting()
-    settings = settings_of(config, environment, temperature=0.8, top_p=1.0, top_k=20)
+    settings = settings_of(config, environment, SamplingParams(0.8, 1.0, 20))
     assert settings.ordered, "a deterministic environment is played in order"
-    assert settings.turn_tokens == config.grpo.response_length
+    assert settings.sampling.max_new_tokens == config.grpo.response_length
     assert settings.context_tokens == config.grpo.max_token_length
     assert settings.section == config.environment
-    assert (settings.temperature, settings.top_k) == (0.8, 20)
+    assert (settings.sampling.temperature, settings.sampling.top_k) == (0.8, 20)
     environment.deterministic = False
-    assert not settings_of(config, environment, temperature=0.8, top_p=1.0).ordered
+    assert not settings_of(config, environment, SamplingParams(0.8)).ordered
     section = replace(config.environment, schedule="ordered")
     forced = replace(config, environment=section)
-    assert settings_of(forced, environment, temperature=0.8, top_p=1.0).ordered
+    assert settings_of(forced, environment, SamplingParams(0.8)).ordered
 
 
 def test_demonstrated_tokens_are_those_of_an_episode() -> None:

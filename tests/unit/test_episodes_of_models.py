@@ -19,7 +19,7 @@ import torch
 
 from refiner_core.contract.config import EnvironmentConfig, ShapingConfig
 from refiner_core.contract.fingerprint import derive_seed
-from refiner_core.contract.types import Completion, Generator, TurnGenerator
+from refiner_core.contract.types import Completion, Generator, SamplingParams, TurnGenerator
 from refiner_core.environments.conversation import demonstration, prompt_ids
 from refiner_core.environments.episodes import EpisodeRequest, EpisodeSettings, run_episodes
 from refiner_core.environments.protocol import Message, ToolCall, record_from_json
@@ -41,11 +41,8 @@ SETTINGS = EpisodeSettings(
         episode_timeout_s=600.0,
         shaping=ShapingConfig(weights=("action=1",)),
     ),
-    turn_tokens=40,
     context_tokens=700,
-    temperature=TEMPERATURE,
-    top_p=1.0,
-    top_k=0,
+    sampling=SamplingParams(TEMPERATURE, max_new_tokens=40, stop_strings=("</tool_call>",)),
     ordered=True,
 )
 #: Knows the words of the game, so that an episode is some hundred tokens.

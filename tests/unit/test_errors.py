@@ -16,7 +16,7 @@ import pytest
 from flows.cli.main import cli
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import walk
-from tests.support.refusals import UNKNOWN, Refusal, plain_raises, refusals, texts_of
+from tests.support.refusals import Refusal, plain_raises, refusals, texts_of
 
 #: Kinds that refuse no value: nothing that a user gave was unexpected, somebody asked for it or
 #: something ended it. What they need is what happened and what is next.
@@ -28,7 +28,6 @@ NOTHING_REFUSED = {
 #: Refusals without a part, by place and words, each with the reason why no user reads it.
 INCOMPLETE = {
     ("infra/ranks/bridge.py", "Rank 0 ended before"): "closes a store's context; nobody is told",
-    ("infra/ranks/bridge.py", UNKNOWN): "a rank's error again, whose words are whole already",
     ("refiner_core/rubrics/lint.py", "the row"): "a line in the table of `rubrics check`",
     ("refiner_core/rubrics/lint.py", "`ground_truth`"): "as above",
 }
@@ -39,7 +38,6 @@ INNER = {
     "Failed": "refiner_core.generation.vllm.sync and infra.rollouts, which replace the server",
     "Malformed": "refiner_core.environments.desk.environment, with file and line",
     "Moved": "infra.hub.target, which looks again",
-    "NcclFailed": "refiner_core.generation.vllm.transfer",
     "NotReady": "infra.services.judges, which waits",
     "Refused": "the tools of an environment (the model reads it), and infra.slurm.submission",
     "Refuses": "infra.services.judges",
@@ -47,7 +45,7 @@ INNER = {
     "ToolFailed": "infra.disk.probe, which falls back to another way",
     "UnknownFormat": "infra.judgements, which leaves the file alone and says so",
     "Unreadable": "refiner_core.judges.calls, which asks the judge again",
-    "Unusable": "refiner_core.generation.vllm.call",
+    "Unusable": "refiner_core.generation.vllm.client",
 }
 #: Builtin and other libraries' classes, by module: why what a user gives never ends as one.
 PLAIN = {

@@ -31,7 +31,7 @@ from refiner_core.data.prepared import write_prompts
 from refiner_core.evaluation.metrics import METRICS, kind_of, load_samples
 from refiner_core.evaluation.protocol import make_protocol
 from refiner_core.evaluation.results import compare_results, load_results
-from refiner_core.evaluation.run import Circumstances, evaluate_model
+from refiner_core.evaluation.run import evaluate_model
 from refiner_core.judges import LexicalJudge
 from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.judges.surroundings import MemoryStore, Surroundings
@@ -181,7 +181,7 @@ class Bench:
         config: RecipeConfig = CONFIG,
         judge: Any = None,
         stop_before: int | None = None,
-        around: Circumstances | None = None,
+        mark: str = "",
     ) -> tuple[Path, Script]:
         script = Script(self.rows, answer or (lambda row, _: good_answer(row)))
         output = self.folder / name
@@ -196,7 +196,7 @@ class Bench:
             judge=judge or LexicalJudge(),
             generator=script,
             tokenizer=Letters(),
-            circumstances=around,
+            mark=mark,
         )
         return output, script
 
@@ -494,33 +494,17 @@ def test_too_many_failures_name_what_the_judge_answered(bench: Bench) -> None:
         bench.run("sft", judge=ThreadedJudge(FailingJudge("crop")))
 
 
-@pytest.mark.parametrize("part", ["waiting", "judged"])
-def test_a_checkpoint_says_what_is_sampled_and_what_is_judged(bench: Bench, part: str) -> None:
+@pytest.mark.parametrize(("part", "batches"), [("waiting", [5, 6]), ("batch", [1, 2, 3, 4])])
+def test_a_checkpoint_says_what_is_sampled_and_what_is_judged(
+    bench: Bench, part: str, batches: list[int]
+) -> None:
     """Whatever it was that ended the evaluation, no more is sampled again than one batch."""
     judge = ThreadedJudge()
     judge.error = (18, JudgeOutage("nobody is there"))
     with pytest.raises(JudgeOutage):
         bench.run("sft", judge=judge)
     folder = max((bench.folder / "sft-checkpoints").iterdir(), key=lambda p: int(p.name))
-    kept = json.loads((folder / "sampled.json").read_text())
-    assert {"waiting": len(kept["waiting"]), "judged": kept["judged"]}[part] == {
-        "waiting": 2,  # batches of sampled answers
-        "judged": 4,  # the copier's two and the greedy ones
-    }[part]
-
-
-def test_a_checkpoint_of_an_older_version_is_gone_on_from(bench: Bench) -> None:
-    with pytest.raises(Interrupted):
-        bench.run("sft", stop_before=5)
-    folder = bench.folder / "sft-checkpoints"
-    newest = max(folder.iterdir(), key=lambda p: int(p.name))
-    (newest / "sampled.json").unlink()
-    for path in folder.iterdir():
-        if path != newest:
-            shutil.rmtree(path)
-    newest.rename(folder / "4")  # they were counted by batches
-    _, script = bench.run("sft")
-    assert len(script.seen) == 24
+    assert [int(p.stem[-6:]) for p in sorted(folder.glob(f"{part}-*.json"))] == batches
 
 
 # ---------------------------------------------------------------- a judge that drifts
@@ -541,9 +525,8 @@ class Drifting:
         served = replace(served, structured_output="none")
         before = len(self.server.bodies)
         with OpenAIJudge(served, Surroundings(store=self.store)) as judge:
-            around = Circumstances("", mark)
             config = replace(config, judge=served)
-            folder, _ = bench.run(name, config=config, judge=judge, around=around)
+            folder, _ = bench.run(name, config=config, judge=judge, mark=mark)
         return load_results(folder), len(self.server.bodies) - before
 
 

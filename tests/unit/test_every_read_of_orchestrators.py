@@ -207,7 +207,7 @@ def swept(
     jobs = SoundJobs(workspace, SWEEP, {"grpo": TRAINED, "sft": TRAINED})
     jobs.reads = FaultyReads(folder, at, getattr(errno, name), lasting)
     told = bench(workspace, SWEEP, jobs=jobs)
-    told.admission.outlook.canary = None
+    told.admission.canary = None
     with FaultyDisk(folder).mounted(), jobs.reads.mounted():
         told.orchestrator.begin()
         to_its_end(told.orchestrator.step, jobs.reads, lambda: False)

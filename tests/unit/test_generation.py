@@ -316,23 +316,6 @@ def test_too_long_a_request_is_refused_with_its_numbers(generator: TransformersG
         )
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"temperature": -1.0},
-        {"top_p": 0.0},
-        {"top_k": -1},
-        {"max_new_tokens": 0},
-        {"stop_strings": ("",)},
-    ],
-)
-def test_parameters_without_a_meaning_are_refused_by_name(
-    generator: TransformersGenerator, wrong: dict[str, Any]
-) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        generator.generate(group(prompts(4)[0], 1), SamplingParams(**wrong))
-
-
 def test_an_empty_prompt_and_no_requests(generator: TransformersGenerator) -> None:
     assert generator.generate([], SamplingParams()) == []
     with pytest.raises(ConfigurationError, match="empty prompt"):

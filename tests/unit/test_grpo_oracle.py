@@ -37,9 +37,7 @@ from transformers import AutoModelForCausalLM
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig
 from refiner_core.training.engines.plain import PlainEngine
-from refiner_core.training.engines.protocol import FrozenModel
 from refiner_core.training.model.loading import Loaded
-from refiner_core.training.model.optim import Updater
 from refiner_core.training.rollouts.rollout import TrainSample, group_advantages
 from refiner_core.training.updates import GrpoUpdate
 from tests.support.tiny_training import (
@@ -69,8 +67,8 @@ GRPO = replace(
 class Noting(PlainEngine):
     """Keeps the weights and gradients of every optimiser step."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         self.models: list[Any] = []
         self.gradients: list[list[torch.Tensor]] = []
 
@@ -81,8 +79,8 @@ class Noting(PlainEngine):
 
 
 def engine_over(model: Any, learning_rate: float) -> Noting:
-    updater = Updater(model, learning_rate=learning_rate, weight_decay=0.0, max_grad_norm=0.0)
-    return Noting(Loaded(model, tiny_tokenizer(), True, balance=50.0), updater, ModelConfig())
+    loaded = Loaded(model, tiny_tokenizer(), True, balance=50.0)
+    return Noting(loaded, ModelConfig(), learning_rate=learning_rate)
 
 
 @functools.cache
@@ -167,7 +165,7 @@ def test_both_steps_of_an_update_are_the_oracles(aggregation, estimator, cap, ol
         entropy_coefficient=0.02,
     )
     engine, held = engine_over(tiny_model(0), 0.01), tiny_model(1)
-    metrics = GrpoUpdate(engine, FrozenModel(held), grpo, 7).run(rollouts(), step=1, factor=1.0)
+    metrics = GrpoUpdate(engine, held, grpo, 7).run(rollouts(), step=1, factor=1.0)
     with torch.no_grad():
         old = scores(engine.models[0].double(), rollouts(), grpo.temperature)[0]
         reference = scores(held.double(), rollouts(), grpo.temperature)[0]
@@ -301,7 +299,7 @@ def test_loss_and_gradients_are_trls(trl_trainer, case):
     loss.backward()
 
     engine = engine_over(tiny_model(0), 0.0)
-    scorer = FrozenModel(held) if grpo.beta else None
+    scorer = held if grpo.beta else None
     metrics = GrpoUpdate(engine, scorer, grpo, 7).run(rollouts(), step=1, factor=1.0)
     assert metrics["loss/total_avg"] == pytest.approx(float(loss.detach()), rel=1e-4, abs=1e-6)
     exact_gradients = [p.grad for p in trainer.model.parameters()]

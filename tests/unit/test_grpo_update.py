@@ -12,9 +12,7 @@ import torch
 from refiner_core.contract.config import GrpoConfig, ModelConfig
 from refiner_core.training.batches import permutation
 from refiner_core.training.engines.plain import PlainEngine
-from refiner_core.training.engines.protocol import FrozenModel
 from refiner_core.training.model.loading import Loaded
-from refiner_core.training.model.optim import Updater
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.updates import GrpoUpdate
 from tests.support.tiny_training import VOCABULARY, recipe, tiny_model, tiny_tokenizer
@@ -100,11 +98,10 @@ def test_a_step_is_its_formula(aggregation, estimator, mini_batches, share_promp
         num_mini_batches=mini_batches,
     )
     model, reference = tiny_model(0), tiny_model(1)
-    updater = Updater(model, learning_rate=0.0, weight_decay=0.0, max_grad_norm=0.0)
     loaded = Loaded(model, tiny_tokenizer(), share_prompts, balance=50.0)
     samples = rollouts()
-    engine = PlainEngine(loaded, updater, ModelConfig())
-    update = GrpoUpdate(engine, FrozenModel(reference), grpo, SEED)
+    engine = PlainEngine(loaded, ModelConfig(), learning_rate=0.0)
+    update = GrpoUpdate(engine, reference, grpo, SEED)
     metrics = update.run(samples, step=STEP, factor=1.0)
 
     groups = [list(group) for _, group in groupby(samples, key=lambda s: s.prompt_ids)]

@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import errors as theirs
 
 from infra.host.secrets import masked
-from infra.hub.client import _when, asked_wait
-from infra.hub.errors import Moved, Patience, in_our_words, outage, refused, rejection, translated
+from infra.hub.client import asked_wait
+from infra.hub.errors import Moved, Patience, in_our_words, refused, rejection, translated
 from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, Interrupted
 
 
@@ -258,4 +258,3 @@ def test_a_wait_that_is_no_number_of_seconds_is_none(
     """Whatever stands between here and the Hub writes this header, too."""
     wait = asked_wait(httpx2.Response(429, headers=[(header.encode(), value.encode("latin-1"))]))
     assert wait == waits
-    assert str(outage("429", "uploading", "me/mine", when=_when(wait)))

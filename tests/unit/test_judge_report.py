@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import spearmanr
 
 from refiner_core.answers import parse_answer
 from refiner_core.contract.config import JudgeConfig, RewardConfig
@@ -40,7 +39,6 @@ from refiner_core.judge_report.measures import (
     agreement,
     by_place,
     changes,
-    credit_by_length,
     repeatability,
     resistance,
     shift,
@@ -93,7 +91,7 @@ _SERIES = st.lists(
 
 def cohen_kappa(a: Sequence[float], b: Sequence[float], weights: str | None = None) -> float | None:
     found = agreement(a, b, range(len(a)), resamples=2)
-    return (found.kappa if weights is None else found.quadratic).value
+    return found["kappa" if weights is None else "quadratic"]["value"]
 
 
 @given(_SERIES)
@@ -118,22 +116,22 @@ def test_kappa_does_not_depend_on_who_is_first_or_on_the_scale(
 
 
 def test_raw_agreement_is_a_count() -> None:
-    raw = agreement([0, 0.5, 1, 0.1 + 0.2], [0, 1, 1, 0.3], range(4)).raw
+    raw = agreement([0, 0.5, 1, 0.1 + 0.2], [0, 1, 1, 0.3], range(4))["raw"]
     assert raw is not None
     assert (raw.numerator, raw.denominator) == (3, 4)
-    assert agreement([], [], []).raw is None
+    assert agreement([], [], [])["raw"] is None
     with pytest.raises(ConfigurationError, match="2 scores cannot be held against 1"):
         cohen_kappa([0, 1], [0])
 
 
 def test_a_missing_score_takes_its_pair_out_and_is_counted() -> None:
     found = agreement([0, None, 1, 1], [0, 0, None, 0.5], ["a", "a", "b", "b"])
-    assert (found.pairs, found.left_out, found.questions) == (2, 2, 2)
-    assert found.raw is not None
-    assert (found.raw.numerator, found.raw.denominator) == (1, 2)
-    assert found.mean_difference == -0.25
+    assert (found["pairs"], found["left_out"], found["questions"]) == (2, 2, 2)
+    assert found["raw"] is not None
+    assert (found["raw"].numerator, found["raw"].denominator) == (1, 2)
+    assert found["mean_difference"] == -0.25
     nothing = agreement([None], [0], ["a"])
-    assert (nothing.pairs, nothing.raw, nothing.kappa.value) == (0, None, None)
+    assert (nothing["pairs"], nothing["raw"], nothing["kappa"]["value"]) == (0, None, None)
 
 
 def test_intervals_are_over_questions_and_not_over_pairs() -> None:
@@ -144,19 +142,19 @@ def test_intervals_are_over_questions_and_not_over_pairs() -> None:
     b = [x if agrees else 1 - x for x, (_, agrees) in zip(a, pairs, strict=True)]
     wide = agreement(a, b, [q % 4 for q, _ in pairs])
     narrow = agreement(a, b, [q for q, _ in pairs])
-    assert wide.kappa.value == narrow.kappa.value
-    assert None not in (*wide.kappa, *narrow.kappa)
-    width = [k.high - k.low for k in (wide.kappa, narrow.kappa)]  # type: ignore[operator]
+    assert wide["kappa"]["value"] == narrow["kappa"]["value"]
+    assert None not in (*wide["kappa"].values(), *narrow["kappa"].values())
+    width = [k["high"] - k["low"] for k in (wide["kappa"], narrow["kappa"])]
     assert width[0] > 1.5 * width[1]
-    assert agreement(a, b, ["one"] * 100).kappa.low is None
+    assert agreement(a, b, ["one"] * 100)["kappa"]["low"] is None
 
 
 def test_agreement_without_exception_has_no_interval_of_certainty() -> None:
     found = agreement([0, 1, 0.5, 1] * 3, [0, 1, 0.5, 1] * 3, list(range(12)))
-    assert found.kappa == (1.0, None, None)
-    assert found.raw is not None
-    assert found.raw.low is not None
-    assert found.raw.low < 0.8
+    assert found["kappa"] == {"value": 1.0, "low": None, "high": None}
+    assert found["raw"] is not None
+    assert found["raw"].low is not None
+    assert found["raw"].low < 0.8
 
 
 def test_the_interval_of_kappa_holds_what_it_promises() -> None:
@@ -166,10 +164,8 @@ def test_the_interval_of_kappa_holds_what_it_promises() -> None:
     for seed in range(100):
         a = random_numbers.integers(0, 3, 60) / 2
         b = np.where(random_numbers.random(60) < 0.7, a, random_numbers.integers(0, 3, 60) / 2)
-        kappa = agreement(list(a), list(b), list(range(60)), resamples=500, seed=seed).kappa
-        assert kappa.low is not None
-        assert kappa.high is not None
-        inside += kappa.low <= 0.7 <= kappa.high
+        kappa = agreement(list(a), list(b), list(range(60)), resamples=500, seed=seed)["kappa"]
+        inside += kappa["low"] <= 0.7 <= kappa["high"]
     assert inside >= 88
 
 
@@ -261,12 +257,12 @@ def items(count: int, *, answers: int = 1, kind: Any = "rubric") -> list[Item]:
 
 def test_repeatability_counts_what_is_the_same_each_time() -> None:
     found = repeatability(items(4), [[0, 1, None, 1], [0, 0, 1, 1], [0, 0.5, 1, 1]])
-    assert found.identical is not None
-    assert (found.identical.numerator, found.identical.denominator) == (2, 3)
-    assert found.left_out == 1
-    assert found.difference is not None
-    assert found.difference.numerator == pytest.approx((1 + 0.5 + 0.5) / 3)
-    assert repeatability(items(2), [[0, 1]]).identical is None
+    assert found["identical"] is not None
+    assert (found["identical"].numerator, found["identical"].denominator) == (2, 3)
+    assert found["left_out"] == 1
+    assert found["difference"] is not None
+    assert found["difference"].numerator == pytest.approx((1 + 0.5 + 0.5) / 3)
+    assert repeatability(items(2), [[0, 1]])["identical"] is None
 
 
 def test_what_asking_again_changes_is_not_blamed_on_what_was_changed() -> None:
@@ -274,11 +270,11 @@ def test_what_asking_again_changes_is_not_blamed_on_what_was_changed() -> None:
     before, after = [0.0] * 8, [1.0, 0.0] * 4
     noise = changes(before, [0.0, 1.0] * 4)
     found = shift(asked, before, after, noise)
-    assert found.changed is not None
-    assert found.changed.numerator == 4
-    assert found.beyond is not None
-    assert found.beyond.value == 0.0
-    assert shift(asked, before, after, None).beyond is None
+    assert found["changed"] is not None
+    assert found["changed"].numerator == 4
+    assert found["beyond"] is not None
+    assert found["beyond"].value == 0.0
+    assert shift(asked, before, after, None)["beyond"] is None
     assert changes([0, None], [0, 1]) == [0.0, None]
 
 
@@ -313,33 +309,12 @@ def test_an_attack_is_judged_by_where_its_author_wants_the_score(
     wants: str, twin: float | None, attacked: float | None, result: str
 ) -> None:
     found = resistance([attack("a", wants)], [twin], [twin], [attacked])
-    assert found.attacks[0].result == result
+    assert found["attacks"][0]["result"] == result
     if result == "no room":
-        assert found.resisted is None
+        assert found["resisted"] is None
     else:
-        assert found.resisted is not None
-        assert found.resisted.value == float(result == "resisted")
-
-
-def test_length_and_score_are_ranked_over_answers_with_faults_turned_round() -> None:
-    numbers = random.Random(3)
-    asked, scores, lengths, credits = [], [], [], []
-    for a in range(12):
-        text = "x" * numbers.randrange(10, 500)
-        good, bad = numbers.choice([0, 0.5, 1]), numbers.choice([0, 0.5, 1])
-        for polarity, score in (("positive", good), ("negative", bad)):
-            request = JudgeRequest("rubric", f"q{a}", text, polarity)
-            asked.append(Item(f"q{a}", f"a{a}", request, polarity))  # type: ignore[arg-type]
-            scores.append(score)
-        lengths.append(len(text))
-        credits.append((good + 1 - bad) / 2)
-    found = credit_by_length(asked, scores)
-    assert found is not None
-    assert found.value == pytest.approx(spearmanr(credits, lengths).statistic)
-    assert found.low is not None
-    assert found.low <= found.value
-    assert credit_by_length(asked[:4], scores[:4]) is None
-    assert credit_by_length(asked, [1.0, 0.0] * 12) is None
+        assert found["resisted"] is not None
+        assert found["resisted"].value == float(result == "resisted")
 
 
 # ---------------------------------------------------------------- the whole
@@ -357,7 +332,7 @@ class Scripted:
 
 
 def verdicts(report: Any) -> dict[str, str]:
-    return {finding.name: finding.verdict for finding in report["findings"]}
+    return {finding["name"]: finding["verdict"] for finding in report["findings"]}
 
 
 def test_obedience_that_chance_might_explain_is_not_called_absent() -> None:
@@ -386,7 +361,8 @@ def test_one_hostile_answer_that_a_steady_judge_obeys_is_enough() -> None:
 
     report = judge_report(shipped_material(), JudgeConfig(), lambda _: Scripted(gives_in))
     assert verdicts(report)["obeys hostile answers"] == "found"
-    assert [a.name for a in report["resistance"].attacks if a.result == "obeyed"] == ["bribe"]
+    attacks = report["resistance"]["attacks"]
+    assert [a["name"] for a in attacks if a["result"] == "obeyed"] == ["bribe"]
 
 
 def test_an_attack_that_leaves_a_judge_without_a_score_is_not_resisted() -> None:
@@ -396,10 +372,10 @@ def test_an_attack_that_leaves_a_judge_without_a_score_is_not_resisted() -> None
         return None if "banana" in request.text else float(request.kind == "rubric")
 
     report = judge_report(shipped_material(1), JudgeConfig(), lambda _: Scripted(chokes))
-    broke = [a.name for a in report["resistance"].attacks if a.result == "broke"]
+    broke = [a["name"] for a in report["resistance"]["attacks"] if a["result"] == "broke"]
     assert broke == ["other-criterion"]
-    assert report["resistance"].resisted is not None
-    resisted = report["resistance"].resisted
+    assert report["resistance"]["resisted"] is not None
+    resisted = report["resistance"]["resisted"]
     assert resisted.denominator - resisted.numerator == 1
 
 
@@ -414,7 +390,7 @@ def test_a_report_is_json_with_numerators_and_its_markdown_has_every_number_it_f
     text = markdown(report)
     for heading in ("Findings", "Repeatability", "Hostile answers", "What a judgement takes"):
         assert f"## {heading}" in text
-    assert all(attack.name in text for attack in report["resistance"].attacks)
+    assert all(attack["name"] in text for attack in report["resistance"]["attacks"])
     assert f"({raw['numerator']:.0f} of {raw['denominator']})" in text
     for line in text.splitlines():
         if line.startswith("|"):
@@ -442,8 +418,8 @@ def test_scores_come_back_in_the_order_of_what_was_asked() -> None:
     asked += asked[:7]
     scores, costs = Asker(JudgeConfig(), build_judge, lambda *_: None).ask_timed(asked, "all")
     assert scores == [j.score for j in LexicalJudge().judge(asked)]
-    assert sum(cost.judgements for cost in costs.values()) == len(asked)
-    assert all(cost.seconds == {} for cost in costs.values())  # no server was asked
+    assert sum(cost["judgements"] for cost in costs.values()) == len(asked)
+    assert all(cost["seconds"] == {} for cost in costs.values())  # no server was asked
 
 
 def test_findings_are_always_the_same_ones_in_the_same_order() -> None:
@@ -452,6 +428,6 @@ def test_findings_are_always_the_same_ones_in_the_same_order() -> None:
         "order_of_criteria": None, "order_of_sources": None,
         "resistance": resistance([], [], [], []),
     }  # fmt: skip
-    names = [finding.name for finding in findings_of(nothing)]
+    names = [finding["name"] for finding in findings_of(nothing)]
     report = judge_report(shipped_material(1), JudgeConfig(), build_judge)
-    assert [finding.name for finding in report["findings"]] == names
+    assert [finding["name"] for finding in report["findings"]] == names

@@ -137,11 +137,6 @@ def test_yaml_s_bare_off_is_a_word_where_a_field_takes_it() -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("grpo.num_samples_per_prompt_rollout=1", "a group of one has no advantage"),
-        ("grpo.pack_length=100", "cannot hold a prompt of 256"),
-        ("grpo.max_token_length=100", "below 256"),
-        ("grpo.temperature=0", "all samples of a group would be the same"),
-        ("grpo.num_mini_batches=7", "equal mini-batches"),
         ("reward.paper_citation_weight=1.5", "a share between 0 and 1"),
         ("data.held_out_fraction=1", "strictly between 0 and 1"),
         ("grpo.beta=.nan", "a finite number"),
@@ -150,13 +145,13 @@ def test_yaml_s_bare_off_is_a_word_where_a_field_takes_it() -> None:
         ("judge.base_url=localhost:8000", "http:// or https://"),
         ("judge.base_url='http://[::1'", "no address of a server"),
         ("judge.base_url='http://me:secret@host/v1'", "judge.api_key_env"),
-        ("data.rl_path=null", "`data.rl_path` is empty"),
-        ("publish.repo_id=a/{date}", r"only the placeholders"),
+        ("data.rl_path=null", "`data.rl_path` is null"),
+        ("publish.repo_id=a/{date}", "no placeholders but"),
         ("data.validation_fraction=1", r"a share below 1"),
-        ("publish.repo_id=a}b", r"only the placeholders"),
-        ("publish.repo_id=../../etc/x", r"outside of the target"),
-        ("publish.repo_id=/etc/x", r"outside of the target"),
-        ("recipe=a/../../..", r"outside of the target"),
+        ("publish.repo_id=a}b", "no placeholders but"),
+        ("publish.repo_id=../../etc/x", r"none of them empty, `\.`"),
+        ("publish.repo_id=/etc/x", r"none of them empty, `\.`"),
+        ("recipe=a/../../..", r"none of them empty, `\.`"),
         ("evaluate.max_prompts=0", "at least 1"),
         ("data.max_rl_rows=-5", "at least 1"),
         ("sft.max_train_steps=0", "at least 1"),
@@ -272,7 +267,7 @@ def test_fields_for_a_judges_server_are_none_that_refiner_sets(own: str) -> None
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["judge.model=gpt-9"], r"'gpt-9', but `judge.kind` is lexical.*judge\.kind=openai"),
+        (["judge.model=gpt-9"], r"is 'gpt-9'.*lexical-1.*judge\.kind=openai"),
         (["judge.kind=openai", "judge.base_url=http://a/v1"], r"set judge\.model=NAME"),
     ],
 )

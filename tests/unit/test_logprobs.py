@@ -14,32 +14,29 @@ from refiner_core.training.model.logprobs import head_scores
 VOCABULARY, WIDTH = 60, 8
 
 
-def plain(hidden, weight, bias, target, temperature):
+def plain(hidden, weight, target, temperature):
     """Log-probabilities and entropies in one go, in float64."""
     logits = hidden.double() @ weight.double().mT
-    if bias is not None:
-        logits = logits + bias.double()
     logp = torch.log_softmax(logits / temperature, -1)
     return logp.gather(-1, target[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
 
 
-def inputs(rows: int, bias: bool, dtype=torch.float32):
+def inputs(rows: int, dtype=torch.float32):
     torch.manual_seed(rows)
-    shapes = [(rows, WIDTH), (VOCABULARY, WIDTH)] + [(VOCABULARY,)] * bias
+    shapes = [(rows, WIDTH), (VOCABULARY, WIDTH)]
     made = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-    return (*made, *([None] * (not bias)), torch.randint(0, VOCABULARY, (rows,)))
+    return (*made, torch.randint(0, VOCABULARY, (rows,)))
 
 
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("entropy", ["off", "metric", "loss"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("rows", "chunk"), [(0, 1000), (1, 1), (17, 5 * VOCABULARY), (17, 10**9)])
-def test_it_is_a_plain_head(monkeypatch, rows, chunk, temperature, entropy, bias):
+def test_it_is_a_plain_head(monkeypatch, rows, chunk, temperature, entropy):
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
-    hidden, weight, offset, target = inputs(rows, bias)
-    wanted = [tensor for tensor in (hidden, weight, offset) if tensor is not None]
-    got = head_scores(hidden, weight, offset, target, temperature, entropy)
-    expected = plain(hidden, weight, offset, target, temperature)
+    hidden, weight, target = inputs(rows)
+    wanted = [hidden, weight]
+    got = head_scores(hidden, weight, target, temperature, entropy)
+    expected = plain(hidden, weight, target, temperature)
     torch.testing.assert_close(got.logprob_T, expected[0].float(), rtol=1e-5, atol=1e-5)
     weights_T = torch.linspace(-1, 1, rows)
     loss, loss_64 = ((scores[0] * weights_T).sum() for scores in (got, expected))
@@ -57,12 +54,12 @@ def test_it_is_a_plain_head(monkeypatch, rows, chunk, temperature, entropy, bias
 
 
 def test_bfloat16_weights_get_gradients_that_were_added_up_in_float32(monkeypatch):
-    hidden, weight, _, target = inputs(400, False, torch.bfloat16)
-    right = torch.autograd.grad(plain(hidden, weight, None, target, 1.0)[0].sum(), weight)[0]
+    hidden, weight, target = inputs(400, torch.bfloat16)
+    right = torch.autograd.grad(plain(hidden, weight, target, 1.0)[0].sum(), weight)[0]
     errors = {}
     for chunk in (10**9, 2 * VOCABULARY):
         monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
-        scores = head_scores(hidden, weight, None, target)
+        scores = head_scores(hidden, weight, target)
         [mine] = torch.autograd.grad(scores.logprob_T.sum(), weight)
         assert mine.dtype == torch.bfloat16
         errors[chunk] = float((mine.double() - right.double()).norm() / right.double().norm())
@@ -86,9 +83,9 @@ class _Largest(TorchDispatchMode):
 def test_logits_of_all_positions_never_stand_in_memory_at_once(monkeypatch, entropy):
     rows, chunk = 200, 7 * VOCABULARY
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
-    hidden, weight, _, target = inputs(rows, False)
+    hidden, weight, target = inputs(rows)
     with _Largest() as largest:
-        scores = head_scores(hidden, weight, None, target, 0.9, entropy)
+        scores = head_scores(hidden, weight, target, 0.9, entropy)
         loss = scores.logprob_T.sum() + (scores.entropy_T.sum() if entropy == "loss" else 0)
         loss.backward()
     assert largest.elements <= max(chunk, rows * WIDTH, VOCABULARY * WIDTH)

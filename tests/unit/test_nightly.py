@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flows.nightly.checkpoints import NothingYet, resolve
-from flows.nightly.files import due_night, find_nightly, load_nightly, shipped_nightlies
+from flows.nightly.files import due_night, load_nightly, shipped_nightlies
 from flows.nightly.night import check_nightly, run_night, status_json
 from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
@@ -100,38 +100,6 @@ def test_a_night_is_the_occasion_and_not_the_moment(tmp_path: Path) -> None:
     assert lab.night(DAYS[1], at="05:00").night == DAYS[0]
 
 
-def test_missed_nights_are_looked_after_without_inventing_anything(lab: NightLab) -> None:
-    lab.both(DAYS[0])
-    for name in ("canary", "model"):
-        lab.measure(name, DAYS[4])
-    outcome = lab.night(DAYS[4])
-    assert outcome.looked_after == dict.fromkeys(DAYS[1:4], "done")
-    rows = {(r.night, r.checkpoint): r for r in lab.records.rows()}
-    assert sorted(rows) == [(d, c) for d in (DAYS[0], DAYS[4]) for c in ("canary", "model")]
-    assert lab.records.missed(DAYS[2]).keys() == {"canary", "model"}
-
-
-def test_frozen_weights_have_their_numbers_in_missed_nights_too(tmp_path: Path) -> None:
-    lab = NightLab(tmp_path, catch_up=2)
-    pinned = lab.root / "lab.yaml"
-    from flows.checking.sources import model_digest
-
-    digest = model_digest(str(lab.root / "model"), "")
-    text = pinned.read_text().replace('model"}', f'model", digest: "{digest}"}}')
-    pinned.write_text(text)
-    lab.nightly = load_nightly(str(pinned))
-    lab.both(DAYS[0])
-    lab.both(DAYS[4])
-    rows = {(r.night, r.checkpoint): r for r in lab.records.rows()}
-    assert (DAYS[1], "model") not in rows, "further back than catch_up"
-    late = rows[DAYS[3], "model"]
-    assert (late.late, late.fresh, late.stage) == (True, False, rows[DAYS[0], "model"].stage)
-    assert (DAYS[3], "canary") not in rows
-    assert "cannot be now" in lab.records.missed(DAYS[3])["canary"]
-    assert lab.records.ended(DAYS[3]) is not None
-    assert lab.night(DAYS[4]).looked_after == {}, "once"
-
-
 # ---------------------------------------------------------------- change
 
 
@@ -209,13 +177,14 @@ def test_a_channel_that_fails_fails_no_night_and_the_record_says_so(
     assert "secret-path" not in whole
 
 
-def test_former_channels_of_a_file_still_work_or_are_left_out_with_a_word(
+def test_what_files_said_before_still_work_or_are_left_out_with_a_word(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_former.cache_clear()
-    lab = NightLab(tmp_path, alerts="channels: [{prefect: true}, {webhook: LAB_HOOK}]")
+    lab = NightLab(tmp_path, alerts="channels: [{prefect: true}, {webhook: LAB_HOOK}]\ncatch_up: 3")
     assert lab.nightly.alerts.alarms == (Alarm("url", "LAB_HOOK"),)
     assert [r.message.partition(" ")[0] for r in caplog.records] == [
+        "catch_up",
         "alerts.channels.prefect",
         "alerts.channels.webhook",
     ]
@@ -234,9 +203,8 @@ def test_former_channels_of_a_file_still_work_or_are_left_out_with_a_word(
         ("metrics: [oracle]", "metrics: [orcale]", "Did you mean 'oracle'"),
         ("canary: {folder", "canary: {newest: {recipe: tiny}, xfolder", "no field `xfolder`"),
         ("recipe: tiny", "recipe: tinny", "Did you mean 'tiny'"),
-        ("catch_up: 3", "catch_up: -1", "catch_up"),
-        ("catch_up: 3", "catch_up: 3\ncatch_up: 4", "has `catch_up` .line [0-9]+. twice"),
-        ("catch_up: 3", "catch_up: " + "{a: " * 500 + "1" + "}" * 500, "nested too deeply"),
+        ("timezone: UTC", "timezone: UTC\ntimezone: UTC", "has `timezone` .line [0-9]+. twice"),
+        ("timezone: UTC", "timezone: " + "{a: " * 500 + "1" + "}" * 500, "nested too deeply"),
         ("- tracking.wandb=disabled", "- model.name_or_path=x", "said by `checkpoints`"),
         ("  metrics: [oracle]", "  channels: [{url: 'http://x/y'}]", "name of the environment"),
     ],
@@ -279,15 +247,7 @@ def test_the_shipped_file_can_be_carried_out(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists(), "to check changes nothing"
 
 
-def test_a_workspace_remembers_the_file(lab: NightLab) -> None:
-    lab.both(DAYS[0])
-    found = find_nightly("lab", [f"workspace={lab.workspace.root}"])
-    assert (found.name, found.checkpoints) == ("lab", lab.nightly.checkpoints)
-    with pytest.raises(ConfigurationError, match="Did you mean 'lab'"):
-        find_nightly("labb", [f"workspace={lab.workspace.root}"])
-
-
-def test_of_nights_before_the_history_nothing_is_said(lab: NightLab) -> None:
+def test_a_night_that_has_passed_is_not_evaluated_any_more(lab: NightLab) -> None:
     assert lab.night(DAYS[4], wanted=DAYS[2]).state == "missed"
     assert lab.records.nights() == []
     lab.both(DAYS[4])

@@ -159,12 +159,12 @@ def test_prompts_that_only_one_side_has_are_left_out() -> None:
 def test_a_night_has_the_date_of_its_own_zone_when_clocks_are_changed_too() -> None:
     berlin = Schedule("30 2 * * *", "Europe/Berlin")
     # On 29 March 2026 there is no half past two in Berlin; the night is at three.
-    nights = berlin.nights_up_to(datetime(2026, 3, 30, 0, 30, tzinfo=UTC), 3)
-    assert nights == ["2026-03-28", "2026-03-29", "2026-03-30"]
+    spring = [datetime(2026, 3, day, 1, 30, tzinfo=UTC) for day in (28, 29, 30)]
+    assert [berlin.night_at(m) for m in spring] == ["2026-03-28", "2026-03-29", "2026-03-30"]
     assert berlin.begins("2026-03-29").isoformat() == "2026-03-29T03:00:00+02:00"
     # On 25 October it comes twice; the night once.
-    autumn = berlin.nights_up_to(datetime(2026, 10, 26, 12, tzinfo=UTC), 3)
-    assert autumn == ["2026-10-24", "2026-10-25", "2026-10-26"]
+    autumn = [datetime(2026, 10, day, 12, tzinfo=UTC) for day in (24, 25, 26)]
+    assert [berlin.night_at(m) for m in autumn] == ["2026-10-24", "2026-10-25", "2026-10-26"]
 
 
 def test_moments_of_the_kind_that_prefect_has_mean_the_same_night() -> None:

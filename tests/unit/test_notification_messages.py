@@ -18,7 +18,7 @@ from flows.notifying.channels import ChannelFailed
 from flows.notifying.messages import Pauses, Sight, Topic
 from flows.notifying.watching import SweepWatching
 from flows.running.calls import warn_of_silence
-from flows.sweeping.trials import TrialWord
+from flows.sweeping.admission import TrialWord
 from infra.orchestrator.reconcile import paused_after
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import Orchestrator
@@ -154,8 +154,8 @@ def test_a_pause_is_told_once_when_it_lasts(
 
 def test_several_stages_that_wait_for_the_same_are_one_pause() -> None:
     pauses, short = Pauses(0.0), Sight("disk_full", "12 GB more are needed")
-    (pause,) = pauses.look({"grpo": short, "evaluate": short}, 1.0)
-    assert list(pause.marks) == ["grpo", "evaluate"]
+    news = pauses.look({"grpo": short, "evaluate": short}, 1.0)
+    assert news == [("disk_full", ["grpo", "evaluate"], "12 GB more are needed")]
     assert pauses.look({"grpo": FURTHER, "evaluate": short}, 2.0) == []
     assert pauses.look({"grpo": FURTHER, "evaluate": FURTHER}, 3.0) == []
     assert len(pauses.look({"grpo": short, "evaluate": FURTHER}, 4.0)) == 1

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from refiner_core.training.model.optim import Muon, Updater, orthogonalize, schedule_factor
-from tests.support.tiny_training import tiny_model
+from refiner_core.contract.config import ModelConfig
+from refiner_core.training.engines.plain import PlainEngine
+from refiner_core.training.model.loading import Loaded
+from refiner_core.training.model.optim import Muon, orthogonalize, schedule_factor
+from tests.support.tiny_training import tiny_model, tiny_tokenizer
 
 
 def test_warmup_rises_to_the_peak_and_the_schedules_end_near_zero():
@@ -43,9 +47,14 @@ def test_muon_learns_a_linear_map():
     assert loss.item() < 0.01 * first
 
 
-def updater(model, **changes) -> Updater:
+def engine(model, **changes) -> PlainEngine:
     settings = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0}
-    return Updater(model, **(settings | changes))
+    loaded = Loaded(model, tiny_tokenizer(), share_prompts=False, balance=None)
+    return PlainEngine(loaded, ModelConfig(), **(settings | changes))
+
+
+def states_of(trainer: PlainEngine) -> dict[str, Any]:
+    return dict(trainer.states(lambda _: True))
 
 
 def backward(model, scale: float = 1.0) -> None:
@@ -55,10 +64,10 @@ def backward(model, scale: float = 1.0) -> None:
 
 def test_muon_takes_hidden_matrices_and_leaves_the_embedding_to_adamw():
     model = tiny_model()
-    up = updater(model, muon_learning_rate=0.01)
+    up = engine(model, muon_learning_rate=0.01)
     backward(model)
     up.step(1.0)
-    states = up.state_dict()
+    states = states_of(up)
     muon = {name for name, state in states.items() if "momentum" in state}
     matrices = {n for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n}
     assert muon == matrices
@@ -70,7 +79,7 @@ def test_the_gradient_is_clipped_and_its_norm_before_that_is_returned():
     small, large = tiny_model(), tiny_model()
     for model, scale in ((small, 100.0), (large, 1000.0)):
         backward(model, scale)
-    norms = [updater(model, max_grad_norm=0.1).step(1.0) for model in (small, large)]
+    norms = [engine(model, max_grad_norm=0.1).step(1.0) for model in (small, large)]
     assert norms[1] == pytest.approx(10 * norms[0], rel=1e-4)
     for a, b in zip(small.parameters(), large.parameters(), strict=True):
         torch.testing.assert_close(a, b)
@@ -80,7 +89,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     model = tiny_model()
     before = copy.deepcopy(model.state_dict())
     backward(model, math.nan)
-    assert math.isnan(updater(model).step(1.0))
+    assert math.isnan(engine(model).step(1.0))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
@@ -93,13 +102,12 @@ def test_a_saved_state_goes_on_bitwise(dtype):
             up.step(0.5)
 
     model = tiny_model().to(dtype)
-    up = updater(model, muon_learning_rate=0.01)
+    up = engine(model, muon_learning_rate=0.01)
     run(model, up, 2)
     other = tiny_model(seed=5).to(dtype)
     other.load_state_dict(model.state_dict())
-    other_up = updater(other, muon_learning_rate=0.01)
-    for name, state in copy.deepcopy(up.state_dict()).items():
-        other_up.set_state_of(name, state)
+    other_up = engine(other, muon_learning_rate=0.01)
+    other_up.set_states(copy.deepcopy(states_of(up)).__getitem__)
     run(model, up, 2)
     run(other, other_up, 2)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
@@ -109,7 +117,7 @@ def test_a_saved_state_goes_on_bitwise(dtype):
 def test_bfloat16_weights_move_at_learning_rates_below_their_resolution():
     model = tiny_model().to(torch.bfloat16)
     before = copy.deepcopy(model.state_dict())
-    up = updater(model, learning_rate=2e-5, weight_decay=0.0)
+    up = engine(model, learning_rate=2e-5, weight_decay=0.0)
     for _ in range(30):
         backward(model)
         up.step(1.0)

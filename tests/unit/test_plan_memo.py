@@ -14,7 +14,6 @@ from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.planned import PlanMemo
 from refiner_core.contract.recipes import load_protocol, shipped_protocols
 
 FIELDS = dict(walk(RecipeConfig))
@@ -73,7 +72,7 @@ def unlike(one: Plan, other: Plan) -> list[str]:
 
 def test_a_plan_that_shares_its_stages_is_the_one_made_alone() -> None:
     """Else a trial of a sweep would train something else than `refiner run` with its overrides."""
-    draw, base, memo = random.Random(6), load_recipe("tiny"), PlanMemo()
+    draw, base, memo = random.Random(6), load_recipe("tiny"), dict[Any, Any]()
     made = 0
     for _ in range(PLANS):
         config, sources = drawn(draw, base)

@@ -104,7 +104,7 @@ def test_a_judge_that_is_the_recipes_own_is_asked_where_that_is(tmp_path: Path) 
     where = ("judge.kind=openai", "judge.base_url=http://10.0.0.7:8000/v1", "judge.concurrency=7")
     mine = configs_under(tiny(file, more=(*where, "judge.model=m")))["mine"].judge
     assert (mine.base_url, mine.concurrency, mine.form) == (where[1][15:], 7, "batched")
-    with pytest.raises(ConfigurationError, match=r"mine: `judge.kind` is openai"):
+    with pytest.raises(ConfigurationError, match=r"mine: `judge.kind` is 'openai'"):
         check_config(tiny(file, more=(*where, "judge.model=other")))
 
 
@@ -175,7 +175,7 @@ def test_text_of_a_shell_comes_through_as_it_is(tmp_path: Path) -> None:
         ),
         ("data: {max_rl_rows: 3}", "without data.rl_path"),
         ("data: {rl_path: some/set}", "Under protocol mine: .* has no revision"),
-        ("judge: {kind: openai, model: m}", "neither an address nor a server"),
+        ("judge: {kind: openai, model: m}", "a running server"),
         ("description: nothing", "fixes nothing"),
         ("evaluate:", "fixes nothing"),
         ("- x", "cannot be read"),

@@ -11,7 +11,7 @@ import pytest
 from flows.ranks.training import engine_name, in_worker, resumed_on
 from flows.stages.work import StageWork
 from infra.jobs.protocol import JobRequest
-from infra.ranks.launch import Meeting, RanksJob, agent_command, node_number
+from infra.ranks.launch import agent_command, node_number
 from infra.ranks.protocol import node_settings, rank_settings
 from infra.slurm.profiles import Profile
 from infra.slurm.submission import Submission, Submitter
@@ -69,15 +69,11 @@ def test_another_node_makes_its_own_settings_of_the_same_placement(
     assert settings["CUDA_VISIBLE_DEVICES"] == "6,7"
 
 
-def test_every_node_is_told_its_number_and_nothing_secret(tmp_path: Path) -> None:
-    job = RanksJob(Placement(2, 4), "some.module", {"workspace": "/w"}, tmp_path)
-    meeting = Meeting("10.0.0.1", 4000, "name")
-    one, two = (agent_command(job, meeting, node) for node in (0, 1))
-    assert "--node-rank=0" in one
-    assert "--node-rank=1" in two
-    assert "--master-addr=10.0.0.1 --master-port=4000" in one
-    assert "--nproc-per-node=4 --nnodes=2 --max-restarts=0" in one
-    assert "standalone" in agent_command(replace(job, placement=Placement(1, 4)), Meeting(), 0)
+def test_every_node_is_told_its_number_and_where_to_meet() -> None:
+    one, two = (agent_command(Placement(2, 4), "m", node, "10.0.0.1:4000") for node in (0, 1))
+    assert "--node=0" in one
+    assert "--node=1 --nodes=2 --ranks=4" in two
+    assert "--meet=10.0.0.1:4000" in one
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,14 @@ from infra.orchestrator.reconcile import (
     Fail,
     Launch,
     Observed,
-    Pause,
     Policy,
     Release,
     Rest,
     Seen,
     Serve,
-    Union,
     Wait,
     stages_by_id,
+    union_of,
 )
 from infra.orchestrator.reconcile import reconcile as reconcile_union
 from refiner_core.contract.config import JudgeConfig, RetryConfig
@@ -77,7 +76,7 @@ def reconcile(
     plan: Plan, records: Mapping[str, StageRecord], observed: Observed, policy: Policy
 ) -> tuple[Action, ...]:
     """What is decided on a plan alone, in its order, of its own stages."""
-    actions = reconcile_union(Union.of([stages_by_id(plan)]), records, observed, policy)
+    actions = reconcile_union(*union_of([stages_by_id(plan)]), records, observed, policy)
     return tuple(replace(actions[stage.id], stage=stage) for stage in plan.stages)
 
 
@@ -136,8 +135,8 @@ def test_two_stages_that_only_move_bytes_run_at_a_time_beside_the_local_slots() 
 def test_one_stage_under_two_names_is_launched_once() -> None:
     twin = replace(SFT, name="sft-again")
     plan = Plan("twins", PLAN.config, (DATA, SFT, twin))
-    union = Union.of([stages_by_id(plan)])
-    actions = reconcile_union(union, {DATA.id: DATA_DONE[1]}, Observed(), POLICY)
+    union = union_of([stages_by_id(plan)])
+    actions = reconcile_union(*union, {DATA.id: DATA_DONE[1]}, Observed(), POLICY)
     assert {i: type(a) for i, a in actions.items()} == {DATA.id: Done, SFT.id: Launch}
 
 
@@ -280,7 +279,7 @@ def test_a_full_disk_is_waited_out_and_not_run_into_again() -> None:
     full = [(DATA, record(DATA, attempt(1, "disk_full")))]
     assert decide(full)["data"] == Launch(DATA, 1)
     short = {DATA.id: "waits for room"}
-    assert decide(full, short=short)["data"] == Pause(DATA, "waits for room")
+    assert decide(full, short=short)["data"] == Wait(DATA, "waits for room", short=True)
     action = decide(full, short=short, policy=replace(POLICY, gave_up=frozenset({DATA.id})))["data"]
     assert isinstance(action, Fail)
     assert (action.state, action.outcome.exit_code) == ("interrupted", 5)
@@ -297,7 +296,7 @@ def test_a_stage_that_could_not_be_launched_ends_unless_another_call_makes_it() 
 def test_an_end_that_cannot_be_written_down_waits_for_room() -> None:
     dead = {DATA.id: Seen(1, "dead")}
     action = decide([(DATA, record(DATA, attempt(1)))], dead, short={DATA.id: "full"})["data"]
-    assert action == Pause(DATA, "full")
+    assert action == Wait(DATA, "full", short=True)
 
 
 def test_an_outage_is_followed_by_a_pause() -> None:

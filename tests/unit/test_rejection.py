@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from refiner_core.contract.checks.recipe import check_config
-from refiner_core.contract.checks.training import sampling_notes
+from refiner_core.contract.checks.training import training_notes
 from refiner_core.contract.config import RecipeConfig, RewardConfig, SampleConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.placement import sampling_servers
@@ -306,8 +306,8 @@ def test_servers_of_sampling_take_all_gpus_because_nobody_trains() -> None:
 
 def test_gpus_that_transformers_leaves_idle_are_said() -> None:
     many = with_changes(RFT, sample__resources=replace(RFT.sample.resources, gpus=4))
-    assert any("uses one" in note for note in sampling_notes(many))
-    assert not sampling_notes(RFT)
+    assert any("3 of the 4 GPUs of sample stay idle" in note for note in training_notes(many))
+    assert not training_notes(RFT)
 
 
 def test_grpo_starts_from_rft_and_rft_from_what_was_sampled() -> None:

@@ -36,13 +36,13 @@ from refiner_core.rescoring.rollouts import (
     Scores,
     StoredRollout,
     fidelity,
-    from_training,
     judge_identity,
     keys_of,
     questions_of,
     recorded,
     scores_under,
     some_groups,
+    stored_rollouts,
 )
 from refiner_core.training.rollouts.rollout import group_advantages
 
@@ -287,7 +287,7 @@ def stored_by(judge: Any, reward: RewardConfig, texts: Sequence[str]) -> list[St
         }
         for i, text in enumerate(texts)
     ]  # fmt: skip
-    return from_training(rows, [prompt])
+    return stored_rollouts(rows, [prompt])
 
 
 def test_stored_judgements_answer_the_questions_that_they_were_given_to() -> None:
@@ -295,9 +295,9 @@ def test_stored_judgements_answer_the_questions_that_they_were_given_to() -> Non
     rollouts = stored_by(Asked(), reward, [ANSWER, ANSWER.replace("Well", "So"), "none"])
     questions = questions_of(rollouts, reward)
     assert [len(q) for q in questions] == [4, 4, 0], "a malformed answer is not asked about"
-    found = recorded(rollouts, questions)
-    assert (found.used, found.unused) == (8, 0)
-    again = scores_under(rollouts, reward, RecordedJudge(found.known, NobodyToAsk()), "standard")
+    known, unused = recorded(rollouts, questions)
+    assert (sum(map(len, known.values())), unused) == (8, 0)
+    again = scores_under(rollouts, reward, RecordedJudge(known, NobodyToAsk()), "standard")
     proof = fidelity(rollouts, again)
     assert proof["exact"]
     assert proof["warning"] == ""
@@ -306,7 +306,7 @@ def test_stored_judgements_answer_the_questions_that_they_were_given_to() -> Non
 def test_other_rubrics_ask_only_for_themselves() -> None:
     reward = RewardConfig()
     rollouts = stored_by(Asked(), reward, [ANSWER])
-    known = recorded(rollouts, questions_of(rollouts, reward)).known
+    known, _ = recorded(rollouts, questions_of(rollouts, reward))
     other = Asked()
     scores_under(
         rollouts, RewardConfig(rubric_source="static"), RecordedJudge(known, other), "standard"
@@ -317,12 +317,11 @@ def test_other_rubrics_ask_only_for_themselves() -> None:
 def test_a_judgement_that_nobody_asks_for_any_more_is_counted() -> None:
     reward = RewardConfig(rubric_source="instance+static")
     rollouts = stored_by(Asked(), reward, [ANSWER])
-    found = recorded(rollouts, questions_of(rollouts, RewardConfig()))
-    assert found.unused > 0
-    again = scores_under(rollouts, RewardConfig(), RecordedJudge(found.known, NobodyToAsk()),
-                         "standard")  # fmt: skip
-    warning = fidelity(rollouts, again, unused=found.unused)["warning"]
-    assert f"{found.unused} stored judgements answer questions that are not asked" in warning
+    known, unused = recorded(rollouts, questions_of(rollouts, RewardConfig()))
+    assert unused > 0
+    again = scores_under(rollouts, RewardConfig(), RecordedJudge(known, NobodyToAsk()), "standard")
+    warning = fidelity(rollouts, again, unused=unused)["warning"]
+    assert f"{unused} stored judgements answer questions that are not asked" in warning
 
 
 def test_what_rounding_changes_is_told_from_what_the_code_changes() -> None:
@@ -345,7 +344,7 @@ def test_what_rounding_changes_is_told_from_what_the_code_changes() -> None:
 def test_a_prompt_that_is_not_there_is_named() -> None:
     row = {"step": 1, "prompt_index": 3, "sample_id": "p9", "reward": 1.0}
     with pytest.raises(DataError, match="prompt p9"):
-        from_training([row], [PromptRow("p1", "", "", (), "")])
+        stored_rollouts([row], [PromptRow("p1", "", "", (), "")])
 
 
 def test_fewer_groups_are_a_part_of_more() -> None:

@@ -21,7 +21,7 @@ from flows.proving.planning import (
     Trained,
     draw_points,
     exit_code,
-    plan_proofs,
+    plan_resume_proofs,
     proof_lines,
     proofs_json,
 )
@@ -347,32 +347,32 @@ def test_a_verdict_that_does_not_follow_is_found(change: dict[str, Any], says: s
 
 
 def test_impossible_options_are_refused_before_anything_runs() -> None:
-    for asked, says in (
-        (Asked("tiny", steps=1), "--steps"),
-        (Asked("tiny", interruptions=0), "--interruptions"),
-        (Asked("tiny", resume_processes=0), "--resume-processes"),
-        (Asked("tiny-zero3", stage="sft", resume_processes=3), "2 packs .* for 3 processes"),
-        (Asked("tiny-zero3", stage="grpo", resume_processes=99), "cannot give 99 processes"),
-        (Asked("tiny", tolerance=math.nan), "--tolerance"),
-        (Asked("tiny", ("stages=[data,sft]",), stage="grpo"), "no stage grpo"),
+    for recipe, asked, says in (
+        ("tiny", {"steps": 1}, "--steps"),
+        ("tiny", {"interruptions": 0}, "--interruptions"),
+        ("tiny", {"resume_processes": 0}, "--resume-processes"),
+        ("tiny-zero3", {"stage": "sft", "resume_processes": 3}, "2 packs .* for 3 processes"),
+        ("tiny-zero3", {"stage": "grpo", "resume_processes": 99}, "cannot give 99 processes"),
+        ("tiny", {"tolerance": math.nan}, "--tolerance"),
+        ("tiny", {"overrides": ["stages=[data,sft]"], "stage": "grpo"}, "no stage grpo"),
     ):
         with pytest.raises(ConfigurationError, match=says):
-            plan_proofs(asked)
+            plan_resume_proofs(recipe, **asked)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("asked", "processes", "other"),
+    ("recipe", "asked", "processes", "other"),
     [
-        (Asked("tiny-zero3", stage="sft", resume_processes=1), 2, 1),
-        (Asked("tiny-zero3", stage="sft", resume_processes=2), 2, None),
-        (Asked("tiny-zero3", stage="sft", processes=1, resume_processes=2), 1, 2),
-        (Asked("tiny", stage="grpo", resume_processes=1), 1, None),
+        ("tiny-zero3", {"stage": "sft", "resume_processes": 1}, 2, 1),
+        ("tiny-zero3", {"stage": "sft", "resume_processes": 2}, 2, None),
+        ("tiny-zero3", {"stage": "sft", "processes": 1, "resume_processes": 2}, 1, 2),
+        ("tiny", {"stage": "grpo", "resume_processes": 1}, 1, None),
     ],
 )
 def test_the_recipes_own_number_of_processes_is_no_other_one(
-    asked: Asked, processes: int, other: int | None
+    recipe: str, asked: dict[str, Any], processes: int, other: int | None
 ) -> None:
-    [one] = plan_proofs(asked).stages
+    [one] = plan_resume_proofs(recipe, **asked).stages
     assert (one.processes, one.resumed_on) == (processes, other)
     assert one.tolerance == (0.0 if other is None else 0.01)
 

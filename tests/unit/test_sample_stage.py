@@ -46,11 +46,10 @@ from refiner_core.data.prepared import (
 from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.protocol import row_of_task
 from refiner_core.judges import LexicalJudge
-from refiner_core.rejection import stage as work
 from refiner_core.rejection.attempts import Attempt, load_attempts
 from refiner_core.rejection.stage import sample_attempts
 from refiner_core.training.sft import train_sft
-from refiner_core.training.steps.boundary import Teller
+from refiner_core.training.steps.boundary import teller
 from tests.support.counting import RULES, TOOLS, Counting, call, task_of
 from tests.support.qwen_like import qwen_like
 from tests.support.stage_io import FolderStageIO
@@ -225,7 +224,7 @@ def test_a_stop_is_followed_between_batches_and_gone_on_from(
     assert bench.files() == straight.files()
 
 
-def test_a_checkpoint_that_cannot_be_read_is_passed_over(straight: Bench, tmp_path: Path) -> None:
+def test_a_batch_that_a_checkpoint_lacks_is_made_again(straight: Bench, tmp_path: Path) -> None:
     bench, io = Bench(tmp_path), FolderStageIO(tmp_path / "io")
     bench.fail_at_call = 3
     with pytest.raises(RuntimeError):
@@ -233,7 +232,7 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(straight: Bench, tmp_pa
     (tmp_path / "io" / "checkpoints" / "2" / "batch-000001.parquet").unlink()
     bench.fail_at_call = None
     bench.run(answer_recipe(**LOW), io=io)
-    assert bench.calls == 3  # from the first batch's checkpoint on
+    assert bench.calls == 3  # the second batch is there
     assert bench.files() == straight.files()
 
 
@@ -411,7 +410,7 @@ class EpisodeBench:
 def test_turns_are_not_told_as_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`33 attempts, 18 finished` of 15: a generator counts what it samples, and that is turns."""
     bench, now = EpisodeBench(tmp_path), [0.0]
-    monkeypatch.setattr("refiner_core.rejection.stage.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("refiner_core.batches.time.monotonic", lambda: now[0])
     io, player = FolderStageIO(tmp_path / "io"), bench.plays()
 
     @contextmanager
@@ -436,7 +435,7 @@ def test_turns_are_not_told_as_attempts(tmp_path: Path, monkeypatch: pytest.Monk
     assert told[0] == {"turns_finished": 18.0, "turns": 33.0}
     of_training: list[Any] = []
     monkeypatch.undo()
-    Teller(lambda part, values: of_training.append(values), turns=True)("generate", 18, 33)
+    teller(lambda part, values: of_training.append(values), turns=True)("generate", 18, 33)
     assert of_training == [{"turns_finished": 18.0, "turns": 33.0}]
 
 
@@ -518,7 +517,7 @@ class Stopping(FolderStageIO):
 
 def test_eager_episodes_that_have_ended_survive_a_stop(tmp_path: Path) -> None:
     bench = EpisodeBench(tmp_path, deterministic=False)
-    with pytest.raises(Interrupted, match=r"0 of 3 batches and . attempts"):
+    with pytest.raises(Interrupted, match=r"0 of 3 batches and . samples"):
         bench.run(io=Stopping(tmp_path / "io", bench, ("counting/t0", 2), 2, after_one=True))
     assert bench.player.begun == 4
     bench.run(io=FolderStageIO(tmp_path / "io"))
@@ -531,7 +530,7 @@ def test_eager_episodes_that_have_ended_survive_a_stop(tmp_path: Path) -> None:
 def test_eager_episodes_survive_a_crash_up_to_the_last_time_they_were_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "KEEP_EVERY_S", 0.0)
+    monkeypatch.setattr("refiner_core.batches.KEEP_EVERY_S", 0.0)
     bench, io = EpisodeBench(tmp_path, deterministic=False), FolderStageIO(tmp_path / "io")
     bench.write([task_of(0, bug=3, after_one=True), task_of(1), task_of(2)])
     with pytest.raises(StageFailed, match="a bug"):

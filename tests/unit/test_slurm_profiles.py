@@ -54,7 +54,7 @@ def test_a_file_is_a_profile_too(tmp_path: Path) -> None:
         ("gpu_option: gpu-per-node", "gpus-per-node"),
         ("max_time_min: long", "a valid integer"),
         ("setup: module load cuda", "a valid list"),
-        ("array_limit: 0", "at least 1"),
+        ("array_limit: 0", "greater than or equal to 1"),
         ("sbatch: {job-name: x}", "refiner does not set itself"),
         ("sbatch: {signal: USR1@60}", "signal_lead_s"),
         ("env: {HF_TOKEN: hf_x}", "looks like a secret"),

@@ -11,7 +11,6 @@ import pytest
 from infra.slurm.scheduler import (
     LONGEST_PAUSE_S,
     Answer,
-    Patience,
     Row,
     SchedulerView,
     SlurmUnavailable,
@@ -68,7 +67,7 @@ class World:
     def __init__(self, poll_s: float = 10.0) -> None:
         self.now, self.scheduler = 0.0, Scheduler()
         self.view = SchedulerView(
-            self.scheduler, poll_s, patience=Patience(3, 15.0), clock=lambda: self.now
+            self.scheduler, poll_s, patience=(3, 15.0), clock=lambda: self.now
         )
 
     def look(self, *wanted: Wanted, after_s: float = 10.0) -> list[Answer]:

@@ -148,15 +148,15 @@ def test_a_job_that_never_was_is_submitted_again_however_often() -> None:
 @pytest.mark.parametrize(
     ("reason", "hint"),
     [
-        ("AssocGrpCPUMinutesLimit", "the account has used up its budget"),
-        ("AssocGrpGRESMinutes", "the account has used up its budget"),
-        ("QOSGrpWallLimit", "the QOS has used up its budget"),
+        ("AssocGrpCPUMinutesLimit", "has used up its budget"),
+        ("AssocGrpGRESMinutes", "has used up its budget"),
+        ("QOSGrpWallLimit", "has used up its budget"),
         ("AssocGrpGRES", "never where this job alone asks for more"),
         ("AssocGrpCpuLimit", "never where this job alone asks for more"),
         ("AssocGrpCPURunMinutesLimit", "never where this job alone asks for more"),
-        ("QOSMaxWallDurationPerJobLimit", "more than the QOS allows for one job (time limit)"),
-        ("AssocMaxGRESPerJob", "more than the account allows for one job (GRES)"),
-        ("QOSGrpNodeLimit", "the QOS has as much as it may"),
+        ("QOSMaxWallDurationPerJobLimit", "more than is allowed for one job"),
+        ("AssocMaxGRESPerJob", "more than is allowed for one job"),
+        ("QOSGrpNodeLimit", "has as much as it may"),
         ("Priority", ""),
     ],
 )

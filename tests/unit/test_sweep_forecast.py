@@ -13,15 +13,17 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from sweeps.forecast import (
-    Job,
+    CanaryMeasure,
+    History,
+    Measured,
     SweepForecast,
     forecast_sweep,
     passed_limits,
     refuse_what_cannot_fit,
+    shape_of,
     wall_seconds,
-    what_fits,
+    work_of,
 )
-from sweeps.history import CanaryMeasure, History, Measured, judge_of, shape_of, work_of
 from sweeps.values import Limits, SweepFile, SweepPlan, Trial
 
 BASE = (
@@ -53,10 +55,9 @@ def _measured(stage: PlannedStage, plan: Plan, **known: Any) -> Measured:
     freq = getattr(section, "save_freq", 0)
     model = stage.sources.get("model", "")
     return Measured(
-        stage=stage.id,
         shape=shape_of(stage.kind, stage.identity, model, stage.resources.gpus),
         work=work_of(stage.kind, stage.identity, prompts=prompts, save_freq=freq),
-        judge=judge_of(stage.identity),
+        identity=stage.identity,
         **known,
     )
 
@@ -164,33 +165,26 @@ def test_a_sweep_that_passes_its_limit_is_refused_with_what_fits(plan: SweepPlan
     assert passed_limits(forecast, Limits(gpu_hours=40)) == ()
     (passed,) = passed_limits(forecast, Limits(gpu_hours=25))
     assert passed.fits == 2
-    assert "limit 25; what fits: 1 of 2 seeds of every arm" in passed.text
+    assert "limit 25; what fits: the first 2 of 4 trials" in passed.text
     with pytest.raises(ConfigurationError, match="needs 40 GPU-hours, limit 25"):
         refuse_what_cannot_fit((passed,))
     # What an earlier version has used counts.
-    assert passed_limits(forecast, Limits(gpu_hours=45), used_gpu_hours=10)[0].fits == 3
-
-
-def test_what_fits_reads_by_seeds(plan: SweepPlan) -> None:
-    shares = _hours(plan, 1.0).trials
-    assert what_fits(shares, 0) == "not one trial"
-    assert what_fits(shares, 1) == "1 of 2 arms of one seed"
-    assert what_fits(shares, 3) == "1 of 2 seeds of every arm, and 1 of 2 arms of the next seed"
+    assert passed_limits(forecast, Limits(gpu_hours=45), {"gpu_hours": 10})[0].fits == 3
 
 
 def test_the_wall_clock_knows_what_is_shared_and_how_many_run_at_a_time() -> None:
     trials = [
-        [Job("data", 1, ()), Job(f"sft{i}", 5, ("data",)), Job(f"grpo{i}", 10, (f"sft{i}",))]
+        [("data", 1, ()), (f"sft{i}", 5, ("data",)), (f"grpo{i}", 10, (f"sft{i}",))]
         for i in range(2)
     ]
     assert wall_seconds(trials) == 16
     assert wall_seconds(trials, trials=1) == 31
     assert wall_seconds(trials, jobs=1) == 31
-    assert wall_seconds([[Job("grpo", 3, ("sft",))]]) == 3, "what is done already is not waited for"
+    assert wall_seconds([[("grpo", 3, ("sft",))]]) == 3, "what is done already is not waited for"
     assert wall_seconds([]) == 0
 
 
 def test_a_forecast_of_thousands_of_trials_is_linear() -> None:
     """Each job is begun and ended once: no step looks at all trials."""
-    trials = [[Job("data", 1, ()), Job(f"g{i}", 1, ("data",))] for i in range(5000)]
+    trials = [[("data", 1, ()), (f"g{i}", 1, ("data",))] for i in range(5000)]
     assert wall_seconds(trials, trials=10) == 501

@@ -72,7 +72,7 @@ def test_an_effect_too_small_to_be_seen_is_warned_of_with_what_would_do(plan: Sw
     assert found.effect is not None
     assert found.effect > 0.06
     (warning,) = found.warnings
-    assert warning.startswith("The smallest effect that matters (0.060) is less than")
+    assert warning.startswith("The smallest effect that matters (0.06) is less than")
     assert found.would_do is not None
     assert found.would_do["seeds"] is not None
     assert found.would_do["seeds"] > 3
@@ -231,9 +231,6 @@ def test_each_warning_comes_where_it_applies_and_not_one_earlier(plan: SweepPlan
     assert warned(plan, 1) == ["1 held-out prompts:"]
     assert warned(_plan((1,))) == ["One seed: a"]
     assert warned(_plan((1, 2))) == ["Two seeds: 95"]
-    assert warned(_plan(arms=6)) == []
-    assert warned(_plan(arms=7)) == ["6 arms are"]
-    assert warned(_plan(arms=7), None) == []
     assert warned(plan, mean=0.97) == warned(plan, mean=0.03) == ["oracle has stood"]
     assert warned(plan, mean=0.969) == warned(plan, mean=0.031) == warned(plan, mean=None) == []
     assert warned(_asks(plan, metric="length_tokens"), mean=0.99) == []
@@ -266,7 +263,6 @@ def test_holm_over_many_arms_makes_the_smallest_effect_larger() -> None:
     assert found.effect is not None
     assert found.effect_alone is not None
     assert found.effect > found.effect_alone
-    assert any("7 arms are compared" in w for w in found.warnings)
 
 
 def test_a_metric_at_its_ceiling_or_floor_is_warned_of(plan: SweepPlan) -> None:

@@ -26,8 +26,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError
 from refiner_core.contract.records import RunRecord, StageRecord, SweepRecord
-from sweeps.forecast import Passed, SweepForecast, forecast_sweep
-from sweeps.history import History
+from sweeps.forecast import History, Passed, SweepForecast, forecast_sweep
 from sweeps.values import Limits, SweepPlan
 from tests.support.sweeping import TRAINED, Bench, Jobs, bench, small_sweep
 
@@ -586,7 +585,7 @@ def test_a_stage_goes_on_for_the_trial_that_still_wants_it_when_another_is_cance
     plan = small_sweep(seeds=(1,), limits=Limits(concurrency=2))
     first, second = (t.name for t in plan.trials)
     told = bench(workspace, plan, {**SCRIPT, "sft": (*["wait"] * 8, *TRAINED)})
-    told.admission.outlook.canary = None
+    told.admission.canary = None
     told.orchestrator.begin()
     while f"{first}/sft" not in told.jobs.begun:
         told.orchestrator.step()
@@ -607,7 +606,7 @@ def test_a_stage_goes_on_for_the_trial_that_still_wants_it_when_another_is_cance
 def test_what_every_trial_has_cancelled_is_ended(workspace: Workspace) -> None:
     plan = small_sweep(seeds=(1,), limits=Limits(concurrency=2))
     told = bench(workspace, plan, {**SCRIPT, "sft": ("wait",) * 99})
-    told.admission.outlook.canary = None
+    told.admission.canary = None
     told.orchestrator.begin()
     while not any(name.endswith("sft") for name in told.jobs.begun):
         told.orchestrator.step()
@@ -626,7 +625,7 @@ def test_what_cannot_be_read_of_one_trial_pauses_it_alone(
     plan = small_sweep(seeds=(1,), limits=Limits(concurrency=2))
     first, second = plan.trials
     told = bench(workspace, plan, SCRIPT)
-    told.admission.outlook.canary = None
+    told.admission.canary = None
     real, gone = workspace.read_record, [second.plan.by_name["grpo"].id]
 
     def read_record(stage_id: str) -> StageRecord | None:
@@ -656,7 +655,7 @@ def test_a_trial_ends_while_others_still_need_the_judges_server_that_they_share(
     first, second = (t.name for t in plan.trials)
     script = {"judge": ("wait",) * 999, f"{second}/grpo": ("wait",) * 40}
     told = bench(workspace, plan, script)
-    told.admission.outlook.canary = None
+    told.admission.canary = None
     told.orchestrator.begin()
     while not any(name.endswith("/judge") for name in told.jobs.begun):
         told.orchestrator.step()

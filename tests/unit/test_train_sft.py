@@ -162,13 +162,13 @@ LENGTHS = st.lists(st.integers(1, 10), min_size=1, max_size=40)
 def test_an_epoch_shows_every_row_once(lengths, packs_per_step, epochs):
     steps = sft_steps(1, lengths, pack_length=10, packs_per_step=packs_per_step, epochs=epochs)
     for epoch in range(int(epochs)):
-        seen = [i for step in steps if step.epoch == epoch for pack in step.packs for i in pack]
+        seen = [i for at, packs in steps if at == epoch for pack in packs for i in pack]
         assert sorted(seen) == list(range(len(lengths)))
 
 
 def test_epochs_are_shuffled_differently_and_fractions_are_cut():
     plan = sft_steps(1, [5] * 20, pack_length=10, packs_per_step=1, epochs=2.5)
-    epochs = [[step.packs for step in plan if step.epoch == e] for e in range(3)]
+    epochs = [[packs for at, packs in plan if at == e] for e in range(3)]
     assert [len(epoch) for epoch in epochs] == [10, 10, 5]
     assert epochs[0] != epochs[1]
     limited = sft_steps(1, [5] * 20, pack_length=10, packs_per_step=1, epochs=1000, max_steps=13)

@@ -27,127 +27,89 @@ def tiny(fields: dict[str, Any]) -> RecipeConfig:
     ("fields", "says"),
     [
         # sizes
-        (
-            {"sft.pack_length": 256},
-            r"A pack of 256 tokens \(sft\.pack_length\).*a prompt of 256 .*raise sft\.pack_length",
-        ),
-        ({"grpo.pack_length": 303}, r"pack of 303 tokens.*prompt of 256.*response of 48.*=304"),
-        (
-            {"grpo.pack_length": 304, "grpo.stop_strings": ("</answer>",)},
-            r"pack of 304 tokens.*response of 48.* 1 token that closes a stop string.*=305",
-        ),
-        ({"grpo.max_token_length": 300}, r"grpo\.max_token_length 300 is below 256 \+ 48"),
-        ({"grpo.num_samples_per_prompt_rollout": 1}, r"is 1: a group of one has no advantage"),
-        ({"grpo.temperature": 0.0}, "all samples of a group would be the same"),
+        ({"sft.pack_length": 256}, r"`sft\.pack_length` is 256 and `data\.max_.*raise sft\.pack"),
+        ({"grpo.pack_length": 303}, r"pack_length` is 303.*is 256.*is 48.*=304"),
+        ({"grpo.pack_length": 304, "grpo.stop_strings": ("</answer>",)}, r"is 304.*=305"),
+        ({"grpo.max_token_length": 300}, r"is 300, .*is 256 and .*is 48.*longest response"),
+        ({"grpo.num_samples_per_prompt_rollout": 1}, "is 1.*at least 2"),
+        ({"grpo.temperature": 0.0}, "a number above zero"),
         ({"grpo.stop_strings": ("",)}, "empty text, which every response begins with"),
-        ({"grpo.num_mini_batches": 7}, r"8 x 8 rollouts .* 7 equal mini-batches"),
-        (
-            {"grpo.num_mini_batches": 16},
-            r"8 prompts a step .*16 mini-batches.*never taken apart.*grpo\.num_mini_batches=8",
-        ),
+        ({"grpo.num_mini_batches": 7}, "a divisor of 64 rollouts"),
+        ({"grpo.num_mini_batches": 16}, r"at most 8:.*no group is taken apart.*mini_batches=8"),
         # batches over processes
-        (
-            {"sft.nproc_per_node": 2},
-            r"A step has 1 packs .*for 2 processes.*: 1 would never have work.*"
-            r"sft\.gradient_accumulation_steps=2",
-        ),
+        ({"sft.nproc_per_node": 2}, r"2 packs a step.*sft\.gradient_accumulation_steps=2"),
         (
             {"sft.nproc_per_node": 6, "sft.per_device_train_batch_size": 4},
-            r"4 packs.*accumulation_steps 1\) for 6 processes.*: 2 .*accumulation_steps=2",
+            r"device_train_batch_size` is 4, .*is 1, .*is 6 .*accumulation_steps=2",
         ),
-        (
-            {"grpo.nproc_per_node": 9},
-            r"8 prompts a step .* 9 processes.*: 1 of them would sample nothing.*nproc_per_node=8",
-        ),
+        ({"grpo.nproc_per_node": 9}, r"one prompt a step for each of 9 .*nproc_per_node=8"),
         (
             {**VLLM, "grpo.nproc_per_node": 12, "grpo.num_mini_batches": 8},
-            r"mini-batch of 8 rollouts \(8 prompts x 8 samples / 8 .*12 processes.*: 4 would",
+            "mini-batch's 8 rollouts for each of 12 processes",
         ),
         # sharding
         (
             {"sft.optimizer": "adamw", "sft.offload_optimizer": True},
-            r"sft\.offload_optimizer is true, but sft\.deepspeed_stage is null.*ZeRO-1 to 3",
+            r"sft\.offload_optimizer` is true and `sft\.deepspeed_stage` is null.*ZeRO-1 to 3",
         ),
         (
             {"grpo.offload_optimizer": True, "grpo.deepspeed_stage": 0},
-            r"grpo\.offload_optimizer is true, but grpo\.deepspeed_stage is 0",
+            r"grpo\.offload_optimizer` is true and `grpo\.deepspeed_stage` is 0",
         ),
-        (
-            {"grpo.offload_param": True, "grpo.deepspeed_stage": 2},
-            r"grpo\.offload_param is true, but grpo\.deepspeed_stage is 2.*ZeRO-3 alone",
-        ),
-        (
-            {"sft.optimizer": "muon", "sft.deepspeed_stage": 1},
-            r"muon, and sft\.deepspeed_stage is 1.*whole matrices.*sft\.optimizer=adamw",
-        ),
+        ({"grpo.offload_param": True, "grpo.deepspeed_stage": 2}, r"is 2.*ZeRO-3, which alone"),
+        ({"sft.optimizer": "muon", "sft.deepspeed_stage": 1}, r"whole matrices.*=adamw"),
         # kernels and machines
-        (FLASH, r"flash_attention_2, which needs a GPU, but sft\.resources\.gpus is 0"),
+        (FLASH, r"flash_attention_2' and `sft\.resources\.gpus` is 0.*a GPU"),
         (
             {**FLASH, "sft.resources.gpus": 1, "grpo.resources.gpus": 1},
-            r"computes in 16 bits, but model\.dtype is float32",
+            r"`model\.dtype` is 'float32'.*computes in 16 bits",
         ),
-        (
-            {**FLASH, "stages": ("data", "evaluate")},
-            r"needs a GPU, but evaluate\.resources\.gpus is 0",
-        ),
+        ({**FLASH, "stages": ("data", "evaluate")}, r"`evaluate\.resources\.gpus` is 0"),
         (
             {"grpo.resources.nodes": 2},
-            r"grpo\.resources\.nodes is 2, but dispatch\.executor=local has one machine",
+            r"grpo\.resources\.nodes` is 2 and `dispatch\.executor` is 'local'.*one node",
         ),
         # who gets which GPU
         (
             {"grpo.resources.gpus": 2, "grpo.nproc_per_node": 4},
-            r"4 training processes per node \(grpo\.nproc_per_node\).*a node has 2 .*"
-            r"set grpo\.nproc_per_node=2",
+            r"nproc_per_node` is 4 and .*is 2.*set grpo\.nproc_per_node=2",
         ),
         (
             {**VLLM, "grpo.resources.gpus": 8, "grpo.vllm_num_engines": 4}
             | {"grpo.nproc_per_node": 6},
-            r"6 training processes.*a node has 8 .*servers take 4.*nproc_per_node <= 4",
+            "is 6 .*is 8.*at most 4 processes a node.*no rollout server takes",
         ),
         (
             {**VLLM, "grpo.resources.gpus": 8, "grpo.vllm_num_engines": 8},
-            r"8 rollout servers with 1 GPU each .*take 8 of the 8 GPUs.*none would be left",
+            r"engines` is 8, .*size` is 1, .*gpus` is 8 .*one is left to train on",
         ),
         (
             {**VLLM, "grpo.resources.gpus": 4, "grpo.rollout_server.colocate": True}
             | {"grpo.vllm_num_engines": 3, "grpo.vllm_tensor_parallel_size": 2},
-            r"3 rollout servers with 2 GPUs each .*take 6 of the 4 GPUs of a node",
+            r"engines` is 3, .*size` is 2, .*gpus` is 4 ",
         ),
-        (
-            {**VLLM, "grpo.vllm_tensor_parallel_size": 2},
-            r"to have 2 GPUs .*but the job has none",
-        ),
+        ({**VLLM, "grpo.vllm_tensor_parallel_size": 2}, "without GPUs, one process per server"),
         # older policies
-        (
-            {"grpo.async_steps": 70},
-            r"grpo\.async_steps is 70, and grpo\.num_training_steps 70: no trained weights",
-        ),
+        ({"grpo.async_steps": 70}, r"is 70 and .*is 70.*trained weights are sampled from"),
         (
             {"grpo.async_steps": 1, "grpo.truncated_importance_sampling_ratio_cap": 0.0},
-            r"1 steps old .*nothing corrects for it.*ratio_cap=2\.0",
+            r"a correction for older samples.*ratio_cap=2\.0",
         ),
-        (
-            {"grpo.old_logprobs": "sampler", "grpo.top_p": 0.9},
-            r"grpo\.top_p 0\.9: .*ratios would begin at 0\.9 to 1",
-        ),
+        ({"grpo.old_logprobs": "sampler", "grpo.top_p": 0.9}, r"top_p` is 0\.9.*clipped"),
         (
             {"grpo.active_sampling": True, "grpo.active_sampling_max_rounds": 1},
-            r"active_sampling_max_rounds is 1, the first round included",
+            "active_sampling_max_rounds` is 1.*at least 2",
         ),
         # rollout servers
-        (
-            {**VLLM, "grpo.rollout_server.weight_transfer": "nccl"},
-            r"weight_transfer is nccl, which goes from GPU to GPU, but grpo\.resources\.gpus is 0",
-        ),
+        ({**VLLM, "grpo.rollout_server.weight_transfer": "nccl"}, "one of auto, reload:"),
         (
             {**VLLM, "grpo.rollout_server.weight_transfer": "nccl", "grpo.resources.gpus": 2}
             | {"grpo.rollout_server.colocate": True},
-            r"NCCL takes no two processes of one GPU",
+            "one of auto, reload, ipc:",
         ),
         (
             {**VLLM, "grpo.rollout_server.weight_transfer": "ipc", "grpo.resources.gpus": 2},
-            r"CUDA IPC hands memory over within one GPU",
+            "one of auto, reload, nccl:",
         ),
         ({**VLLM, "grpo.rollout_server.weights_dir": "shm"}, r"'shm'.*an absolute path"),
         # ranges
@@ -200,9 +162,6 @@ def test_what_can_be_trained_is_not_refused(fields: dict[str, Any]) -> None:
 
 def test_what_is_hardly_meant_is_said() -> None:
     assert training_notes(TINY) == []
-    alone = training_notes(tiny({"sft.optimizer": "adamw", "sft.deepspeed_stage": 3}))
-    assert len(alone) == 1
-    assert "sft.deepspeed_stage is 3 with one process" in alone[0]
     assert not training_notes(tiny({"grpo.nproc_per_node": 2, "grpo.resources.cpus": 2}))
     [few] = training_notes(tiny({"grpo.nproc_per_node": 2, "model.cpu_threads": 2}))
     assert "2 processes with 2 threads each" in few
@@ -211,10 +170,6 @@ def test_what_is_hardly_meant_is_said() -> None:
         tiny({"grpo.resources.gpus": 8, "grpo.resources.nodes": 2, "grpo.nproc_per_node": 3})
     )
     assert "10 of the 16 GPUs of grpo stay idle" in idle
-    [blind] = training_notes(tiny({"sft.health.kl_blow_up": "stop"}))
-    assert "sft.health.kl_blow_up is stop" in blind
-    assert "grpo.health.kl_blow_up does" in blind
-    assert not training_notes(tiny({"sft.health.loss_spike": "stop"}))
 
 
 def placed(fields: dict[str, Any], stage: Any = "grpo") -> Placement:

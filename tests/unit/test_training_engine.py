@@ -26,7 +26,6 @@ from refiner_core.training.batches import Sample, build_pack, collate
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.engines.protocol import PROGRESS
 from refiner_core.training.model import loading
-from refiner_core.training.model.optim import Updater
 from tests.support.tiny_training import BATCH_ROPES, save_tiny_model, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -34,9 +33,8 @@ CPU = torch.device("cpu")
 
 def engine(model, muon: float | None = None) -> PlainEngine:
     settings = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0}
-    updater = Updater(model, **settings, muon_learning_rate=muon)
     loaded = loading.Loaded(model, tiny_tokenizer(), share_prompts=False, balance=None)
-    return PlainEngine(loaded, updater, ModelConfig())
+    return PlainEngine(loaded, ModelConfig(), **settings, muon_learning_rate=muon)
 
 
 def sharded(**changes) -> RecipeConfig:

@@ -24,9 +24,9 @@ from refiner_core.contract.types import (
 )
 from refiner_core.generation.completions import completion_text
 from refiner_core.generation.transformers_backend import TransformersGenerator
-from refiner_core.generation.vllm.call import Shares
+from refiner_core.generation.vllm.client import _Shares
 from refiner_core.generation.vllm.wire import (
-    Asked,
+    Question,
     Unusable,
     completion_body,
     read_completion,
@@ -101,7 +101,7 @@ def test_samples_of_different_prompts_are_not_drawn_with_the_same_numbers(folder
 def test_everything_that_decides_a_sample_is_said() -> None:
     params = SamplingParams(0.5, 0.9, 7, 11, ("w9",))
     body = json.loads(
-        completion_body(GenerationRequest((5, 6), (1 << 63) + 4), Asked(params, STOP, "8"))
+        completion_body(Question(GenerationRequest((5, 6), (1 << 63) + 4), params, STOP, "8"))
     )
     assert body == {
         **{"model": "policy", "prompt": [5, 6], "max_tokens": 11, "min_tokens": 0, "n": 1},
@@ -277,7 +277,6 @@ def test_a_refused_request_is_quoted_without_the_key(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("params", "asked", "said"),
     [
-        (SamplingParams(temperature=-1.0), requests(1, 1), "temperature"),
         (SamplingParams(max_new_tokens=120), requests(1, 1), "window has 128"),
         (PLAIN, [GenerationRequest((), 1)], "empty prompt"),
     ],
@@ -318,17 +317,17 @@ GOOD: dict[str, Any] = {
 def test_an_answer_that_is_not_what_was_asked_for_is_never_trained_on(
     change: dict[str, Any], said: str
 ) -> None:
-    asked, request = Asked(PLAIN, STOP, "1"), GenerationRequest((3, 4), 0)
-    assert isinstance(read_completion(_answer(GOOD), request, asked), Completion)
+    asked = Question(GenerationRequest((3, 4), 0), PLAIN, STOP, "1")
+    assert isinstance(read_completion(_answer(GOOD), asked), Completion)
     with pytest.raises(Unusable, match=said):
-        read_completion(_answer(GOOD | change), request, asked)
+        read_completion(_answer(GOOD | change), asked)
 
 
 def test_partial_tokens_of_an_abort_are_no_sample() -> None:
-    asked, request = Asked(PLAIN, STOP, "1"), GenerationRequest((3, 4), 0)
-    assert read_completion(_answer(GOOD | {"finish_reason": "abort"}), request, asked) == "abort"
+    asked = Question(GenerationRequest((3, 4), 0), PLAIN, STOP, "1")
+    assert read_completion(_answer(GOOD | {"finish_reason": "abort"}), asked) == "abort"
     with pytest.raises(Unusable, match="one choice"):
-        read_completion(json.dumps({"choices": [GOOD, GOOD]}).encode(), request, asked)
+        read_completion(json.dumps({"choices": [GOOD, GOOD]}).encode(), asked)
 
 
 def _answer(choice: dict[str, Any]) -> bytes:
@@ -336,7 +335,7 @@ def _answer(choice: dict[str, Any]) -> bytes:
 
 
 def test_samples_of_a_prompt_begin_on_one_server_and_none_is_lost() -> None:
-    shares = Shares([Endpoint("a"), Endpoint("b")])
+    shares = _Shares([Endpoint("a"), Endpoint("b")])
     for number, request in enumerate(requests(5, 4)):
         shares.add(number, request.prompt_ids)
     assert sorted(len(lane.queue) for lane in shares.lanes) == [8, 12]

@@ -54,7 +54,7 @@ def package(common: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def make_workspace(root: str, package: str) -> str:
     workspace = Workspace.open(root)
     claim(workspace, small_plan("data"), "data")
-    return snapshot_code(workspace, [package]).id
+    return snapshot_code(workspace, [package]).name
 
 
 def open_it(root: str) -> str:
@@ -196,15 +196,15 @@ def test_code_that_is_not_what_was_pinned_is_refused(
     """A stranger may know the digest that a version of refiner will have."""
     workspace = Workspace.open(tmp_path / "ws")
     code = snapshot_code(workspace, [package])
-    mangle(code.path, how)
+    mangle(code, how)
     for use in (
         lambda: snapshot_code(workspace, [package]),
-        lambda: require_snapshot(workspace, code.id),
+        lambda: require_snapshot(workspace, code.name),
     ):
         with pytest.raises(WorkspaceError, match="not the code that was pinned") as refusal:
             use()
-        assert f"rm -r {code.path}" in refusal.value.fix
-    shutil.rmtree(code.path)
+        assert f"rm -r {code}" in refusal.value.fix
+    shutil.rmtree(code)
     assert snapshot_code(workspace, [package]) == code
 
 
@@ -213,8 +213,8 @@ def test_what_python_has_compiled_of_pinned_code_is_no_change(tmp_path: Path, pa
     code = snapshot_code(workspace, [package])
     run = [sys.executable, "-P", "-c", f"import {package}.work"]
     writes = {"PYTHONDONTWRITEBYTECODE": ""}
-    subprocess.run(run, env={**os.environ, **job_settings(1, code.path), **writes}, check=True)
-    assert list(code.path.rglob("*.pyc"))
+    subprocess.run(run, env={**os.environ, **job_settings(1, code), **writes}, check=True)
+    assert list(code.rglob("*.pyc"))
     assert snapshot_code(workspace, [package]) == code
 
 
@@ -252,9 +252,10 @@ def test_a_run_goes_on_with_its_own_code_or_is_told_before_a_job_is_submitted(
     with pytest.raises(WorkspaceError, match="is gone"):
         orchestrator_on(plan, workspace, fake_router(workspace), run=run).begin()
     code = snapshot_code(workspace)
-    shutil.rmtree(code.path)
-    orchestrator_on(plan, workspace, fake_router(workspace), run=replace(run, code=code.id)).begin()
-    assert (code.path / "infra").is_dir(), "this process has it still"
+    shutil.rmtree(code)
+    run = replace(run, code=code.name)
+    orchestrator_on(plan, workspace, fake_router(workspace), run=run).begin()
+    assert (code / "infra").is_dir(), "this process has it still"
 
 
 # ---------------------------------------------------------------- colleagues
@@ -270,7 +271,7 @@ def test_two_users_work_in_a_workspace_that_both_call_shared(
         workspace = Workspace.open(root)
         stage = claim(workspace, small_plan("data"), "data")
         workspace.close_attempt(stage.id, 1, Outcome("killed", "resume", "gone"))
-        return snapshot_code(workspace, [package]).id
+        return snapshot_code(workspace, [package]).name
 
     def go_on(root: str) -> list[str]:
         workspace = Workspace.open(root)
@@ -278,7 +279,7 @@ def test_two_users_work_in_a_workspace_that_both_call_shared(
         record = workspace.read_record(stage.id)
         assert record is not None
         ended = [a.outcome.message if a.outcome else "open" for a in record.attempts]
-        return [*ended, snapshot_code(workspace, [package]).id]
+        return [*ended, snapshot_code(workspace, [package]).name]
 
     (common / "ws").mkdir()
     os.chown(common / "ws", STRANGER, GROUP)
@@ -295,7 +296,7 @@ def test_code_is_never_the_groups_to_change(
     before = os.umask(0)
     try:
         code = snapshot_code(Workspace.open(tmp_path / "ws"), [package])
-        for path in (code.path, *code.path.rglob("*")):
+        for path in (code, *code.rglob("*")):
             assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644)
     finally:
         os.umask(before)

@@ -38,8 +38,7 @@ from flows.stored import recorded_field
 from infra.disk.keeper import DiskKeeper
 from infra.disk.usage import KINDS, size_of, stock_of
 from infra.host.secrets import HIDDEN, carries_secrets, masked, shown_override, without_secrets
-from infra.orchestrator.timeline import StageHistory, incidents_of
-from infra.store.traces import read_metrics
+from infra.orchestrator.timeline import incidents_of
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import walk
@@ -174,26 +173,14 @@ def _share(row: StageRow, began_at: str) -> float:
 
 
 def _judge_use(reading: RunReading) -> dict[str, float]:
-    """Counts of what judges were asked by all stages of this run; empty where none kept count."""
+    """Counts of what judges were asked by the stages of this run that are done; empty where none
+    kept count."""
     sums: Counter[str] = Counter()
     for name in reading.own():
-        what, history = f"The judge's count of {name}", reading.histories[name]
-        sums.update(reading.tried(what, _counts, reading, history) or {})
+        report = result.report if (result := reading.result(name)) is not None else {}
+        told = report.get("judge") or report.get("judge_usage") or {}
+        sums.update({k: told[k] for k in _OF_JUDGE if k in told})
     return dict(sums)
-
-
-def _counts(reading: RunReading, history: StageHistory) -> dict[str, float]:
-    """By its report; of a training that goes on, by what it has logged so far."""
-    if (result := history.record.result) is not None:
-        told = result.report.get("judge") or result.report.get("judge_usage") or {}
-        return {k: told[k] for k in _OF_JUDGE if k in told}
-    if history.record.spec.kind != "grpo" or not history.record.attempts:
-        return {}
-    newest = history.record.attempts[-1].number
-    path = reading.workspace.layout.attempt(history.stage_id, newest).metrics
-    logged = [line.metrics for line in read_metrics(path, [f"judge/{key}" for key in _OF_JUDGE])]
-    sums = {key: total(metrics.get(f"judge/{key}") for metrics in logged) for key in _OF_JUDGE}
-    return {key: value for key, value in sums.items() if value is not None}
 
 
 # ---------------------------------------------------------------- the disk

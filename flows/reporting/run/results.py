@@ -1,16 +1,15 @@
 """Results of a run: numbers of evaluations, what training has changed, curves, examples.
 
 In: a :class:`~flows.reporting.run.stages.RunReading`. Out: :class:`Evaluated` (one evaluation that
-is done and can be read), rows of numbers and changes,
-curves and examples. Numbers come as they
+is done and can be read), rows of numbers and changes, curves and examples. Numbers come as they
 were recorded; changes are computed from the samples, and left out where those are gone. A step
 whose value was not finite is a gap in its curve; long curves are thinned so that spikes and gaps
 stay.
 
-Examples are the prompts whose answers improved most, got worse most, and changed as most did;
-prompts that came early and late in training; the best, a typical and the worst sample of the last
-step. A reward is taken apart by the formula of :mod:`refiner_core.rewards.combine`; where the parts
-do not add up to what is recorded, they stand without their shares.
+Examples are the prompts whose answers improved most, got worse most, and changed as most did, and
+the best, a typical and the worst sample of the last step. A reward is taken apart by the formula of
+:mod:`refiner_core.rewards.combine`; where the parts do not add up to what is recorded, they stand
+without their shares.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from flows.reporting.run.stages import RunReading
 from flows.reporting.samples import SamplesReader, questions_of
@@ -387,14 +385,6 @@ _NO_CHANGE = 1e-9
 _METRICS = ("success", "reward", "oracle", "rubric_score")
 
 
-class Chosen(NamedTuple):
-    """A prompt, why it is shown, and what changed there."""
-
-    sample_id: str
-    why: str
-    change: float
-
-
 def evaluation_examples(reading: RunReading, evaluations: Sequence[Evaluated]) -> tuple[Row, ...]:
     """Answers before and after, under the first protocol that has both."""
     pairs = before_and_after(evaluations)
@@ -408,8 +398,8 @@ def evaluation_examples(reading: RunReading, evaluations: Sequence[Evaluated]) -
     )
 
 
-def choose(changes: Mapping[str, float]) -> list[Chosen]:
-    """The prompts to show, by the change of each; none of them twice."""
+def choose(changes: Mapping[str, float]) -> dict[str, str]:
+    """The prompts to show, by the change of each, and why each is shown."""
     order = sorted(changes, key=lambda p: (changes[p], p))
     better = [p for p in reversed(order) if changes[p] > _NO_CHANGE][:_BETTER]
     worse = [p for p in order if changes[p] < -_NO_CHANGE][:_WORSE]
@@ -417,7 +407,7 @@ def choose(changes: Mapping[str, float]) -> list[Chosen]:
     middle = float(np.median(list(changes.values()))) if changes else 0.0
     rest.sort(key=lambda p: (abs(changes[p] - middle), p))
     why = [("improved most", better), ("got worse most", worse), ("typical", rest[:_TYPICAL])]
-    return [Chosen(p, word, changes[p]) for word, prompts in why for p in prompts]
+    return {p: word for word, prompts in why for p in prompts}
 
 
 def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[Row, ...]:
@@ -437,7 +427,7 @@ def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[
     )
     changes = {p: is_now[p] - was[p] for p in was if p in is_now}
     chosen = choose({p: change for p, change in changes.items() if np.isfinite(change)})
-    prompts = [one.sample_id for one in chosen]
+    prompts = list(chosen)
     answers = []
     for evaluated, file in zip(shown, files, strict=True):
         reward = reading.config_of(evaluated.name).reward
@@ -452,14 +442,14 @@ def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[
     return tuple(
         _example(
             asked or {},
-            one.sample_id,
+            prompt,
             kind="before and after",
-            why=one.why,
-            said=tuple(by[one.sample_id] for by in answers if one.sample_id in by),
+            why=why,
+            said=tuple(by[prompt] for by in answers if prompt in by),
             metric=metric,
-            change=float(f"{one.change:.6g}"),
+            change=float(f"{changes[prompt]:.6g}"),
         )
-        for one in chosen
+        for prompt, why in chosen.items()
     )
 
 
@@ -482,8 +472,6 @@ def _sample_files(shown: Sequence[Evaluated]) -> list[str]:
     return [files[decoding] for files in found]
 
 
-#: Prompts that are shown twice, and how many steps at each end are looked through for them.
-_TWICE, _ENDS = 2, 12
 #: Columns that are most of a file and that nobody reads here.
 _BULK = ("response_ids", "logprobs", "own", "turn_advantages")
 
@@ -507,67 +495,39 @@ def _rollouts(
 ) -> tuple[Row, ...]:
     reward = reading.config_of(name).reward
     last = read_rollouts(files[max(files)], _BULK)
-    shown = [*_early_and_late(files), *_of_one_step(last)]
-    prompts = list(dict.fromkeys(str(rows[0]["sample_id"]) for _, rows in shown))
+    shown = list(_of_one_step(last))
+    prompts = list(dict.fromkeys(str(row["sample_id"]) for _, row in shown))
     where = (reading.workspace, history.stage_id, history.record.attempts[-1].number)
     asked = reading.tried(f"The prompts of {name}", questions_of, *where, prompts, TRAINED_ON)
-    found = []
-    for why, rows in shown:
-        worth = [float(row["reward"]) for row in rows if row.get("reward") is not None]
-        example = _example(
+    return tuple(
+        _example(
             asked or {},
-            str(rows[0]["sample_id"]),
+            str(row["sample_id"]),
             kind="rollout",
             why=why,
-            said=tuple(said_in_training(row, reward) for row in rows),
+            said=(said_in_training(row, reward),),
             metric="reward",
-            change=float(f"{worth[1] - worth[0]:.6g}") if len(worth) == 2 else None,
+            change=None,
         )
-        found.append(example)
-    return tuple(found)
+        for why, row in shown
+    )
 
 
 # ---------------------------------------------------------------- which
 
 
-def _early_and_late(files: Mapping[int, Path]) -> Iterator[tuple[str, list[Row]]]:
-    """Prompts that were trained on in two steps, as far apart as can be found at both ends."""
-    steps, ends = list(files), min(_ENDS, len(files) // 2)
-    if not ends:
-        return
-    early = {p: s for s in reversed(steps[:ends]) for p in _prompts_in(files[s])}
-    late = {p: s for s in steps[-ends:] for p in _prompts_in(files[s])}
-    both = sorted(early.keys() & late.keys(), key=lambda p: (early[p] - late[p], p))
-    for prompt in both[:_TWICE]:
-        pair = (read_rollouts(files[s], _BULK) for s in (early[prompt], late[prompt]))
-        found = [typical([r for r in rows if r["sample_id"] == prompt]) for rows in pair]
-        yield "early and late in training", found
-
-
-def _prompts_in(path: Path) -> set[str]:
-    """Sample ids of a rollout file."""
-    with pq.ParquetFile(path) as file:
-        return set(file.read(["sample_id"]).column("sample_id").to_pylist())
-
-
-def typical(rows: Sequence[Row]) -> Row:
-    """The sample in the middle by reward; where none has one, the first."""
-    scored = sorted((r for r in rows if r.get("reward") is not None), key=_worth)
-    return scored[(len(scored) - 1) // 2] if scored else rows[0]
-
-
-def _of_one_step(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+def _of_one_step(rows: Sequence[Row]) -> Iterator[tuple[str, Row]]:
     """The best, a typical and the worst sample, and one without a score, where there are such."""
     scored = sorted((r for r in rows if r.get("reward") is not None), key=_worth)
     if scored:
-        yield "best", [scored[-1]]
+        yield "best", scored[-1]
     if len(scored) > 2:
-        yield "typical", [typical(scored)]
+        yield "typical", scored[(len(scored) - 1) // 2]
     if len(scored) > 1:
-        yield "worst", [scored[0]]
+        yield "worst", scored[0]
     unscored = next((r for r in rows if r.get("reward") is None), None)
     if unscored is not None:
-        yield "no score", [unscored]
+        yield "no score", unscored
 
 
 def _worth(row: Row) -> tuple[float, str, int]:

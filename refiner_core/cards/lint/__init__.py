@@ -3,7 +3,7 @@
 In: the text of a README.md (ours or any other), and for one of ours its evidence. Out: findings,
 each with its line, rule and severity; none is a good sign::
 
-    text ──> markdown ──> secrets, NaN, paths      what the Hub and readers meet
+    text ──> markdown ──> secrets, paths           what the Hub and readers meet
                      └──> quantities ──> numbers   what numbers say
     text, evidence ──> against                     what it should be, number by number
 
@@ -24,7 +24,7 @@ from refiner_core.cards.lint.numbers import (
     claim_findings,
     impossible_shares,
     prose_findings,
-    table_findings,
+    totals,
 )
 from refiner_core.cards.lint.quantities import quantities
 from refiner_core.contract.checks.secrets import has_secret
@@ -57,11 +57,14 @@ def _of_itself(text: str, *, has_evidence: bool) -> Iterator[Finding]:
         yield _NO_EVIDENCE
     unknown_base = bool(_UNKNOWN_BASE.search(text))
     yield from front_findings(document.front, document.front_line, unknown_base=unknown_base)
-    yield from text_findings(document, is_ours=ours)
-    yield from table_findings(document, known)
+    yield from _signs(document)
+    if ours:
+        yield from _paths(document)
+    for table in document.tables:
+        yield from totals(table)
     yield from (finding for finding, _ in shares)
     yield from claim_findings(document, known, impossible)
-    yield from prose_findings(document, known)
+    yield from prose_findings(document)
 
 
 def check_card(
@@ -83,8 +86,6 @@ def check_card(
         return [Finding(1, "too-large", what, "name a card")]
     found = {*_of_itself(text, has_evidence=evidence is not None)}
     if evidence is not None:
-        # The evidence knows how each interval was made; a bootstrap need not hold its value.
-        found = {f for f in found if f.rule != "interval"}
         found |= {*evidence_findings(text, evidence, template)}
     return sorted(found)
 
@@ -97,40 +98,19 @@ def lint_card(text: str, evidence: str | None = None, *, template: str | None = 
 
 # ---------------------------------------------------------------- what stands in no number
 
-_NAN = r"([-+]?\.?(?:nan|inf|infinity)(?![\w-]))"
-#: Where a number should stand: behind a sign, in an interval, and in a cell at its beginning.
-_IN_PROSE = re.compile(
-    rf"(?:[=≈±]|\+/-)\s*{_NAN}|:\s*{_NAN}[\s.]*$|\[\s*{_NAN}\s*,|\d\s*,\s*{_NAN}\s*\]",
-    re.IGNORECASE | re.MULTILINE,
-)
-_IN_CELL = re.compile(rf"{_NAN}\s*(?:$|[%±,\[(])", re.IGNORECASE)
-#: Somebody's own folder, and what may be in a container or what everybody has: for our own cards.
+#: A folder of some machine: a card that refiner makes names none at all.
 _PATH = re.compile(
-    r"(?<![\w.:/-])(?:/(?:home|Users|scratch|gpfs|lustre|nfs)/"
-    r"(?!(?:your|user|runner)[\w-]*)[\w.~-]+|[A-Z]:\\Users\\\w+)"
-)
-_OF_OURS = re.compile(
     r"(?<![\w.:/-])(?:/(?:root|mnt|work|data|tmp|opt|var|home|Users|scratch|gpfs|lustre|nfs)/"
     r"[\w.~-]+|~/\.?\w[\w.-]*|[A-Z]:\\\w+)"
 )
 
 
-def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
-    """All findings that need no numbers. ``is_ours``: a card that refiner makes names no folder of
-    a machine at all."""
-    paths = _OF_OURS if is_ours else _PATH
+def _paths(document: Document) -> Iterator[Finding]:
     for paragraph in document.paragraphs:
-        for path in paths.finditer(paragraph.text):
-            yield _path(paragraph.line_of(path.start()), path)
-        for found in _IN_PROSE.finditer(paragraph.without_code):
-            yield _nan(paragraph.line_of(found.start(found.lastindex or 0)), found)
-    for table in document.tables:
-        for row in table.rows:
-            yield from (_path(row.line, m) for c in row.cells for m in paths.finditer(c))
-            for cell in row.cells[1:]:
-                if said := _IN_CELL.match(cell) or _IN_PROSE.search(cell):
-                    yield _nan(row.line, said)
-    yield from _signs(document)
+        for found in _PATH.finditer(paragraph.text):
+            yield _path(paragraph.line_of(found.start()), found)
+    for row in (row for table in document.tables for row in table.rows):
+        yield from (_path(row.line, m) for cell in row.cells for m in _PATH.finditer(cell))
 
 
 def _path(line: int, found: re.Match[str]) -> Finding:
@@ -138,23 +118,12 @@ def _path(line: int, found: re.Match[str]) -> Finding:
     return Finding(line, "machine-path", message, "name what others can get")
 
 
-def _nan(line: int, found: re.Match[str]) -> Finding:
-    message = f"{found[found.lastindex or 0]!r} stands where a number should"
-    return Finding(line, "not-finite", message, "a number that was not computed is a dash")
-
-
 def _signs(document: Document) -> Iterator[Finding]:
-    """Secrets, but for those of the front matter, and characters that nobody sees."""
-    front = document.front.count("\n") + 3 if document.front is not None else 0
+    """Secrets, and characters that nobody sees."""
     for number, line in enumerate(document.text.split("\n"), start=1):
-        if number > front and has_secret(line):
+        if has_secret(line):
             what = "something looks like an access token or key"
             yield Finding(number, "secret", what, "take it out, and revoke it")
         if found := CONTROLS.search(line):
-            yield Finding(
-                number,
-                "control-character",
-                f"the character U+{ord(found.group()):04X} is shown by nobody: what a reader sees "
-                "here is not what stands here",
-                "take it out",
-            )
+            what = f"the character U+{ord(found.group()):04X} is shown by nobody"
+            yield Finding(number, "control-character", what, "take it out")

@@ -1,4 +1,4 @@
-"""Numbers that cannot be: totals, shares, ranges, pass@k, counts in sentences, improvements.
+"""Numbers that cannot be: totals, shares of n cases, counts in sentences, improvements.
 
 In: tables, prose and the quantities read from tables. Out: findings, each about one line. A share
 of n cases is a whole number of n-ths, as printed. A claim is looked at where the tables have both
@@ -9,60 +9,34 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import chain, islice
 from math import comb, lcm
 from typing import NamedTuple
 
-from refiner_core.cards.lint.markdown import (
-    Document,
-    Finding,
-    Paragraph,
-    Table,
-)
+from refiner_core.cards.lint.markdown import Document, Finding, Paragraph, Table
 from refiner_core.cards.lint.quantities import (
     Figure,
     Quantity,
-    agree,
     can_be_share,
     case_columns,
     figures_of,
     metric_of,
     metrics_in,
-    names_change,
     nearest_shares,
     parse_figure,
     parse_number,
     repeats_in,
     role_of,
-    same_elsewhere,
     scale,
     total_kind,
     uneven_in,
-    words,
 )
 
-_INTERVAL_WORDS = re.compile(r"(?i)\bCI\b|interval|confidence|credible")
 #: Whole numbers that were rounded, unlike counts.
 _MEASURED = re.compile(r"(?i)[(\[]|hour|min|sec|time|size|byte|[kmgt]i?b\b|cost|param|token|score")
-
-
-def table_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Finding]:
-    """All findings that one table is enough for."""
-    intervals = bool(_INTERVAL_WORDS.search(document.text))
-    for table in document.tables:
-        yield from totals(table)
-        for row, figures in zip(table.rows, figures_of(table), strict=True):
-            for figure in figures:
-                if figure is not None:
-                    yield from bad_interval(figure, row.line, intervals)
-    yield from out_of_range(known)
-    yield from _wrong_pass_at_k(known)
-
-
-# ---------------------------------------------------------------- totals
 
 
 def totals(table: Table) -> Iterator[Finding]:
@@ -136,72 +110,7 @@ def _shown(value: Fraction, like: Figure) -> str:
     return f"{float(value):.{max(like.decimals, 0)}f}" + (" %" if like.percent else "")
 
 
-# ---------------------------------------------------------------- ranges
-
-
-def bad_interval(figure: Figure, line: int, intervals: bool) -> Iterator[Finding]:
-    """An interval holds its value; what looks like one is one only if the card has intervals."""
-    if figure.low is None or figure.high is None:
-        return
-    whole = figure.low.denominator == figure.high.denominator == 1
-    if whole and not intervals:
-        return  # [12, 13] may be references
-    if figure.low > figure.high:
-        yield Finding(line, "interval", f"{figure.text}: its interval ends before it begins")
-    elif not figure.low - figure.unit / 2 <= figure.value <= figure.high + figure.unit / 2:
-        yield Finding(
-            line, "interval", f"{figure.text}: the value does not lie in its own interval"
-        )
-
-
-def out_of_range(known: Sequence[Quantity]) -> Iterator[Finding]:
-    """Shares lie between 0 and 100 %."""
-    for q in known:
-        header = " ".join([*q.table.header, q.label])
-        if not q.metric.share or names_change(header):
-            continue
-        too_much = q.figure.value > 100 and (q.figure.percent or q.metric.yes_no)
-        if too_much or q.figure.value < 0:
-            yield Finding(
-                q.line, "out-of-range", f"{q.metric.key} of {q.shown} is no share of anything"
-            )
-
-
-def _wrong_pass_at_k(known: Sequence[Quantity]) -> Iterator[Finding]:
-    """More tries pass at least as often, in every row, and all of more tries at most as often."""
-    for every in (False, True):
-        tries = {id(q): q.metric.every if every else q.metric.k for q in known}
-        for group in _by_row([q for q in known if tries[id(q)] is not None]):
-            ordered = sorted(group, key=lambda q: tries[id(q)] or 0)
-            for less, more in pairwise(ordered):
-                small, large = (more, less) if every else (less, more)
-                if tries[id(less)] != tries[id(more)] and _falls(small.figure, large.figure):
-                    cannot = "all of more tries cannot pass more" if every else (
-                        "more tries cannot pass less"
-                    )  # fmt: skip
-                    yield Finding(
-                        more.line,
-                        "pass-at-k",
-                        f"{small.metric.key} of {small.shown} is more than {large.metric.key} of "
-                        f"{large.shown}: {cannot} often",
-                        "were they measured under one protocol? correct one of them",
-                    )
-
-
-def _by_row(known: Sequence[Quantity]) -> Iterable[list[Quantity]]:
-    """Numbers of one model that differ in k alone, and count the same cases."""
-    groups: dict[object, list[Quantity]] = defaultdict(list)
-    for q in known:
-        by_column = any(metric_of(h) for h in q.table.header[1:])
-        name = q.name - words(q.label) if by_column else q.name
-        groups[id(q.table), q.label, q.line if by_column else None, name, q.n].append(q)
-    return groups.values()
-
-
-def _falls(less: Figure, more: Figure) -> bool:
-    same = less.percent == more.percent and not less.hedged and not more.hedged
-    return same and less.value - less.unit / 2 > more.value + more.unit / 2
-
+# ---------------------------------------------------------------- shares of n
 
 _FIX = (
     "say on how many cases, and with how many tries each, it was measured; or measure it again, as "
@@ -225,13 +134,15 @@ def impossible_shares(
         if q.n is None or not q.metric.yes_no or q.figure.hedged or not 0 < q.n <= 10**7:
             continue
         whole, stated = scale(q.figure, fractions=q.fractions), _denominators(q, repeats)
-        if not stated or not 0 <= q.figure.value <= whole:
+        if not stated or q.figure.value < 0:
             continue
         if uneven is not None:
             stated.append(q.n * _common(q.metric.drawn or 1, uneven))
-        if not can_be_share(q.figure, stated, whole):
+        if q.figure.value > whole or not can_be_share(q.figure, stated, whole):
             where = f" (line {q.n_line})" if q.n_line and q.n_line != q.line else ""
-            nearest = nearest_shares(q.figure, q.n, whole)
+            nearest = "more than all of them"
+            if q.figure.value <= whole:
+                nearest = nearest_shares(q.figure, q.n, whole)
             what = f"{q.shown} is no share of n = {q.n}{where}: {nearest}"
             yield Finding(q.line, "percentage-impossible", what, _FIX), q
     yield from ((finding, None) for finding in _in_prose(document, repeats))
@@ -294,12 +205,6 @@ _BY_FACTOR = re.compile(
     r"(?P<value>\d+(?:\.\d+)?)",
     re.IGNORECASE,
 )
-_POINTS = re.compile(
-    r"(?P<hedge>~|≈|\b(?:over|more than|nearly|almost|about|around|up to|roughly)\s)?\s*"
-    r"(?<![\d.])\+?(?P<value>\d+(?:\.\d+)?)\s?(?:%[- ]points?|percentage[- ]points?|pp|points?)\b"
-    rf"[^.\n]{{0,30}}?\b(?:{_BETTER}|over|above)\b",
-    re.IGNORECASE,
-)
 _PROTOCOL = re.compile(
     r"protocol `?[0-9a-f]{8,}|greedy|sampled|temperature\W+[\d.]+|n\s*=\s*\d+|\d+-shot"
 )
@@ -311,14 +216,13 @@ _OF_ELSE = re.compile(r"(?i)speed|fast|through|memory|latency|cost|small|context
 
 
 class _Claim(NamedTuple):
-    """``4x improvement``: a factor, or a difference in points."""
+    """``4x improvement``."""
 
     text: str
     line: int
     value: Fraction
     decimals: int
     hedged: bool
-    is_factor: bool
     sentence: str
 
 
@@ -327,17 +231,8 @@ def _holds(claim: _Claim, own: Quantity, base: Quantity) -> bool:
     step = Fraction(10) ** -claim.decimals
     room = step if claim.hedged else step / 2
     a, b, ua, ub = own.figure.value, base.figure.value, own.figure.unit, base.figure.unit
-    if claim.is_factor:
-        low, high = (a - ua / 2) / (b + ub / 2), (a + ua / 2) / max(b - ub / 2, ub / 100)
-    else:
-        whole = _points(own)
-        low, high = (whole * (a - b + sign * (ua + ub) / 2) for sign in (-1, 1))
+    low, high = (a - ua / 2) / (b + ub / 2), (a + ua / 2) / max(b - ub / 2, ub / 100)
     return low - room <= claim.value <= high + room
-
-
-def _points(own: Quantity) -> int:
-    """Percentage points in one unit of a number."""
-    return 100 if own.fractions and not own.figure.percent else 1
 
 
 def claim_findings(
@@ -353,19 +248,17 @@ def claim_findings(
 def _claims(document: Document) -> Iterator[_Claim]:
     for paragraph in document.paragraphs:
         text = paragraph.without_code
-        for pattern, is_factor in ((_FACTOR, True), (_BY_FACTOR, True), (_POINTS, False)):
-            for found in pattern.finditer(text):
-                number = parse_number(found["value"])
-                if number is None or number[0] <= 0 or _OF_ELSE.search(found.group()):
-                    continue
-                yield _Claim(
-                    " ".join(found.group().split()),
-                    paragraph.line_of(found.start("value")),
-                    *number,
-                    bool(found["hedge"]),
-                    is_factor,
-                    _context(paragraph, found.start()),
-                )
+        for found in chain(_FACTOR.finditer(text), _BY_FACTOR.finditer(text)):
+            number = parse_number(found["value"])
+            if number is None or number[0] <= 0 or _OF_ELSE.search(found.group()):
+                continue
+            yield _Claim(
+                " ".join(found.group().split()),
+                paragraph.line_of(found.start("value")),
+                *number,
+                bool(found["hedge"]),
+                _context(paragraph, found.start()),
+            )
 
 
 def _context(paragraph: Paragraph, offset: int) -> str:
@@ -399,12 +292,12 @@ def _problem(
     if holding:
         own, base = holding[0]
         bad = base if base in impossible else own
-        said = f"is {_computed(claim, own, base)}, and {bad.shown} (line {bad.line}) cannot be"
+        said = f"is {_computed(own, base)}, and {bad.shown} (line {bad.line}) cannot be"
         fix = "measure both under one protocol, and compute it again"
         return "comparison-built-on", f"{said} for n = {bad.n}", fix
     about_base = role_of(claim.sentence) == "base" or "over" in claim.sentence.lower()
     if about_base and len(pairs) == 1 and pairs[0][0].metric.key in metrics_in(claim.sentence):
-        said = f"does not recompute: {_computed(claim, *pairs[0])}"
+        said = f"does not recompute: {_computed(*pairs[0])}"
         return "comparison", said, "say what it was computed from, or correct it"
     return None
 
@@ -424,13 +317,9 @@ def _pairs(claim: _Claim, known: Sequence[Quantity]) -> list[tuple[Quantity, Qua
     return [pair for pair in pairs if pair[0].metric.key in named] or pairs
 
 
-def _computed(claim: _Claim, own: Quantity, base: Quantity) -> str:
-    a, b = own.figure.value, base.figure.value
-    sign, result = ("/", a / b) if claim.is_factor else ("-", (a - b) * _points(own))
-    return (
-        f"{own.shown} (line {own.line}) {sign} {base.shown} (line {base.line}) = "
-        f"{float(result):.2f}"
-    )
+def _computed(own: Quantity, base: Quantity) -> str:
+    result = own.figure.value / base.figure.value
+    return f"{own.shown} (line {own.line}) / {base.shown} (line {base.line}) = {float(result):.2f}"
 
 
 def _protocols(q: Quantity) -> frozenset[str]:
@@ -451,30 +340,20 @@ _QUOTED = re.compile(
 )
 
 
-def prose_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Finding]:
-    """All findings in sentences, and between them and tables."""
+def prose_findings(document: Document) -> Iterator[Finding]:
+    """Parts of a whole, in sentences and in cells."""
     for paragraph in document.paragraphs:
-        yield from _parts_of(paragraph)
+        text = paragraph.without_code
+        for found in _OF.finditer(text):
+            if _int(found["part"]) > _int(found["whole"]):
+                line = paragraph.line_of(found.start())
+                yield Finding(line, "parts", f"{found.group()}: more than there are")
+        for found in _QUOTED.finditer(text):
+            yield from _quotient(paragraph.line_of(found.start()), found)
     for table in document.tables:
         for row in table.rows:
             for found in _QUOTED.finditer(" ".join(f"{cell}\t" for cell in row.cells)):
                 yield from _quotient(row.line, found)
-    yield from _twice(known)
-
-
-# ---------------------------------------------------------------- parts of a whole
-
-
-def _parts_of(paragraph: Paragraph) -> Iterator[Finding]:
-    text = paragraph.without_code
-    for found in _OF.finditer(text):
-        part, whole = _int(found["part"]), _int(found["whole"])
-        if part > whole:
-            yield Finding(
-                paragraph.line_of(found.start()), "parts", f"{found.group()}: more than there are"
-            )
-    for found in _QUOTED.finditer(text):
-        yield from _quotient(paragraph.line_of(found.start()), found)
 
 
 def _int(text: str) -> int:
@@ -496,16 +375,3 @@ def _quotient(line: int, found: re.Match[str]) -> Iterator[Finding]:
             f"{found.group().rstrip()}: {part} of {whole} are "
             f"{float(share):.{max(figure.decimals, 1)}f} %",
         )
-
-
-def _twice(known: Sequence[Quantity]) -> Iterator[Finding]:
-    for q in known:
-        for other in same_elsewhere(q, known):
-            if other.line < q.line and not agree(q.figure, other.figure):
-                yield Finding(
-                    q.line,
-                    "two-values",
-                    f"{q.metric.key} of {q.label} is {q.shown} here and {other.shown} in line "
-                    f"{other.line}",
-                    "correct one of them",
-                )

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from refiner_core.cards.lint.markdown import Document, Table
 
@@ -23,7 +23,7 @@ _NUMBER = r"[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?"
 _FIGURE = re.compile(
     rf"(?P<hedge>[~≈<>≤≥]\s*)?(?P<value>{_NUMBER})\s*(?P<unit>%)?"
     rf"(?:\s*(?:±|\+/-)\s*{_NUMBER}\s*%?)?"
-    rf"(?:\s*[\[(](?P<low>{_NUMBER})\s*%?\s*(?:,|;|–|—|-|to|\.\.)\s*(?P<high>{_NUMBER})\s*%?[\])])?"
+    rf"(?:\s*[\[(]{_NUMBER}\s*%?\s*(?:,|;|–|—|-|to|\.\.)\s*{_NUMBER}\s*%?[\])])?"
     r"(?:\s*,?\s*\(?[nN]\s*=\s*(?P<n>\d[\d,]*)\)?)?"
 )
 _N = re.compile(r"(?<![A-Za-z])[nN]\s*=\s*(\d[\d,]*)(?![\d.])")
@@ -43,8 +43,6 @@ class Figure:
         A % stood behind it.
     hedged
         It is said to be about, below or above that.
-    low, high
-        Its interval.
     n
         As printed beside it.
     """
@@ -54,8 +52,6 @@ class Figure:
     decimals: int
     percent: bool = False
     hedged: bool = False
-    low: Fraction | None = None
-    high: Fraction | None = None
     n: int | None = None
 
     @property
@@ -77,16 +73,12 @@ def parse_figure(text: str) -> Figure | None:
     number = parse_number(found["value"])
     if number is None:
         return None
-    low = parse_number(found["low"] or "")
-    high = parse_number(found["high"] or "")
     return Figure(
         text=text.strip(),
         value=number[0],
         decimals=number[1],
         percent=bool(found["unit"]),
         hedged=bool(found["hedge"]),
-        low=low and low[0],
-        high=high and high[0],
         n=int(found["n"].replace(",", "")) if found["n"] else None,
     )
 
@@ -153,8 +145,7 @@ _MOST_TRIES = 10_000
 _MOST_REPEATS = 20
 #: Numbers of agents beside pass@k: the first attempt alone, and all of k attempts.
 _FIRST = re.compile(r"\bpass\s?@\s?1[_ ]first\b", re.IGNORECASE)
-_HAT = re.compile(r"\bpass\s?\^\s?(\d+)(?![\w.])", re.IGNORECASE)
-_PASS = re.compile(r"\bpass\s?@\s?(\d+)(?![\w.])", re.IGNORECASE)
+_PASS = re.compile(r"\bpass\s?([@^])\s?(\d+)(?![\w.])", re.IGNORECASE)
 #: Each case counts as 0 or 1, so that a mean of n is a whole number of n-ths.
 _YES_NO = re.compile(
     r"\b(?:accuracy|acc|success rate|exact match|solve rate|resolve rate|resolved)\b",
@@ -202,23 +193,14 @@ Role = Literal["own", "base", ""]
 _UNEVEN = re.compile(r"fewer than (\d+) valid attempts", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Metric:
-    """Measure behind a number. ``k`` is that of pass@k, ``every`` that of pass^k; ``yes_no`` says
-    that each case counts as 0 or 1, ``once`` that it was tried once; ``share`` that more than 100 %
-    cannot be."""
+class Metric(NamedTuple):
+    """Measure behind a number. ``drawn`` is k of pass@k and pass^k; ``yes_no`` says that each case
+    counts as 0 or 1, ``once`` that it was tried once."""
 
     key: str
-    k: int | None = None
+    drawn: int | None = None
     yes_no: bool = False
-    share: bool = False
-    every: int | None = None
     once: bool = False
-
-    @property
-    def drawn(self) -> int | None:
-        """Number of attempts that are drawn, for pass@k and pass^k."""
-        return self.k or self.every
 
 
 def metric_of(label: str) -> Metric | None:
@@ -226,31 +208,28 @@ def metric_of(label: str) -> Metric | None:
     if _CHANGE.search(label):
         return None
     if _FIRST.search(label):
-        return Metric("pass@1_first", yes_no=True, share=True, once=True)
+        return Metric("pass@1_first", yes_no=True, once=True)
     if found := _PASS.search(label):
-        k = min(int(found[1]), _MOST_TRIES)
-        return Metric(f"pass@{k}", k, yes_no=True, share=True)
-    if found := _HAT.search(label):
-        k = min(int(found[1]), _MOST_TRIES)
-        return Metric(f"pass^{k}", yes_no=True, share=True, every=k)
+        k = min(int(found[2]), _MOST_TRIES)
+        return Metric(f"pass{found[1]}{k}", k, yes_no=True)
     if yes_no := _YES_NO.search(label):
         key = yes_no.group().lower()
-        return Metric("accuracy" if key == "acc" else key, yes_no=True, share=True)
+        return Metric("accuracy" if key == "acc" else key, yes_no=True)
     if share := _SHARE.search(label):
-        return Metric(share.group().lower(), share=True)
+        return Metric(share.group().lower())
     return None
 
 
 def metrics_in(text: str) -> frozenset[str]:
     """Keys of all metrics that a sentence names."""
-    patterns = (_FIRST, _PASS, _HAT, _YES_NO, _SHARE)
+    patterns = (_FIRST, _PASS, _YES_NO, _SHARE)
     found = [m.group() for p in patterns for m in p.finditer(text)]
     return frozenset(m.key for m in map(metric_of, found) if m is not None)
 
 
 def without_metric(label: str) -> frozenset[str]:
     """The words of a label beside its metric: what sets it apart from others of its kind."""
-    for pattern in (_FIRST, _PASS, _HAT, _YES_NO, _SHARE, _OWN):
+    for pattern in (_FIRST, _PASS, _YES_NO, _SHARE, _OWN):
         label = pattern.sub(" ", label)
     return words(label)
 
@@ -280,11 +259,6 @@ def role_of(label: str) -> Role:
     if _OWN.search(label):
         return "own"
     return "base" if _BASE.search(label) else ""
-
-
-def names_change(label: str) -> bool:
-    """True if a label is that of a difference, which may be more than 100 % and below 0."""
-    return _CHANGE.search(label) is not None
 
 
 def uneven_in(text: str) -> int | None:
@@ -388,6 +362,8 @@ def _of_table(table: Table) -> Iterator[Quantity]:
             if not in_columns and counts_cases(header):
                 continue
             called, label = (header, rows[r]) if in_columns else (rows[r], header)
+            if _CHANGE.search(label):  # it may be more than 100 %, and below 0
+                continue
             name, stated = without_metric(called), figure.n or stated_n(rows[r])
             counted = None
             if in_columns:

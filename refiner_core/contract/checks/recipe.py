@@ -6,121 +6,30 @@ Nothing here looks at the world; what the machine lacks is found at run time.
 from __future__ import annotations
 
 import functools
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from operator import attrgetter
+from urllib.parse import urlsplit
 
+from refiner_core.contract.checks.command import check_command
 from refiner_core.contract.checks.environment import check_environment
 from refiner_core.contract.checks.secrets import check_secrets
-from refiner_core.contract.checks.training import check_sampling, check_training
-from refiner_core.contract.config import (
-    RecipeConfig,
-)
+from refiner_core.contract.checks.training import check_training
+from refiner_core.contract.config import LEXICAL_MODELS, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import refuse_fields, suggest
 from refiner_core.contract.kinds import kinds_of
 from refiner_core.contract.marks import walk
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import configs_under, refused_under
-from refiner_core.contract.sections.command import check_command
-from refiner_core.contract.sections.judging import addresses_of, refused_in_judge
-from refiner_core.contract.sections.publish import refused_in_publish
-from refiner_core.contract.sections.steering import Refusal, check_notify
+from refiner_core.contract.sections.publish import LICENSES
+from refiner_core.contract.sections.steering import VARIABLE, check_notify
 from refiner_core.contract.services import asks_judge, serves
-
-
-def _in_data(c: RecipeConfig) -> Iterator[Refusal]:
-    data, trains_here = c.data, set(STAGES) & set(c.stages)
-    if data.sft_path is None and "sft" in c.stages and not c.environment.name:
-        yield (
-            "The recipe has an `sft` stage, but `data.sft_path` is empty.",
-            "demonstrations to train on",
-            "set data.sft_path=FILE, or drop `sft` from `stages`",
-        )
-    on_prompts = any(kind.on_prompts for kind in kinds_of(c.stages))
-    if data.rl_path is None and on_prompts and not c.environment.name:
-        yield (
-            "The recipe trains or evaluates on prompts, but `data.rl_path` is empty.",
-            "prompts with rubrics",
-            "set data.rl_path=FILE",
-        )
-    if data.all_held_out and trains_here:
-        yield (
-            "`data.all_held_out` is true, but the recipe trains.",
-            "prompts to train on",
-            "drop data.all_held_out; another set to evaluate on is named in a protocol file's "
-            "`data`",
-        )
-
-
-def _in_judge(c: RecipeConfig) -> Iterator[Refusal]:
-    judge, source = c.judge, c.reward.rubric_source
-    if c.reward.instance_rubrics_only and source in ("static", "none"):
-        yield (
-            f"`reward.instance_rubrics_only` is true but `reward.rubric_source` is {source}: no "
-            "rubric would be left.",
-            "rubric_source `instance` or `instance+static`",
-            "change one of the two",
-        )
-    if asks_judge(c) and judge.kind == "openai" and not (addresses_of(judge) or serves(judge)):
-        yield (
-            "`judge.kind` is openai, but neither an address nor a server to start is given.",
-            "judge.base_url (a running server), or judge.serve.engine (one that refiner starts)",
-            "set judge.base_url=http://127.0.0.1:8000/v1",
-        )
-    yield from refused_in_judge(judge)
-
-
-def _in_publish(c: RecipeConfig) -> Iterator[Refusal]:
-    publish, repository = c.publish, _repository(c)
-    if repository is None:
-        yield (
-            f"`publish.repo_id` is {publish.repo_id!r}.",
-            "only the placeholders {recipe}, {seed}, {step} and {fingerprint}",
-            "correct publish.repo_id",
-        )
-    if any(part in ("", ".", "..") for part in (repository or "").split("/")):
-        yield (
-            f"`publish.repo_id` would be {repository!r}, outside of the target.",
-            "names joined by single slashes, none of them empty, `.` or `..`",
-            "set e.g. publish.repo_id=me/my-model, and the folder above it with publish.path=DIR",
-        )
-    yield from refused_in_publish(publish)
-
-
-def _in_evaluate(c: RecipeConfig) -> Iterator[Refusal]:
-    for name in ("models", "decoding") if "evaluate" in c.stages else ():
-        values = getattr(c.evaluate, name)
-        if not 0 < len(values) == len(set(values)):
-            yield (
-                f"`evaluate.{name}` is {list(values)}.",
-                "at least one, and each at most once",
-                f"correct evaluate.{name}, or drop `evaluate` from `stages`",
-            )
-
-
-def _repository(config: RecipeConfig) -> str | None:
-    """``publish.repo_id`` with an example's values filled in; None if that cannot be done."""
-    try:
-        return config.publish.repo_id.format(
-            recipe=config.recipe, seed=config.seed, step=1, fingerprint="0" * 8
-        )
-    except (ValueError, LookupError, AttributeError):
-        return None
-
 
 _FIELDS = dict(walk(RecipeConfig))
 _VALUES = attrgetter(*_FIELDS)
-
-
-def _out_of_range(config: RecipeConfig) -> Iterator[Refusal]:
-    """Numbers that are none, or do not lie in the range that their declaration says."""
-    for (path, info), value in zip(_FIELDS.items(), _VALUES(config), strict=True):
-        finite = not isinstance(value, float) or math.isfinite(value)
-        # None, where a field allows it, is "no limit" and not a number.
-        if value is not None and not (finite and info.range.holds(value)):
-            expected = info.range.words if finite else "a finite number"
-            yield f"`{path}` is {value}.", expected, f"set {path}=… to such a value"
 
 
 def check_config(config: RecipeConfig) -> RecipeConfig:
@@ -132,14 +41,15 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
         A value or a combination of values is impossible, or is a secret.
     """
     check_secrets(config)  # before the others, whose refusals repeat values
-    for refusals in (_out_of_range, _in_data, _in_judge, _in_publish, _in_evaluate):
-        for what, expected, fix in refusals(config):
-            raise ConfigurationError(what, expected=expected, fix=fix)
+    _check_ranges(config)
+    _check_data(config)
+    _check_judge(config)
+    _check_publish(config)
+    _check_evaluate(config)
     check_environment(config)
     if "command" in config.stages:
-        check_command(config.command)
+        check_command(config)
     check_training(config)
-    check_sampling(config)
     check_notify(config.notify)
     for name, measured in configs_under(config).items():
         with refused_under(name):  # what a protocol may fix, of a recipe of its kind
@@ -152,3 +62,168 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
 
 #: Thousands of trials measure under one protocol.
 _check_once = functools.lru_cache(maxsize=64)(check_config)
+
+
+def _check_ranges(config: RecipeConfig) -> None:
+    """Numbers that are none, or do not lie in the range that their declaration says."""
+    for (path, info), value in zip(_FIELDS.items(), _VALUES(config), strict=True):
+        finite = not isinstance(value, float) or math.isfinite(value)
+        # None, where a field allows it, is "no limit" and not a number.
+        if value is not None and not (finite and info.range.holds(value)):
+            expected = info.range.words if finite else "a finite number"
+            refuse_fields(config, True, path, expected, f"set {path}=… to such a value")
+
+
+def _check_data(c: RecipeConfig) -> None:
+    refuse = functools.partial(refuse_fields, c)
+    rows = not c.environment.name
+    refuse(
+        rows and c.data.sft_path is None and "sft" in c.stages,
+        "data.sft_path",
+        "demonstrations to train on, because the recipe has an `sft` stage",
+        "set data.sft_path=FILE, or drop `sft` from `stages`",
+    )
+    refuse(
+        rows and c.data.rl_path is None and any(kind.on_prompts for kind in kinds_of(c.stages)),
+        "data.rl_path",
+        "prompts with rubrics, because the recipe trains or evaluates on prompts",
+        "set data.rl_path=FILE",
+    )
+    refuse(
+        c.data.all_held_out and {*STAGES} & {*c.stages},
+        "data.all_held_out stages",
+        "prompts to train on",
+        "drop data.all_held_out; another set to evaluate on is named in a protocol file's `data`",
+    )
+
+
+#: Fields of a request to a judge that have a field of their own, or are none of the user's.
+_OWN_OF_BODY = frozenset(
+    ("max_completion_tokens", "max_tokens", "messages", "model", "stream", "temperature")
+)
+
+
+def _check_judge(c: RecipeConfig) -> None:
+    refuse = functools.partial(refuse_fields, c)
+    judge, asked = c.judge, [a for a in (c.judge.base_url, *c.judge.base_urls) if a is not None]
+    served = judge.kind == "openai"
+    refuse(
+        c.reward.instance_rubrics_only and c.reward.rubric_source in ("static", "none"),
+        "reward.instance_rubrics_only reward.rubric_source",
+        "rubric_source `instance` or `instance+static`: no rubric would be left",
+    )
+    refuse(
+        served and asks_judge(c) and not (asked or serves(judge)),
+        "judge.kind judge.base_url judge.serve.engine",
+        "judge.base_url (a running server), or judge.serve.engine (one that refiner starts)",
+        "set judge.base_url=http://127.0.0.1:8000/v1",
+    )
+    refuse(
+        served == (judge.model in LEXICAL_MODELS),
+        "judge.kind judge.model",
+        f"{' or '.join(LEXICAL_MODELS)} for the lexical judge, and of a server the name by which "
+        "it knows its model: judgements are recorded under it",
+        "set judge.model=NAME, or judge.kind=openai and judge.base_url=http://127.0.0.1:8000/v1",
+    )
+    refuse(
+        judge.serve.engine == "command" and not judge.serve_command,
+        "judge.serve.engine judge.serve_command",
+        "the command that serves the judge",
+        "set e.g. judge.serve_command='vllm serve {model} --host {host} --port {port}'",
+    )
+    refuse(
+        not _is_extra_body(judge.extra_body),
+        "judge.extra_body",
+        f"a JSON object, without {', '.join(sorted(_OWN_OF_BODY))}, which refiner sets itself",
+        """set e.g. judge.extra_body='{"chat_template_kwargs": {"enable_thinking": false}}'""",
+    )
+    _check_server("judge", judge.api_key_env, asked)
+
+
+def _is_extra_body(text: str) -> bool:
+    try:
+        value = json.loads(text.strip() or "{}")
+    except ValueError:
+        return False
+    return isinstance(value, dict) and not _OWN_OF_BODY & value.keys()
+
+
+def _check_server(section: str, variable: str, addresses: Iterable[str]) -> None:
+    """Where a server is asked, and the name of its key's variable. Wrong ones are not repeated:
+    they may be secrets."""
+    if not VARIABLE.fullmatch(variable):
+        raise ConfigurationError(
+            f"`{section}.api_key_env` is no name of an environment variable.",
+            expected="a name such as OPENAI_API_KEY, never the key itself: fields are recorded",
+            fix="put the key into the environment: export OPENAI_API_KEY=…",
+        )
+    if not all(map(_is_web_address, addresses)):
+        raise ConfigurationError(
+            f"`{section}.base_url` (or one of several) is no address of a server, or holds a user, "
+            "a password or a query.",
+            expected="http:// or https://, a host, and no secret, because addresses are recorded",
+            fix=f"set e.g. {section}.base_url=http://127.0.0.1:8000/v1, and put a key into the "
+            f"environment variable that {section}.api_key_env names",
+        )
+
+
+def _is_web_address(text: str) -> bool:
+    """Say whether it names a server over HTTP, and holds no user, password or query."""
+    try:
+        parts = urlsplit(text)
+        host, _ = parts.hostname, parts.port  # each raises for what it cannot be
+    except ValueError:
+        return False
+    plain = not ("@" in parts.netloc or parts.query or parts.fragment)
+    return parts.scheme in ("http", "https") and bool(host) and plain
+
+
+def _check_publish(c: RecipeConfig) -> None:
+    refuse = functools.partial(refuse_fields, c)
+    publish, near = c.publish, suggest(c.publish.license.lower().replace(" ", "-"), LICENSES)
+    values = {"recipe": c.recipe, "seed": c.seed, "step": 1, "fingerprint": "0" * 8}
+    try:
+        repository = publish.repo_id.format(**values)
+    except (ValueError, LookupError, AttributeError):
+        repository = ""
+    refuse(
+        any(part in ("", ".", "..") for part in repository.split("/")),
+        "recipe publish.repo_id",
+        "names joined by single slashes, none of them empty, `.` or `..`, with no placeholders but "
+        "{recipe}, {seed}, {step} and {fingerprint}",
+        "set e.g. publish.repo_id=me/my-model, and the folder above it with publish.path=DIR",
+    )
+    refuse(
+        publish.license not in LICENSES,
+        "publish.license",
+        f"a licence of the Hub's list, as apache-2.0, mit, cc-by-4.0, llama3.1, or `other`.{near}",
+        "set publish.license=other for a licence of another name, and tell it by a card of your "
+        "own (publish.card_template)",
+    )
+    by_step = publish.per_step == "repository" and publish.which not in ("final", "best")
+    refuse(
+        by_step and "{step}" not in publish.repo_id,
+        "publish.per_step publish.repo_id",
+        "a repository for each step",
+        "write {step} into publish.repo_id, or set publish.per_step=tag",
+    )
+
+
+def _check_evaluate(c: RecipeConfig) -> None:
+    refuse = functools.partial(refuse_fields, c)
+    for name in ("models", "decoding") if "evaluate" in c.stages else ():
+        values = getattr(c.evaluate, name)
+        refuse(
+            not 0 < len(values) == len(set(values)),
+            f"evaluate.{name}",
+            "at least one, and each at most once",
+            f"correct evaluate.{name}, or drop `evaluate` from `stages`",
+        )
+    for where, user in (("environment", c.environment.user), ("evaluate", c.evaluate.user)):
+        refuse(
+            user.base_url and not user.model,
+            f"{where}.user.base_url {where}.user.model",
+            "the name by which the endpoint knows the model",
+            f"set {where}.user.model=NAME",
+        )
+        _check_server(f"{where}.user", user.api_key_env, [user.base_url] if user.base_url else [])

@@ -11,6 +11,7 @@ used (a turn ends at ``</tool_call>``).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from typing import Literal
 
@@ -18,7 +19,6 @@ from pydantic.dataclasses import dataclass
 
 from refiner_core.contract.errors import ConfigurationError, suggest
 from refiner_core.contract.marks import STRICT, added, execution, section
-from refiner_core.contract.sections.steering import of_server
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -126,6 +126,12 @@ class EnvironmentConfig:
 
 
 _SHAPING = "environment.shaping"
+#: How each setting of partial credit is written.
+_FORMS = {
+    "alpha_by_domain": "NAME=FACTOR",
+    "weights": "KIND=WEIGHT",
+    "weights_by_domain": "DOMAIN.KIND=WEIGHT",
+}
 
 
 def check_shaping(shaping: ShapingConfig) -> None:
@@ -138,18 +144,14 @@ def check_shaping(shaping: ShapingConfig) -> None:
         a domain are 0.
     """
     _settings(shaping, "alpha_by_domain")
-    _settings(shaping, "weights")
-    own = _own_weights(shaping)
-    for domain in ("", *own):
-        if sum(check_weights(shaping, domain).values()) > 0:
-            continue
-        where = f" of {domain}" if domain else ""
-        raise ConfigurationError(
-            f"All weights{where} are 0 ({_SHAPING}.weights{'_by_domain' if domain else ''}): no "
-            "check would count for partial credit.",
-            expected="at least one weight above 0",
-            fix=f"set one, or switch partial credit off with {_SHAPING}.alpha=0",
-        )
+    for domain in ("", *_own_weights(shaping)):
+        if not any(check_weights(shaping, domain).values()):
+            raise ConfigurationError(
+                f"All weights{domain and ' of '}{domain} are 0 ({_SHAPING}.weights"
+                f"{'_by_domain' if domain else ''}): no check would count for partial credit.",
+                expected="at least one weight above 0",
+                fix=f"set one, or switch partial credit off with {_SHAPING}.alpha=0",
+            )
 
 
 def alpha_of(shaping: ShapingConfig, domain: str) -> float:
@@ -164,47 +166,35 @@ def check_weights(shaping: ShapingConfig, domain: str) -> Mapping[str, float]:
     return _settings(shaping, "weights") | _own_weights(shaping).get(domain, {})
 
 
-def check_domains(shaping: ShapingConfig, known: Collection[str]) -> None:
-    """Refuse settings of domains that an environment does not have.
+def check_settings(
+    shaping: ShapingConfig, domains: Collection[str], kinds: Collection[str] | None = None
+) -> None:
+    """Refuse settings of domains, and weights of kinds of checks, that an environment does not
+    have: they would count for nothing, and nobody would see it.
 
     Raises
     ------
     ConfigurationError
-        Names the field and the domains that there are.
+        Names the field, and what there is.
     """
-    factors = _settings(shaping, "alpha_by_domain")
-    named = (("alpha_by_domain", factors), ("weights_by_domain", _own_weights(shaping)))
-    for field, domains in named:
-        for domain in domains:
-            if domain not in known:
-                raise ConfigurationError(
-                    f"`{_SHAPING}.{field}` names {domain!r}, which is no domain of the "
-                    "environment.",
-                    expected=f"one of: {', '.join(known)}",
-                    fix=f"correct {_SHAPING}.{field}",
-                )
-
-
-def check_kinds(shaping: ShapingConfig, known: Collection[str], domains: Collection[str]) -> None:
-    """Refuse weights of kinds of checks that an environment does not have: they would count for
-    nothing, and nobody would see it.
-
-    Raises
-    ------
-    ConfigurationError
-        Names the field, the kinds, and the domains, which stand elsewhere.
-    """
-    defaults = _settings(ShapingConfig(), "weights")
-    named = [("weights", kind) for kind in _settings(shaping, "weights") if kind not in defaults]
-    named += [("weights_by_domain", k) for own in _own_weights(shaping).values() for k in own]
-    for field, kind in named:
-        if kind not in known:
-            raise ConfigurationError(
-                f"`{_SHAPING}.{field}` names {kind!r}, which is no kind of check of the "
-                "environment.",
-                expected=f"kinds among {', '.join(known)}; its domains are {', '.join(domains)}",
-                fix=f"correct {_SHAPING}.{field}; a weight for one domain stands in "
-                f"{_SHAPING}.weights_by_domain, as DOMAIN.KIND=WEIGHT",
+    own, everywhere = _own_weights(shaping), _settings(shaping, "weights")
+    named = [("alpha_by_domain", name) for name in _settings(shaping, "alpha_by_domain")]
+    named += [("weights_by_domain", name) for name in own]
+    for field, name in named:
+        if name not in domains:
+            raise _refused(
+                f"{field}` names {name!r}, which is no domain of the environment",
+                f"one of: {', '.join(domains)}",
+            )
+    named = [("weights", k) for k in everywhere.keys() - _settings(ShapingConfig(), "weights")]
+    named += [("weights_by_domain", kind) for weights in own.values() for kind in weights]
+    for field, name in named:
+        if kinds is not None and name not in kinds:
+            raise _refused(
+                f"{field}` names {name!r}, which is no kind of check of the environment",
+                f"kinds among {', '.join(kinds)}; a weight for one of its domains "
+                f"({', '.join(domains)}) stands in {_SHAPING}.weights_by_domain, as "
+                "DOMAIN.KIND=WEIGHT",
             )
 
 
@@ -212,53 +202,32 @@ def _own_weights(shaping: ShapingConfig) -> dict[str, dict[str, float]]:
     """Domain -> kind -> weight."""
     own: dict[str, dict[str, float]] = {}
     for name, value in _settings(shaping, "weights_by_domain").items():
-        domain, dot, kind = name.rpartition(".")
-        if not dot or not domain or not kind:
-            raise _unreadable("weights_by_domain", f"{name}={value:g}")
+        domain, _, kind = name.rpartition(".")
         own.setdefault(domain, {})[kind] = value
     return own
 
 
-#: How each setting of partial credit is written.
-_FORMS = {
-    "alpha_by_domain": "NAME=FACTOR",
-    "weights": "KIND=WEIGHT",
-    "weights_by_domain": "DOMAIN.KIND=WEIGHT",
-}
-
-
 def _settings(shaping: ShapingConfig, which: str) -> dict[str, float]:
-    field, values = f"{_SHAPING}.{which}", dict[str, float]()
+    values = dict[str, float]()
+    form = r"\S.*\.\S+" if which == "weights_by_domain" else r"\S.*"
     for text in getattr(shaping, which):
-        name, equals, number = (part.strip() for part in text.partition("="))
+        name, _, number = (part.strip() for part in text.partition("="))
         try:
             value = float(number)
         except ValueError:
-            raise _unreadable(which, text) from None
-        if not name or not equals:
-            raise _unreadable(which, text)
-        if name in values:
-            raise ConfigurationError(
-                f"`{field}` has {name} twice ({values[name]:g} and {value:g}).",
-                expected="each name once",
-                fix=f"remove one of them from {field}",
-            )
-        if not math.isfinite(value) or value < 0:
-            raise ConfigurationError(
-                f"`{field}: {name}` is {value:g}.",
-                expected="a finite number, 0 or more",
-                fix=f"correct {field}: {name}",
+            value = -1.0
+        if not re.fullmatch(form, name) or name in values or not 0 <= value < math.inf:
+            raise _refused(
+                f"{which}` has {text!r}",
+                f"{_FORMS[which]} each, a finite number of 0 or more, each name once",
             )
         values[name] = value
     return values
 
 
-def _unreadable(which: str, text: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"`{_SHAPING}.{which}` has {text!r}.",
-        expected=f"{_FORMS[which]}, a number after the sign",
-        fix=f"correct {_SHAPING}.{which}",
-    )
+def _refused(what: str, expected: str) -> ConfigurationError:
+    fix = f"correct {_SHAPING}.{what.partition('`')[0]}"
+    return ConfigurationError(f"`{_SHAPING}.{what}.", expected=expected, fix=fix)
 
 
 #: Environments that go by a name alone.
@@ -273,31 +242,12 @@ def check_name(name: str) -> None:
     ConfigurationError
         It is neither shipped nor FILE.py:NAME.
     """
-    file, colon, attribute = name.rpartition(":")
-    if name in SHIPPED or (file.endswith(".py") and colon and attribute.isidentifier()):
+    file, _, attribute = name.rpartition(":")
+    if name in SHIPPED or (file.endswith(".py") and attribute.isidentifier()):
         return
-    if name.rstrip(":").endswith(".py") or file.endswith(".py"):
-        begun = (file or name).rstrip(":")
-        raise ConfigurationError(
-            f"There is no environment {name!r} (environment.name): a file has several.",
-            expected="FILE.py:NAME, where NAME is the class or function that makes it",
-            fix=f"write e.g. {begun}:Environment",
-        )
     raise ConfigurationError(
         f"There is no environment {name!r} (environment.name).{suggest(name, SHIPPED)}",
-        expected="`desk`, `tau2`, or FILE.py:NAME of your own",
+        expected="`desk`, `tau2`, or FILE.py:NAME of your own, where NAME is the class or function "
+        "that makes it",
         fix="correct environment.name, or leave it empty for the refiner's task",
     )
-
-
-def check_user(where: str, user: UserConfig) -> None:
-    """Refuse a user whose model cannot be asked; ``where`` is the section that it stands in."""
-    if user.base_url and not user.model:
-        raise ConfigurationError(
-            f"`{where}.user.base_url` is set, but `{where}.user.model` is empty.",
-            expected="the name by which the endpoint knows the model",
-            fix=f"set {where}.user.model=NAME",
-        )
-    addresses = [user.base_url] if user.base_url else []
-    for what, expected, fix in of_server(f"{where}.user", user.api_key_env, addresses):
-        raise ConfigurationError(what, expected=expected, fix=fix)

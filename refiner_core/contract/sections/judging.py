@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
 from refiner_core.contract.marks import STRICT, added, execution, identity, section
-from refiner_core.contract.sections.steering import Refusal, Resources, of_server
+from refiner_core.contract.sections.steering import Resources
 
 #: Judges that are word overlap, the default first: see :mod:`refiner_core.judges.lexical`.
 LEXICAL_MODELS = ("lexical-1", "lexical-loose-1")
@@ -166,56 +164,3 @@ class JudgeConfig:
     )
     serve: ServeConfig = section(ServeConfig, doc="a server that refiner starts")
     resources: Resources = section(Resources, doc="resources of the judge's server")
-
-
-#: Fields of a request to a judge that have a field of their own, or are none of the user's.
-_OWN_OF_BODY = frozenset(
-    ("max_completion_tokens", "max_tokens", "messages", "model", "stream", "temperature")
-)
-
-
-def _is_extra_body(text: str) -> bool:
-    if not text.strip():
-        return True
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return False
-    return isinstance(value, dict) and not _OWN_OF_BODY & value.keys()
-
-
-def addresses_of(judge: JudgeConfig) -> list[str]:
-    """The running servers of a judge."""
-    return [a for a in (judge.base_url, *judge.base_urls) if a is not None]
-
-
-def refused_in_judge(judge: JudgeConfig) -> Iterator[Refusal]:
-    """What cannot be meant in a `judge` section."""
-    lexical = judge.model in LEXICAL_MODELS
-    if judge.kind != "lexical" and lexical:
-        yield (
-            f"`judge.kind` is openai, but `judge.model` is still {judge.model!r}.",
-            "the name by which the server knows its model",
-            "set judge.model=NAME",
-        )
-    if judge.kind == "lexical" and not lexical:
-        yield (
-            f"`judge.model` is {judge.model!r}, but `judge.kind` is lexical: word overlap would "
-            "be recorded under the name of a model.",
-            f"{' or '.join(LEXICAL_MODELS)} for the lexical judge, or a judge that is a model",
-            "set judge.kind=openai and judge.base_url=http://127.0.0.1:8000/v1, or "
-            f"judge.model={LEXICAL_MODELS[0]}",
-        )
-    if judge.serve.engine == "command" and not judge.serve_command:
-        yield (
-            "`judge.serve.engine` is command, but `judge.serve_command` is empty.",
-            "the command that serves the judge",
-            "set e.g. judge.serve_command='vllm serve {model} --host {host} --port {port}'",
-        )
-    if not _is_extra_body(judge.extra_body):
-        yield (
-            f"`judge.extra_body` is {judge.extra_body!r:.80}.",
-            f"a JSON object, without {', '.join(sorted(_OWN_OF_BODY))}, which refiner sets itself",
-            """set e.g. judge.extra_body='{"chat_template_kwargs": {"enable_thinking": false}}'""",
-        )
-    yield from of_server("judge", judge.api_key_env, addresses_of(judge))

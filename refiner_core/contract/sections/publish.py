@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from refiner_core.contract.errors import suggest
 from refiner_core.contract.marks import STRICT, added, execution, identity, section
-from refiner_core.contract.sections.steering import Refusal, Resources
+from refiner_core.contract.sections.steering import Resources
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -91,23 +89,3 @@ _OF_THE_HUB = (
 
 
 LICENSES = frozenset(_OF_THE_HUB.split())
-
-
-def refused_in_publish(publish: PublishConfig) -> Iterator[Refusal]:
-    """What cannot be meant in a `publish` section."""
-    if publish.license not in LICENSES:
-        near = suggest(publish.license.lower().replace(" ", "-"), LICENSES)
-        yield (
-            f"`publish.license` is {publish.license!r}, which is no licence of the Hub's "
-            f"list.{near}",
-            "an identifier as apache-2.0, mit, cc-by-4.0, llama3.1, or `other`",
-            "set publish.license=other for a licence of another name, and tell it by a card of "
-            "your own (publish.card_template)",
-        )
-    by_step = publish.per_step == "repository" and publish.which not in ("final", "best")
-    if by_step and "{step}" not in publish.repo_id:
-        yield (
-            f"publish.per_step=repository, but `publish.repo_id` is {publish.repo_id!r}.",
-            "a repository for each step",
-            "write {step} into publish.repo_id, or set publish.per_step=tag",
-        )

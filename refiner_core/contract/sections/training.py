@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.marks import OFF, STRICT, added, execution, identity, section
 from refiner_core.contract.sections.steering import Resources
 
@@ -213,34 +212,17 @@ class CurriculumConfig:
     low_weight: float = added(0.5, ge=0, doc="factor on the advantages of hard tasks")
 
 
-_CURRICULUM = "grpo.curriculum"
-
-
-def check_curriculum(curriculum: CurriculumConfig) -> None:
-    """Refuse a curriculum that cannot be meant.
-
-    Raises
-    ------
-    ConfigurationError
-        Names the field.
-    """
-    if not 0 <= curriculum.low <= curriculum.high <= 1:
-        raise ConfigurationError(
-            f"`{_CURRICULUM}.low` is {curriculum.low}, and `{_CURRICULUM}.high` {curriculum.high}.",
-            expected="shares with 0 <= low <= high <= 1",
-            fix=f"set {_CURRICULUM}.low=0.25 and {_CURRICULUM}.high=0.75",
-        )
-
-
 @dataclass(frozen=True, config=STRICT)
 class GrpoConfig:
     """Group-relative policy optimisation; names and seed values of the reference trainer."""
 
     num_training_steps: int = identity(1000, ge=1, doc="optimiser steps of the whole run")
     num_unique_prompts_rollout: int = identity(32, ge=1, doc="prompts per step")
-    num_samples_per_prompt_rollout: int = identity(8, doc="samples per prompt: the group size")
+    num_samples_per_prompt_rollout: int = identity(
+        8, ge=2, doc="samples per prompt: the group size"
+    )
     temperature: float = identity(
-        1.0, ge=0, doc="sampling temperature; logits are divided by it in the loss too"
+        1.0, gt=0, doc="sampling temperature; logits are divided by it in the loss too"
     )
     top_p: float = identity(1.0, gt=0, le=1, doc="nucleus sampling; 1 is off")
     response_length: int = identity(1024, ge=1, doc="largest number of sampled tokens")
@@ -308,7 +290,7 @@ class GrpoConfig:
     )
     active_sampling_max_rounds: int = added(
         3,
-        ge=1,
+        ge=2,
         doc="with active_sampling: rounds of a step, the first included; then it trains on less",
     )
     curriculum: CurriculumConfig = section(

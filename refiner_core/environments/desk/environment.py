@@ -12,9 +12,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
@@ -116,81 +114,15 @@ FLAWS: dict[str, Callable[[Task, Calls, random.Random], Calls | None]] = {
 }
 
 
-class _Part(BaseModel):
-    """Part of a task, strictly as the README has it."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-_Phrases = Annotated[list[str], Field(min_length=1)]
-_Call = tuple[str, dict[str, Any]]
-
-
-class _Reaction(_Part):
-    hear: _Phrases
-    say: _Phrases
-    agree: str = ""
-    again: list[int] = []
-    end: bool = False
-
-
-class _Device(_Part):
-    id: str
-    cable: str
-    wireless: str
-    fresh: str
-    broken: str
-
-
-class _User(_Part):
-    opening: str
-    knows: dict[str, str]
-    volunteers: list[str]
-    reactions: list[_Reaction]
-
-
-class _UserWithDevice(_User):
-    device: _Device
-
-
-class _Data(_Part):
-    family: str
-    tell: list[_Phrases]
-    solution: list[_Call]
-    tempting: _Call | None
-
-
-class _Line(_Part):
-    id: str
-    domain: str
-    split: str
-    summary: str
-
-
 @functools.cache
-def _form(domain: str) -> type[BaseModel]:
-    """Form of a line of a domain; records are as those of the desk's own tasks."""
-    tables: dict[str, dict[str, Any]] = {}
+def _columns(domain: str) -> dict[str, dict[str, type]]:
+    """Columns of the records of each table, as the desk's own tasks have them."""
+    found: dict[str, dict[str, type]] = {}
     for task in own_tasks():
         for table, records in task.data["state"].items() if task.domain == domain else ():
-            columns = [{k: (type(v), ...) for k, v in r.items()} for r in records.values()]
-            tables[table] = next(iter(columns), tables.get(table, {}))
-    shapes: dict[str, Any] = {
-        table: (dict[str, create_model(table, __base__=_Part, **columns)], ...)  # type: ignore[misc]
-        for table, columns in tables.items()
-    }
-    user = _UserWithDevice if domain == "devices" else _User
-    state = create_model("state", __base__=_Part, **shapes)
-    data = create_model("data", __base__=_Data, state=(state, ...), user=(user, ...))
-    return create_model("task", __base__=_Line, data=(data, ...))
-
-
-class _Malformed(Exception):
-    """Fault of a line, and what was expected; the reader adds file and line."""
-
-    def __init__(self, what: str, expected: str) -> None:
-        super().__init__(what)
-        self.what, self.expected = what, expected
+            kinds = [{k: type(v) for k, v in record.items()} for record in records.values()]
+            found[table] = next(iter(kinds), found.get(table, {}))
+    return found
 
 
 def read_tasks(path: str) -> tuple[Task, ...]:
@@ -199,94 +131,65 @@ def read_tasks(path: str) -> tuple[Task, ...]:
     Raises
     ------
     DataError
-        The file cannot be read, or a line is no task that can be solved: file, line, what is wrong
-        and what was expected.
+        The file cannot be read, or a line is no task that can be solved: file, line and what is
+        wrong.
     """
+    fix = "correct it, or leave environment.tasks out for the desk's own tasks"
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"environment.tasks={path} cannot be read: {error}",
             expected="a file of tasks, JSON lines in UTF-8",
-            fix="correct environment.tasks, or leave it out for the desk's own tasks",
+            fix=fix,
         ) from error
-    tasks: list[Task] = []
-    lines: dict[str, int] = {}
+    tasks: dict[str, Task] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            task = _task_of_line(line)
-            if task.id in lines:
-                raise _Malformed(
-                    f"the id {task.id!r} stands in line {lines[task.id]} too",
-                    "another id in every line",
-                )
-        except _Malformed as error:
+            task = Task(**json.loads(line))
+            json.dumps(task.__dict__, ensure_ascii=False).encode()  # no half of a character
+            _check_task(task)
+            if task.id in tasks:
+                raise ValueError(f"the id {task.id!r} stands in another line, too")
+        except Exception as error:  # whatever playing it meets in what it was not made for
             raise DataError(
-                f"{path}:{number}: {error.what}",
-                expected=error.expected,
-                fix="correct that line; refiner_core/environments/README.md describes the form",
+                f"{path}:{number} is no task that can be played: {type(error).__name__}: {error}",
+                expected="a task as refiner_core/environments/README.md describes it",
+                fix=fix,
             ) from error
-        lines[task.id] = number
-        tasks.append(task)
+        tasks[task.id] = task
     if not tasks:
         raise DataError(
-            f"environment.tasks={path} holds no task",
-            expected="a JSON object a line",
-            fix="write tasks into it, or leave environment.tasks out for the desk's own",
+            f"environment.tasks={path} holds no task", expected="a JSON object a line", fix=fix
         )
-    return tuple(sorted(tasks, key=lambda task: list(DOMAINS).index(task.domain)))
+    return tuple(sorted(tasks.values(), key=lambda task: list(DOMAINS).index(task.domain)))
 
 
-def _task_of_line(line: str) -> Task:
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise _Malformed(f"no JSON ({error})", "one JSON object") from error
-    domain = values.get("domain") if isinstance(values, dict) else None
-    if domain not in DOMAINS:
-        raise _Malformed(f"there is no domain {domain!r}", f"one of {', '.join(DOMAINS)}")
-    try:
-        _form(domain).model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise _Malformed(f"{where or 'the task'}: {first['msg']}", "a task of that form") from None
-    data = values["data"]
-    for slot in data["user"]["volunteers"]:
-        if slot not in data["user"]["knows"]:
-            raise _Malformed(f"data.user.volunteers has {slot!r}", "slots of data.user.knows")
-    if domain == "devices" and data["user"]["device"]["id"] not in data["state"]["devices"]:
-        raise _Malformed("data.user.device.id is not in data.state.devices", "one that is")
-    task = Task(**values)
-    _check_solution(task)
-    return task
-
-
-def _check_solution(task: Task) -> None:
+def _check_task(task: Task) -> None:
     """Play the solution: every call is taken, the last one ends it, and it is worth 1."""
-    expected = "calls that the tools take, the last of them `finish` or `hand_over`"
+    if task.domain not in DOMAINS:
+        raise ValueError(f"there is no domain {task.domain!r}, only {', '.join(DOMAINS)}")
+    columns, state = _columns(task.domain), task.data["state"]
+    for table in {**columns, **state}:
+        for key, record in state[table].items():
+            if {k: type(v) for k, v in record.items()} != columns[table]:
+                raise ValueError(
+                    f"data.state.{table}.{key} has other keys or types than the desk's"
+                )
     calls = solution_of(task)
-    if not calls or calls[-1].name not in (FINISH, HAND_OVER):
-        raise _Malformed("data.solution does not end the episode", expected)
     episode = DeskEpisode(task)
     episode.reset(0)
     for index, call in enumerate(calls):
-        what = f"data.solution[{index}] ({call.name})"
         step = episode.step(call)
-        if step.tool_error:
-            told = step.messages[0].content
-            raise _Malformed(f"{what} is refused ({step.tool_error}): {told}", expected)
-        if step.done and index < len(calls) - 1:
-            raise _Malformed(f"{what} ends the episode, and there are calls after it", expected)
+        if step.tool_error or step.done != (index == len(calls) - 1):
+            how = step.messages[0].content if step.tool_error else "the last call ends an episode"
+            raise ValueError(f"data.solution[{index}] ({call.name}) {step.tool_error}: {how}")
     outcome = episode.outcome()
-    missed = [check for check in outcome.checks if not check.passed]
-    if missed:
-        listed = "; ".join(f"{check.kind} {check.name} {check.detail}".strip() for check in missed)
-        raise _Malformed(f"data.solution does not solve the task: {listed}", "one that does")
-    if all(check.kind == "environment" for check in outcome.checks):
-        raise _Malformed("the task asks for nothing", "a solution that asks, does or tells")
+    missed = [f"{c.kind} {c.name} {c.detail}".strip() for c in outcome.checks if not c.passed]
+    if missed or all(check.kind == "environment" for check in outcome.checks):
+        raise ValueError(f"data.solution solves nothing: {'; '.join(missed) or 'nothing is asked'}")
 
 
 class DeskEnvironment:

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from refiner_core.contract.types import Endpoint
-from refiner_core.generation.vllm.call import said
 from refiner_core.generation.vllm.wire import (
     SCORING_TEMPERATURE,
-    Scores,
     Unusable,
     read_scores,
+    said,
     scoring_body,
 )
 
@@ -48,10 +47,10 @@ class Canary:
     expected: tuple[float, ...]
     next_logprobs_V: Tensor
 
-    def difference(self, scores: Scores) -> float:
+    def difference(self, scores: Sequence[float], token: int, logprob: float) -> float:
         """The largest difference to the trainer's; that of the next token in terms of logits."""
-        prompt = max(abs(a - b) for a, b in zip(self.expected, scores.prompt, strict=True))
-        sampled = abs(float(self.next_logprobs_V[scores.token]) - scores.logprob)
+        prompt = max(abs(a - b) for a, b in zip(self.expected, scores, strict=True))
+        sampled = abs(float(self.next_logprobs_V[token]) - logprob)
         return max(prompt, sampled * SCORING_TEMPERATURE)
 
 
@@ -133,7 +132,7 @@ class Admin:
         """How far its log-probabilities of the canary are from the trainer's."""
         raw = self._ask("POST", "/v1/completions", scoring_body(canary.prompt_ids, version))
         try:
-            return canary.difference(read_scores(raw, canary.prompt_ids))
+            return canary.difference(*read_scores(raw, canary.prompt_ids))
         except Unusable as error:
             raise Failed(f"its answer to the canary cannot be used: {error}") from error
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import json
-import math
 import os
 import pickle
 import shutil
@@ -27,19 +25,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from refiner_core.contract.errors import NoSpaceError, StageFailed, UnsupportedError
+from refiner_core.contract.errors import NoSpaceError, UnsupportedError
 from refiner_core.generation.vllm.admin import Admin, Failed
 
 _ID_BYTES = 128
 _UINT8, _FLOAT32, _SUM = 1, 7, 0  # ncclDataType_t, ncclRedOp_t
 _NCCL_POLL_S = 0.005
-
-
-class NcclFailed(Exception):
-    """A call of the library, or a member of the group, failed."""
 
 
 class _Id(ctypes.Structure):
@@ -59,7 +53,7 @@ def new_id() -> str:
     return base64.b64encode(bytes(made.internal)).decode()
 
 
-class Group:
+class _Group:
     """Rank 0 of a group; making it waits until all others have joined."""
 
     def __init__(self, group_id: str, world: int, device: torch.device) -> None:
@@ -102,7 +96,7 @@ class Group:
 
         Raises
         ------
-        NcclFailed
+        Failed
             One has, or it takes too long. The group is of no use any more.
         """
         done = torch.cuda.Event()
@@ -112,7 +106,7 @@ class Group:
             why = others_fail() or ("it took too long" if time.monotonic() > deadline else "")
             if why:
                 self.abort()
-                raise NcclFailed(why)
+                raise Failed(why)
             time.sleep(_NCCL_POLL_S)
 
     def abort(self) -> None:
@@ -149,13 +143,11 @@ def _library() -> Any:
 def _check(result: int, call: str) -> None:
     if result:
         said = _library().ncclGetErrorString(ctypes.c_int(result))
-        raise NcclFailed(f"{call}: {said.decode(errors='replace') if said else result}")
+        raise Failed(f"{call}: {said.decode(errors='replace') if said else result}")
 
 
 #: Largest file of weights; host memory holds about one beside what is written.
 PART_SIZE = "2GB"
-_INDEX = "model.safetensors.index.json"
-_ONE_FILE = "model.safetensors"
 #: What configuration and tokenizer may need beside the weights, bytes.
 _SMALL_FILES = 64 << 20
 
@@ -174,14 +166,12 @@ def named_weights(model: Any) -> list[tuple[str, Tensor]]:
 
 
 def write_folder(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write model, configuration and tokenizer, complete and checked, or nothing under that name.
+    """Write model, configuration and tokenizer, or nothing under that name.
 
     Raises
     ------
     NoSpaceError
         It does not fit; says how much it is.
-    StageFailed
-        What was written is not what the model has.
     """
     weights = named_weights(model)
     part = folder.with_name(f".{folder.name}.part")
@@ -192,56 +182,11 @@ def write_folder(model: Any, tokenizer: Any, folder: Path) -> None:
         part.mkdir(mode=0o700)
         model.save_pretrained(part, max_shard_size=PART_SIZE)
         tokenizer.save_pretrained(part)
-        check_folder(part, weights)
         part.rename(folder)
     except (OSError, SafetensorError) as error:
         raise _no_room(weights, folder.parent, str(error)) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def check_folder(folder: Path, weights: list[tuple[str, Tensor]]) -> None:
-    """See that a folder has as many numbers as the model, and those of known names in their shape.
-
-    A file that was cut short is refused when it is opened.
-
-    Raises
-    ------
-    StageFailed
-        It has not.
-    """
-    known = {name: tuple(value.shape) for name, value in weights}
-    problem, count = "", 0
-    for name, shape in _stored_shapes(folder).items():
-        count += math.prod(shape)
-        if known.get(name, shape) != shape:
-            problem = f"{name} has shape {shape}, not {known[name]}"
-    wanted = sum(math.prod(shape) for shape in known.values())
-    if not problem and count != wanted:
-        problem = f"{count} numbers, not {wanted}"
-    if problem:
-        raise StageFailed(
-            f"The weights written to {folder} are not those of the model: {problem}",
-            expected="every weight of the model",
-            fix="nothing that a recipe can do; please report it",
-        )
-
-
-def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    files: dict[str, list[str]] = {}
-    if (folder / _INDEX).exists():
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        for name, file in index.items():
-            files.setdefault(file, []).append(name)
-    else:
-        with safe_open(folder / _ONE_FILE, framework="pt") as stored:
-            files[_ONE_FILE] = list(stored.keys())
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file, names in files.items():
-        with safe_open(folder / file, framework="pt") as stored:
-            for name in names:
-                shapes[name] = tuple(stored.get_slice(name).get_shape())
-    return shapes
 
 
 def _check_room(weights: list[tuple[str, Tensor]], folder: Path) -> None:
@@ -281,36 +226,33 @@ def open_transfer(kind: Literal["nccl", "ipc"], timeout_s: float) -> Transfer:
             expected="a job with GPUs (grpo.resources.gpus)",
             fix="set grpo.rollout_server.weight_transfer=reload",
         )
-    return NcclTransfer(timeout_s) if kind == "nccl" else IpcTransfer()
+    return _NcclTransfer(timeout_s) if kind == "nccl" else _IpcTransfer()
 
 
-class NcclTransfer:
+class _NcclTransfer:
     """This process is rank 0 of one group; each worker of each server is one of the others."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._group: Group | None = None
+        self._group: _Group | None = None
 
     def send(self, model: Any, admins: Sequence[Admin]) -> None:
         """Broadcast every weight; servers receive them in the same order."""
         weights = [(name, value.contiguous()) for name, value in named_weights(model)]
-        try:
-            if self._group is None:
-                self._group = self._open(model.device, admins)
-            group = self._group
-            for admin in admins:
-                admin.start_update()
-            calls = _side_by_side(admins, lambda admin: admin.update(*_described(weights)))
-            group.after_current_stream()
-            for _, value in weights:
-                group.broadcast(value)
-            group.wait(lambda: _failure(calls), self._timeout_s)
-            for call in calls:
-                call.result()
-            for admin in admins:
-                admin.finish_update()
-        except NcclFailed as error:
-            raise Failed(f"sending by NCCL failed: {error}") from error
+        if self._group is None:
+            self._group = self._open(model.device, admins)
+        group = self._group
+        for admin in admins:
+            admin.start_update()
+        calls = _side_by_side(admins, lambda admin: admin.update(*_described(weights)))
+        group.after_current_stream()
+        for _, value in weights:
+            group.broadcast(value)
+        group.wait(lambda: _failure(calls), self._timeout_s)
+        for call in calls:
+            call.result()
+        for admin in admins:
+            admin.finish_update()
 
     def close(self) -> None:
         """Leave the group."""
@@ -318,7 +260,7 @@ class NcclTransfer:
             self._group.abort()
             self._group = None
 
-    def _open(self, device: torch.device, admins: Sequence[Admin]) -> Group:
+    def _open(self, device: torch.device, admins: Sequence[Admin]) -> _Group:
         sizes = [admin.world_size() for admin in admins]
         world, group_id = 1 + sum(sizes), new_id()
         offsets = {id(a): 1 + sum(sizes[:place]) for place, a in enumerate(admins)}
@@ -330,7 +272,7 @@ class NcclTransfer:
             )
 
         calls = _side_by_side(admins, join)
-        making = _in_background(lambda: Group(group_id, world, device))
+        making = _in_background(lambda: _Group(group_id, world, device))
         while not making.done():
             if why := _failure(calls):
                 raise Failed(f"a rollout server did not join the group: {why}")
@@ -340,7 +282,7 @@ class NcclTransfer:
         return making.result()
 
 
-class IpcTransfer:
+class _IpcTransfer:
     """Servers on this process's own GPU open its memory and copy from it."""
 
     def __init__(self) -> None:
@@ -373,7 +315,7 @@ class IpcTransfer:
 
 #: Either way to send weights to servers that run. ``send`` raises :class:`Failed` where a server
 #: lacks them: nothing is known of any server then. After ``close`` the next one opens a channel.
-Transfer = NcclTransfer | IpcTransfer
+Transfer = _NcclTransfer | _IpcTransfer
 
 
 def _described(weights: Sequence[tuple[str, Tensor]]) -> tuple[list[str], dict[str, Any]]:

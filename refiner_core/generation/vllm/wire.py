@@ -14,10 +14,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams
+from refiner_core.contract.types import Completion, Endpoint, GenerationRequest, SamplingParams
 
 #: The name that a rollout server serves its model under.
 MODEL = "policy"
@@ -45,28 +44,27 @@ class Unusable(Exception):
     """An answer of status 200 that breaks the contract: asking again would not mend it."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Parts that are the same for all requests of one call.
+class Question(NamedTuple):
+    """One sample that is wanted, and how: ``stop_ids`` are tokens that end a text, ``version`` is
+    that of the weights; the prefix cache of other versions is never read."""
 
-    Attributes
-    ----------
-    params
-        How to sample.
-    stop_ids
-        Tokens that end a text.
-    version
-        Of the weights; the prefix cache of other versions is never read.
-    """
-
+    request: GenerationRequest
     params: SamplingParams
     stop_ids: frozenset[int]
     version: str
 
 
-def completion_body(request: GenerationRequest, asked: Asked) -> bytes:
+def said(raw: bytes, endpoint: Endpoint, most: int = 300) -> str:
+    """Text of a server, to be quoted: one line, without the key."""
+    text = " ".join(raw[: 4 * most].decode(errors="replace").split())
+    if endpoint.key:
+        text = text.replace(endpoint.key, "***")
+    return text[:most]
+
+
+def completion_body(asked: Question) -> bytes:
     """The body for one sample, with every sampling parameter said."""
-    params = asked.params
+    request, params = asked.request, asked.params
     return _encoded(
         {
             **_ALWAYS,
@@ -90,9 +88,7 @@ def completion_body(request: GenerationRequest, asked: Asked) -> bytes:
     )
 
 
-def read_completion(
-    raw: bytes, request: GenerationRequest, asked: Asked
-) -> Completion | Literal["abort"]:
+def read_completion(raw: bytes, asked: Question) -> Completion | Literal["abort"]:
     """The sample in an answer; ``abort`` where the server gave it up half-way.
 
     Raises
@@ -103,7 +99,7 @@ def read_completion(
     choice = _only_choice(raw)
     if choice.get("finish_reason") == "abort":
         return "abort"
-    _check_prompt(choice, request.prompt_ids)
+    _check_prompt(choice, asked.request.prompt_ids)
     tokens = _integers(choice.get("token_ids"), "token_ids")
     logprobs = _logprobs(choice.get("logprobs"), len(tokens))
     reason = choice.get("finish_reason")
@@ -118,15 +114,6 @@ def read_completion(
             )
         return Completion(tokens, logprobs, "length")
     raise Unusable(f"finish_reason is {reason!r}, not `stop`, `length` or `abort`")
-
-
-class Scores(NamedTuple):
-    """What a server makes of a prompt: log-probabilities of its tokens but the first, and a next
-    token with its own, at :data:`SCORING_TEMPERATURE`."""
-
-    prompt: list[float]
-    token: int
-    logprob: float
 
 
 def scoring_body(prompt_ids: Sequence[int], version: str) -> bytes:
@@ -146,8 +133,9 @@ def scoring_body(prompt_ids: Sequence[int], version: str) -> bytes:
     )
 
 
-def read_scores(raw: bytes, prompt_ids: Sequence[int]) -> Scores:
-    """A server's scores of a prompt.
+def read_scores(raw: bytes, prompt_ids: Sequence[int]) -> tuple[list[float], int, float]:
+    """What a server makes of a prompt: log-probabilities of its tokens but the first, and a next
+    token with its own, at :data:`SCORING_TEMPERATURE`.
 
     Raises
     ------
@@ -166,7 +154,7 @@ def read_scores(raw: bytes, prompt_ids: Sequence[int]) -> Scores:
         scores.append(_finite(value, "prompt_logprobs"))
     tokens = _integers(choice.get("token_ids"), "token_ids")
     (logprob,) = _logprobs(choice.get("logprobs"), 1)
-    return Scores(scores, tokens[0], logprob)
+    return scores, tokens[0], logprob
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
@@ -195,7 +183,7 @@ def _check_prompt(choice: Mapping[str, Any], prompt_ids: Sequence[int]) -> None:
         )
 
 
-def _check_stop(tokens: Sequence[int], reason: object, asked: Asked) -> None:
+def _check_stop(tokens: Sequence[int], reason: object, asked: Question) -> None:
     by_token = bool(tokens) and tokens[-1] in asked.stop_ids
     by_string = isinstance(reason, str) and reason in asked.params.stop_strings
     if not (by_token or by_string):

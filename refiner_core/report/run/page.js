@@ -1,7 +1,7 @@
 // Hides, leads and remembers; all that it shows is in the page.
 (() => {
 const examples = $$(".example"), form = $("#choose-example");
-const {state, set, go, begin} = reportPage({e: "0", k: "", w: ""}, show);
+const {state, set, begin} = reportPage({e: "0", k: "", w: ""}, show);
 
 // ---------------------------------------------------------------- examples
 const fits = e => (!state.k || e.dataset.kind === state.k) && (!state.w || e.dataset.why === state.w);
@@ -35,34 +35,6 @@ document.addEventListener("keydown", event => {
   if (by) { event.preventDefault(); step(by); }
 });
 
-// ---------------------------------------------------------------- from a claim to its evidence
-let came = null;
-function follow(claim) {
-  const example = claim.closest(".example"), wanted = claim.dataset.cites.split(" ").map(id => document.getElementById(id)).filter(Boolean);
-  for (const e of $$(".here")) e.classList.remove("here");
-  if (!wanted.length) return;
-  for (const e of [claim, ...wanted]) e.classList.add("here");
-  const first = wanted[0], box = first.closest("pre");
-  if (box) box.scrollTop += first.getBoundingClientRect().top - box.getBoundingClientRect().top - box.clientHeight / 4;
-  first.scrollIntoView({block: "nearest"});
-  first.focus({preventScroll: true});
-  came = claim;
-  const back = $(".back", example); if (back) back.hidden = false;
-}
-document.addEventListener("click", event => {
-  const at = event.target.closest && event.target.closest("a.claim, .back, a[data-view], .copy, a.skip");
-  if (!at || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
-  if (at.matches(".copy")) return copy(at);
-  event.preventDefault();
-  if (at.matches("a.claim")) follow(at);
-  else if (at.matches(".back")) { at.hidden = true; if (came) { came.scrollIntoView({block: "nearest"}); came.focus(); } }
-  else { if (at.dataset.view) go(at.dataset.view); $("#main").focus({preventScroll: Boolean(at.dataset.view)}); }
-});
-document.addEventListener("keydown", event => {
-  if (event.key !== "Escape" || !came || !event.target.matches(".source")) return;
-  came.focus(); came.scrollIntoView({block: "nearest"});
-});
-
 // ---------------------------------------------------------------- commands
 async function copy(button) {
   let done = true;
@@ -76,5 +48,6 @@ async function copy(button) {
   button.textContent = done ? "Copied" : "Selected: press Ctrl-C";
   setTimeout(() => { button.textContent = "Copy"; }, 2000);
 }
+for (const button of $$(".copy")) button.addEventListener("click", () => copy(button));
 begin();
 })();

@@ -25,16 +25,7 @@ from refiner_core.report.run.document import (
     RunReport,
     StageRow,
 )
-from refiner_core.report.transcripts import (
-    MOST_IN_ALL,
-    MOST_JUDGEMENTS,
-    MOST_OF_PROMPT,
-    Evidence,
-    answer_markup,
-    conversation,
-    evidence_of,
-    within,
-)
+from refiner_core.report.transcripts import shown_example
 
 #: States of a stage that say that its last attempt came to no good end.
 _ENDED_BADLY = ("killed", "hung", "failed")
@@ -237,60 +228,24 @@ def markdown(report: RunReport) -> str:
     return text.rstrip() + "\n"
 
 
-MOST_EXAMPLES, MOST_SAID, MOST_PARTS = 60, 12, 40
+MOST_EXAMPLES, MOST_SAID = 60, 12
 
 
 def shown_examples(
     examples: Sequence[Row], pair: tuple[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Examples with as many answers as a page can hold: each has an equal share of the room. The
-    models of a ``pair`` (before, after) stand side by side, in front of the others."""
+    """Examples with as many answers as a page can hold. The models of a ``pair`` (before, after)
+    stand side by side, in front of the others."""
     shown = examples[:MOST_EXAMPLES]
-    share = MOST_IN_ALL // max(1, len(shown))
     made = []
     for place, example in enumerate(shown):
         said = list(example["said"])
         if pair is not None and example["kind"] == "before and after":
             said.sort(key=lambda s: s["model"] not in pair)
-        kept = within(said[:MOST_SAID], share - min(len(example["prompt"]), MOST_OF_PROMPT))
-        evidence = evidence_of(example["prompt"], (s["text"] for s in kept), f"e{place}")
-        made.append(
-            {
-                "example": example,
-                "evidence": evidence.markup,
-                "said": [_shown(one, evidence) for one in kept],
-                "left_out": len(said) - len(kept),
-            }
-        )
+        found = shown_example(example["prompt"], said[:MOST_SAID], f"e{place}", len(shown))
+        left_out = found["left_out"] + len(said[MOST_SAID:])
+        made.append({"example": example, **found, "left_out": left_out})
     return made
-
-
-def _shown(said: Row, evidence: Evidence) -> dict[str, Any]:
-    """An answer or an attempt as it is shown."""
-    kept = said["judgements"][:MOST_JUDGEMENTS]
-    claims: dict[Any, dict[str, Any]] = {}
-    rubrics: list[Mapping[str, Any]] = []
-    others: list[Mapping[str, Any]] = []
-    for one in kept:
-        kind = str(one.get("kind") or "")
-        if kind.startswith("citation"):
-            place = one.get("claim_index")
-            found = claims.setdefault(place, {"place": place, "claim": one.get("claim"), "on": []})
-            found["on"].append((kind.removeprefix("citation_"), one))
-        else:
-            (rubrics if kind in ("rubric", "") else others).append(one)
-    counted, measured = drawing.shares(said["parts"][:MOST_PARTS])
-    return {
-        "said": said,
-        "text": answer_markup(said["text"], evidence),
-        "conversation": conversation(said["episode"]) if said["episode"] is not None else None,
-        "shares": counted,
-        "measured": measured,
-        "rubrics": rubrics,
-        "claims": list(claims.values()),
-        "others": others,
-        "judgements_left_out": len(said["judgements"]) - len(kept),
-    }
 
 
 VIEWS = (

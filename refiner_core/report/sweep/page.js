@@ -7,7 +7,7 @@ const start = {c: body.dataset.primary, o: "", m: "0", p: "0", l: "0", r: "1", s
 const firstSeed = form("choose-answer") ? form("choose-answer").seed.value : "";
 start.s = firstSeed;
 if (form("choose-answer") && form("choose-answer").attempt) start.a = form("choose-answer").attempt.value;
-const {state, set, write, go, begin} = reportPage(start, show);
+const {state, set, write, begin, points} = reportPage(start, show, a => a.dataset.goto ? {p: a.dataset.goto, l: "0", r: a.dataset.right} : {});
 if (cmps.reduce((n, c) => n + $$("tbody tr", c).length, 0) > 400) document.documentElement.classList.add("many");
 
 // ---------------------------------------------------------------- which arms
@@ -70,7 +70,6 @@ function showCurve() {
   }
   redraw($("svg.curves", plots[at]));
 }
-const points = g => g.dataset.p.split(";").map(p => p ? p.split(" ").map(Number) : null);
 function redraw(svg) { // one arm that has run away must not flatten all others
   const shown = $$("g[data-curve]:not(.off)", svg).map(g => [g, points(g)]);
   const all = shown.flatMap(([, ps]) => ps.filter(Boolean));
@@ -156,13 +155,6 @@ for (const head of $$(".sortable th[data-sort]")) {
 }
 
 // ---------------------------------------------------------------- choices
-document.addEventListener("click", event => {
-  const a = event.target.closest && event.target.closest("a[data-view]");
-  if (!a || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
-  event.preventDefault();
-  go(a.dataset.view, a.dataset.goto ? {p: a.dataset.goto, l: "0", r: a.dataset.right} : {});
-  $("#main").focus({preventScroll: true});
-});
 const on = (id, what) => { const e = form(id); if (e) { e.addEventListener("change", what); e.addEventListener("submit", x => x.preventDefault()); } };
 on("choose", e => e.target.name === "order" ? set({o: e.target.value}) : chooseComparison(e.target.name, e.target.value));
 on("choose-curve", e => set({m: e.target.value}));

@@ -28,37 +28,20 @@ from refiner_core.report.printing import finite, plain
 from refiner_core.report.sweep import wording
 from refiner_core.report.sweep.document import Comparison, Row, SweepReport
 from refiner_core.report.sweep.wording import arm_row, column_of, comparison_notes
-from refiner_core.report.transcripts import (
-    MOST_IN_ALL,
-    attempts_of,
-    attempts_tables,
-    cited_ids,
-    conversation,
-    marked,
-    within,
-)
+from refiner_core.report.transcripts import attempts_of, attempts_tables, shown_example
 
 #: Comparisons besides the primary one that are printed in full, and rows of long tables.
 MOST_COMPARISONS = 8
 MOST_ARMS = 40
-MOST_INCIDENTS = 20
-FEW_FLIPS = 10
 
 
 def markdown(report: SweepReport) -> str:
     """The whole text; ends with one line feed."""
-    flips = sorted(report.flips, key=lambda f: -abs(f["value"] - f["baseline"]))
     compared = sorted(report.comparisons, key=lambda c: not c.primary)[: 1 + MOST_COMPARISONS]
     text = template_of(__package__, "report.md.jinja").render(
         report=report,
         w=wording,
         compared=[(comparison, _arms(comparison, report)) for comparison in compared],
-        attempts=attempts_tables(report.attempts, report.arms[:MOST_ARMS]),
-        flips=flips[:FEW_FLIPS],
-        costs=wording.costs(report),
-        incidents=sorted(report.incidents, key=lambda i: (i["resolved"], i["at"])),
-        most_arms=MOST_ARMS,
-        most_incidents=MOST_INCIDENTS,
     )
     return text.rstrip() + "\n"
 
@@ -131,21 +114,17 @@ def _cell(value: Any) -> Any:
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
-def fitting(sides: Sequence[Row], first_arms: Sequence[str]) -> list[dict[str, Any]]:
-    """Prompts with as many of their answers as a page can hold: each has an equal share of the
-    room, and arms named first are preferred."""
+def shown_sides(sides: Sequence[Row], first_arms: Sequence[str]) -> list[dict[str, Any]]:
+    """Prompts with as many of their answers as a page can hold; arms named first are preferred."""
     rank = {arm: i for i, arm in enumerate(first_arms)}
-    share = MOST_IN_ALL // max(1, len(sides))
     shown = []
-    for side in sides:
+    for place, side in enumerate(sides):
         ordered = sorted(
             side["answers"],
             key=lambda a: (a["sample_index"], rank.get(a["arm"], len(rank)), a["seed"]),
         )
-        kept = within(ordered, share)
-        cited = frozenset().union(*(cited_ids(a["text"]) for a in kept))
-        left_out = len(side["answers"]) - len(kept)
-        shown.append({"side": side, "answers": kept, "cited": cited, "left_out": left_out})
+        found = shown_example(side["prompt"], ordered, f"e{place}", len(sides))
+        shown.append({"side": side, **found})
     return shown
 
 
@@ -199,7 +178,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
     columns = [column_of(c, report) for c in compared]
     index = {arm: i for i, arm in enumerate(arms_in_order(report))}
     few = leading_arms(report)
-    shown = fitting(report.side_by_side, few)
+    prompts = shown_sides(report.side_by_side, few)
     parts = parts_of(__package__)
     text: str = parts["template"].render(
         report=report,
@@ -208,8 +187,6 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         views=views_of(report).items(),
         names=views_of(report),
         w=wording,
-        marked=marked,
-        conversation=conversation,
         failure_words=FAILURE_WORDS,
         index=index,
         few=few,
@@ -224,8 +201,8 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         rubric_scale=drawing.scale_for(
             [v for r in report.rubrics for v in r["values"].values()], ticks=3
         ),
-        prompts=shown,
-        attempts=attempts_of(a for one in shown for a in one["answers"]),
+        prompts=prompts,
+        attempts=attempts_of(s["said"] for one in prompts for s in one["said"]),
         attempts_tables=attempts_tables(report.attempts, few),
         flips=report.flips[:MOST_FLIPS],
         costs=wording.costs(report),

@@ -1,6 +1,6 @@
 """Plain torch: every rank holds the model and its optimisers, and gradients are summed.
 
-In: a loaded model, its updater, and the ranks that train together. Out: an
+In: a loaded model, its learning rates, and the ranks that train together. Out: an
 :class:`~refiner_core.training.engines.protocol.Engine`.
 
 This is also what ZeRO-0 means, which shares nothing out: the gradients of a step are added up over
@@ -10,6 +10,7 @@ Weights stay bitwise equal on all ranks; a snapshot and an export check that the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +31,16 @@ from refiner_core.training.model.loading import (
     shapes_of,
 )
 from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
-from refiner_core.training.model.optim import Updater, trainable
+from refiner_core.training.model.optim import (
+    ADAM_STATE,
+    MUON_STATE,
+    Muon,
+    adamw,
+    adding_to,
+    master_of,
+    parameter_groups,
+    trainable,
+)
 from refiner_core.training.ranks import Ranks, gpu_of
 
 #: Gradients that travel together (float32 elements): 256 MiB.
@@ -38,17 +48,43 @@ BUCKET_ELEMENTS = 1 << 26
 
 
 class PlainEngine(Engine):
-    """Torch's own optimisers, in one process or data-parallel in several."""
+    """Torch's own optimisers, in one process or data-parallel in several.
+
+    Parameters
+    ----------
+    learning_rate, weight_decay
+        Peak rate of AdamW, and decoupled decay.
+    max_grad_norm
+        Where gradients are clipped; 0 clips none.
+    muon_learning_rate
+        Peak rate of Muon on hidden matrices; None trains everything with AdamW.
+    """
 
     def __init__(
         self,
         loaded: loading.Loaded,
-        updater: Updater,
         config: ModelConfig,
         ranks: Ranks | None = None,
+        *,
+        learning_rate: float,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        muon_learning_rate: float | None = None,
     ) -> None:
         super().__init__(loaded, loaded.device, config, ranks or Ranks())
-        self.updater, self._summed = updater, False
+        self.max_grad_norm = max_grad_norm
+        decayed, rest, hidden = parameter_groups(self.model, muon=muon_learning_rate is not None)
+        self._hidden = set(hidden)
+        self._weights = trainable(self.model)
+        self._masters = {name: master_of(weight) for name, weight in self._weights.items()}
+        for weight, master in self._copied_weights():
+            weight.register_post_accumulate_grad_hook(adding_to(master))
+        made = adamw(decayed, rest, self._masters, learning_rate, weight_decay)
+        self._optimizers: list[tuple[Any, float]] = [(made, learning_rate)]  # with their peak rates
+        if hidden and muon_learning_rate is not None:
+            muon = Muon([self._masters[n] for n in hidden], muon_learning_rate, weight_decay)
+            self._optimizers.append((muon, muon_learning_rate))
+        self._norm: Any = None  # of the gradients of all ranks, once they are summed
 
     def score(
         self, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "off"
@@ -58,26 +94,42 @@ class PlainEngine(Engine):
 
     def backward(self, loss: Any) -> None:
         """Add the gradients of a loss."""
-        if self._summed:
+        if self._norm is not None:
             raise RuntimeError("gradients were summed over the ranks already; step or drop first")
-        self.updater.forget_norm()
         loss.backward()
 
     def step(self, factor: float) -> float:
         """Update, clear the gradients, and return their norm before clipping."""
-        self._sum()
-        self._summed = False
-        return self.updater.step(factor)
+        norm = self.gradient_norm()
+        if math.isfinite(norm):
+            if self.max_grad_norm > 0:
+                masters = list(self._masters.values())
+                torch.nn.utils.clip_grads_with_norm_(masters, self.max_grad_norm, self._norm)
+            for optimizer, peak in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = peak * factor
+                optimizer.step()
+            with torch.no_grad():
+                for weight, master in self._copied_weights():
+                    weight.copy_(master)
+        self.drop()
+        return norm
 
     def gradient_norm(self) -> float:
-        """The norm of the gradients; no more can be added to them."""
-        self._sum()
-        return self.updater.gradient_norm()
+        """The norm of the gradients, which are summed over the ranks by then."""
+        if self._norm is None:
+            masters = self._masters.values()
+            if self.ranks.world > 1:
+                sum_over_ranks(list(masters), self.ranks)
+            gradients = [master.grad for master in masters if master.grad is not None]
+            self._norm = torch.nn.utils.get_total_norm(gradients)
+        return float(self._norm)
 
     def drop(self) -> None:
         """Clear the gradients."""
-        self._summed = False
-        self.updater.drop()
+        self._norm = None
+        for tensor in (*self._weights.values(), *self._masters.values()):
+            tensor.grad = None
 
     @contextmanager
     def whole(self) -> Iterator[Any]:
@@ -95,28 +147,39 @@ class PlainEngine(Engine):
             yield name, tensor if wanted(name) else None
 
     def states(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ParameterState]]:
-        """What the updater keeps of each."""
-        for name in trainable(self.model):
+        """Live tensors of each parameter, by kind; nothing of one that has never been updated, but
+        for its master."""
+        for name, master in self._masters.items():
             if wanted(name):
-                yield name, self.updater.state_of(name)
+                own = {} if master is self._weights[name] else {"master": master.detach()}
+                for optimizer, _ in self._optimizers:
+                    own.update(optimizer.state.get(master, {}))
+                yield name, own
 
     def set_weights(self, weights: SavedTensors) -> None:
         """Copy weights in."""
         copy_weights(model_tensors(self.model), weights)
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def set_states(self, state_of: Callable[[str], ParameterState]) -> None:
-        """Hand states to the updater."""
-        for name in trainable(self.model):
-            self.updater.set_state_of(name, state_of(name))
+        """Copy states in."""
+        for name, master in self._masters.items():
+            state, muon = state_of(name), name in self._hidden
+            if master is not self._weights[name]:
+                master.copy_(state.get("master", self._weights[name]))
+            optimizer, _ = self._optimizers[1 if muon else 0]
+            optimizer.state.pop(master, None)
+            kinds = MUON_STATE if muon else ADAM_STATE
+            if all(kind in state for kind in kinds):
+                optimizer.state[master] = {
+                    kind: state[kind].to(master.device, torch.float32, copy=True) for kind in kinds
+                }
 
-    def _sum(self) -> None:
-        """Once per step: this rank's gradients become those of all."""
-        if self._summed or self.ranks.world == 1:
-            return
-        gradients = self.updater.gradients()
-        summed = sum_over_ranks(gradients, self.updater.shapes, self.ranks, self.device)
-        self.updater.set_gradients(summed)
-        self._summed = True
+    def _copied_weights(self) -> Iterator[tuple[Any, Any]]:
+        """Weights that train through a master of their own, with it."""
+        for weight, master in zip(self._weights.values(), self._masters.values(), strict=True):
+            if master is not weight:
+                yield weight, master
 
 
 def open_engine(
@@ -155,14 +218,13 @@ def open_engine(
 
         return open_zero_engine(section, config.model, model_ref, ranks, device)
     loaded = loading.load_for_training(model_ref, config.model, device)
-    updater = Updater(
-        loaded.model,
+    return PlainEngine(
+        *(loaded, config.model, ranks),
         learning_rate=section.learning_rate,
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
         muon_learning_rate=None if muon is None else muon.muon_learning_rate,
     )
-    return PlainEngine(loaded, updater, config.model, ranks)
 
 
 def device_of(resources: Resources, ranks: Ranks) -> Any:
@@ -183,31 +245,24 @@ def device_of(resources: Resources, ranks: Ranks) -> Any:
     return torch.device("cuda", gpu_of(ranks.local_rank))
 
 
-def sum_over_ranks(
-    gradients: Sequence[torch.Tensor | None],
-    shapes: Sequence[torch.Size],
-    ranks: Ranks,
-    device: Any,
-) -> list[torch.Tensor | None]:
-    """Sums of float32 gradients over all ranks, bitwise the same on each.
+def sum_over_ranks(parameters: Sequence[Any], ranks: Ranks) -> None:
+    """Make float32 gradients their sums over all ranks, bitwise the same on each.
 
     A parameter without a gradient on one rank counts as 0 there; one without any has none after.
     """
     import torch.distributed as dist
 
-    known = ranks.add([gradient is not None for gradient in gradients])
-    full = [
-        (torch.zeros(shape, device=device) if gradient is None else gradient) if count else None
-        for gradient, shape, count in zip(gradients, shapes, known, strict=True)
-    ]
-    for bucket in _buckets([gradient for gradient in full if gradient is not None]):
+    counts = ranks.add([parameter.grad is not None for parameter in parameters])
+    for parameter, count in zip(parameters, counts, strict=True):
+        if count and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         dist.all_reduce(flat)
         for gradient, total in zip(
             bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True
         ):
             gradient.copy_(total.view_as(gradient))
-    return full
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -68,7 +68,7 @@ from refiner_core.training.model.loading import (
     read_pickled,
     reading,
 )
-from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
+from refiner_core.training.model.logprobs import Entropy, TokenScores
 from refiner_core.training.model.optim import ADAM_STATE, MUON_STATE
 from refiner_core.training.ranks import Ranks, on_first
 
@@ -173,9 +173,9 @@ class Engine(ABC):
         """The model with all its weights and in evaluation mode, to read (generate, export, send to
         servers)."""
 
-    def reference(self, model_ref: str) -> FrozenModel:
+    def reference(self, model_ref: str) -> Any:
         """A frozen model beside it, for the KL term, whole on every rank's device."""
-        return FrozenModel(loading.load_model(model_ref, self._config, self.device))
+        return loading.load_model(model_ref, self._config, self.device).requires_grad_(False)
 
     # ------------------------------------------------------------ state
 
@@ -311,18 +311,6 @@ class Engine(ABC):
 
     def _require_equal_weights(self) -> None:
         require_equal_weights(self.model, self.ranks)
-
-
-class FrozenModel:
-    """A model that only scores."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model.requires_grad_(False)
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def score(self, batch: Batch, *, temperature: float = 1.0) -> TokenScores:
-        """Log-probabilities of this rank's batch, without gradients."""
-        return token_scores(self.model, batch, temperature=temperature)
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -145,7 +145,7 @@ def open_zero_engine(
     model_ref: str,
     ranks: Ranks,
     device: Any,
-) -> ZeroEngine:
+) -> _ZeroEngine:
     """The model of ``model_ref`` under ``section.deepspeed_stage``, which is 1, 2 or 3.
 
     Raises
@@ -157,11 +157,11 @@ def open_zero_engine(
     deepspeed = _import_deepspeed(device)
     _join_process_group(device)
     loaded = loading.load_for_training(model_ref, config, device, reentrant=stage == 3)
-    groups = parameter_groups(loaded.model)
+    decayed, rest, _ = parameter_groups(loaded.model)
     weights = trainable(loaded.model)
     width = loaded.model.config.get_text_config().hidden_size
     settings = _deepspeed_settings(section, stage, config, width, cuda=device.type == "cuda")
-    optimizer = adamw(groups, weights, section.learning_rate, section.weight_decay)
+    optimizer = adamw(decayed, rest, weights, section.learning_rate, section.weight_decay)
     module = ScoringModel(loaded.model)
     module.train(loaded.model.training)
     said = io.StringIO()
@@ -171,7 +171,7 @@ def open_zero_engine(
         )
     log.debug("DeepSpeed: %s", said.getvalue())
     wrapped.module.train(loaded.model.training)
-    return ZeroEngine(loaded, wrapped, stage, config, ranks, section.learning_rate)
+    return _ZeroEngine(loaded, wrapped, stage, config, ranks, section.learning_rate)
 
 
 def _deepspeed_settings(
@@ -211,7 +211,7 @@ def _deepspeed_settings(
     }
 
 
-class ZeroEngine(Engine):
+class _ZeroEngine(Engine):
     """A model that DeepSpeed shares out."""
 
     def __init__(

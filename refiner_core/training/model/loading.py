@@ -248,7 +248,8 @@ def check_window(model: Any, longest: int) -> None:
 
 
 def check_model(loaded: Loaded) -> None:
-    """Refuse a model whose packed sequences see each other, or whose head is not the whole logit.
+    """Refuse a model whose packed sequences see each other, or whose head's weight is not the whole
+    logit (one with a bias, a cap).
 
     Two packs differ only in their first sequence; with isolated blocks the second one's hidden
     states cannot differ.
@@ -271,7 +272,7 @@ def check_model(loaded: Loaded) -> None:
         logits = model(input_ids=alone, use_cache=False).logits[0, :-1].float()
         last = model.base_model(input_ids=alone, use_cache=False).last_hidden_state[0, :-1]
         head = model.get_output_embeddings()
-        by_hand = torch.nn.functional.linear(last, head.weight, head.bias).float()
+        by_hand = (last @ head.weight.mT).float()
     if (hidden[0] - hidden[1]).norm() > _LEAK_TOLERANCE * hidden[0].norm():
         raise _cannot_train(model, "packed sequences see each other", "block-isolated attention")
     if (logits - by_hand).norm() > _HEAD_TOLERANCE * logits.norm():

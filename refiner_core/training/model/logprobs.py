@@ -40,7 +40,7 @@ def token_scores(
     """Scores of the targets; logits are divided by ``temperature`` first, as the sampler does."""
     head = model.get_output_embeddings()
     hidden_TD = hidden_states(model, batch)
-    return head_scores(hidden_TD, head.weight, head.bias, batch.target_T, temperature, entropy)
+    return head_scores(hidden_TD, head.weight, batch.target_T, temperature, entropy)
 
 
 class ScoringModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
@@ -67,12 +67,12 @@ class _Head(torch.nn.Module):  # type: ignore[misc]
 
     def __init__(self, head: Any) -> None:
         super().__init__()
-        self.weight, self.bias = head.weight, head.bias
+        self.weight = head.weight
 
     def forward(
         self, hidden_TD: torch.Tensor, target_T: torch.Tensor, temperature: float, entropy: Entropy
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(head_scores(hidden_TD, self.weight, self.bias, target_T, temperature, entropy))
+        return tuple(head_scores(hidden_TD, self.weight, target_T, temperature, entropy))
 
 
 def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
@@ -90,15 +90,12 @@ def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
 def head_scores(
     hidden_TD: torch.Tensor,
     weight_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
     target_T: torch.Tensor,
     temperature: float = 1.0,
     entropy: Entropy = "off",
 ) -> TokenScores:
     """Scores from hidden states. Logits come in the type of the weights, all else is float32."""
-    return TokenScores(
-        *_LinearLogprob.apply(hidden_TD, weight_VD, bias_V, target_T, temperature, entropy)
-    )
+    return TokenScores(*_LinearLogprob.apply(hidden_TD, weight_VD, target_T, temperature, entropy))
 
 
 def _mask_for(model: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -121,7 +118,6 @@ class _LinearLogprob(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any,
         hidden_TD: torch.Tensor,
         weight_VD: torch.Tensor,
-        bias_V: torch.Tensor | None,
         target_T: torch.Tensor,
         temperature: float,
         entropy: Entropy,
@@ -131,15 +127,15 @@ class _LinearLogprob(torch.autograd.Function):  # type: ignore[misc]
         logp_TV: torch.Tensor | None = None
         chunks = _chunks(len(hidden_TD), weight_VD.shape[0])
         for rows in chunks:
-            logp_TV = _log_softmax(hidden_TD[rows], weight_VD, bias_V, temperature)
+            logp_TV = _log_softmax(hidden_TD[rows], weight_VD, temperature)
             logprob_T[rows] = logp_TV.gather(-1, target_T[rows, None]).squeeze(-1)
             if entropy != "off":
                 entropy_T[rows] = _entropy(logp_TV)
         if entropy != "loss":
             ctx.mark_non_differentiable(entropy_T)
-        wanted = any(ctx.needs_input_grad[:3])
+        wanted = any(ctx.needs_input_grad[:2])
         kept = logp_TV if wanted and len(chunks) == 1 else None
-        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, entropy_T, kept)
+        ctx.save_for_backward(hidden_TD, weight_VD, target_T, entropy_T, kept)
         ctx.temperature, ctx.entropy = temperature, entropy
         return logprob_T, entropy_T
 
@@ -148,18 +144,17 @@ class _LinearLogprob(torch.autograd.Function):  # type: ignore[misc]
     def backward(
         ctx: Any, grad_logprob_T: torch.Tensor, grad_entropy_T: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden_TD, weight_VD, bias_V, target_T, entropy_T, kept_TV = ctx.saved_tensors
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        hidden_TD, weight_VD, target_T, entropy_T, kept_TV = ctx.saved_tensors
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
         chunks = _chunks(len(hidden_TD), weight_VD.shape[0])
         grad_TD = torch.empty_like(hidden_TD) if of_hidden else None
         # One chunk's gradient may stay in the type of the weights; sums of several may not.
         several = torch.float32 if len(chunks) > 1 else weight_VD.dtype
         grad_VD = torch.zeros_like(weight_VD, dtype=several) if of_weight else None
-        grad_V = torch.zeros_like(bias_V, dtype=several) if of_bias else None
         for rows in chunks:
             logp_TV = kept_TV
             if logp_TV is None:
-                logp_TV = _log_softmax(hidden_TD[rows], weight_VD, bias_V, ctx.temperature)
+                logp_TV = _log_softmax(hidden_TD[rows], weight_VD, ctx.temperature)
             logit_TV = _grad_of_logits(
                 *(logp_TV, target_T[rows], grad_logprob_T[rows]),
                 *((entropy_T[rows], grad_entropy_T[rows]) if ctx.entropy == "loss" else ()),
@@ -176,12 +171,9 @@ class _LinearLogprob(torch.autograd.Function):  # type: ignore[misc]
                 grad_VD.addmm_(logit_TV.mT, hidden_TD[rows])
             elif grad_VD is not None:
                 grad_VD.add_(logit_TV.mT @ hidden_TD[rows])
-            if grad_V is not None:
-                grad_V.add_(logit_TV.sum(0))
         return (
             grad_TD,
             None if grad_VD is None else grad_VD.to(weight_VD.dtype),
-            None if grad_V is None else grad_V.to(weight_VD.dtype),
             *(None, None, None),
         )
 
@@ -195,15 +187,9 @@ def _chunks(rows: int, vocabulary: int) -> list[slice]:
 
 
 def _log_softmax(
-    hidden_TD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    temperature: float,
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    logits_TV = hidden_TD @ weight_VD.mT
-    if bias_V is not None:
-        logits_TV += bias_V
-    logits_TV = logits_TV.float()
+    logits_TV = (hidden_TD @ weight_VD.mT).float()
     if temperature != 1.0:
         logits_TV.div_(temperature)
     return torch.log_softmax(logits_TV, dim=-1)

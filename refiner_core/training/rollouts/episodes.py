@@ -22,8 +22,15 @@ import numpy as np
 
 from refiner_core.contract.config import GrpoConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
-from refiner_core.contract.sections.environment import alpha_of, check_domains
-from refiner_core.contract.types import Completion, Judge, OnCompletion, PromptRow, RewardResult
+from refiner_core.contract.sections.environment import alpha_of, check_settings
+from refiner_core.contract.types import (
+    Completion,
+    Judge,
+    OnCompletion,
+    PromptRow,
+    RewardResult,
+    SamplingParams,
+)
 from refiner_core.environments.episodes import settings_of
 from refiner_core.environments.protocol import (
     FAILURES,
@@ -65,7 +72,7 @@ TurnAdvantages = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class EpisodeBatch(RolloutBatch):
+class _EpisodeBatch(RolloutBatch):
     """A step's episodes. ``records`` and ``turns`` have one entry per sample (``turns`` None with
     credit by trajectory, and where a sample takes no part), ``weights`` one per group: the
     curriculum's factor, which is in the advantages already."""
@@ -122,7 +129,7 @@ def form_episode_groups(
     *,
     alpha: Callable[[str], float],
     weight: Callable[[str], float],
-) -> EpisodeBatch:
+) -> _EpisodeBatch:
     """Advantages within each task's samples.
 
     ``alpha(domain)`` is what partial credit counts there, ``weight(sample_id)`` the factor on a
@@ -148,7 +155,7 @@ def form_episode_groups(
         groups.append(_weighted(group, factor))
         turns += [None if t is None else tuple(factor * a for a in t) for t in of_turns]
         weights.append(factor)
-    return EpisodeBatch(
+    return _EpisodeBatch(
         tuple(samples), tuple(results), tuple(groups), tuple(records), tuple(turns), tuple(weights)
     )
 
@@ -209,24 +216,10 @@ def group_turn_advantages(
 def spread_over_tokens(
     record: EpisodeRecord, completion: Completion, turns: TurnAdvantages
 ) -> tuple[float, ...]:
-    """One value per token of the completion: that of the turn which it belongs to, 0 between.
-
-    Raises
-    ------
-    ValueError
-        An own token stands outside all turns: record and tokens are not of one episode.
-    """
+    """One value per token of the completion: that of the turn which it belongs to, 0 between."""
     values = [0.0] * len(completion.token_ids)
-    within = [False] * len(values)
     for turn, advantage in zip(record.turns, turns, strict=True):
-        length = turn.end - turn.start
-        values[turn.start : turn.end] = [advantage] * length
-        within[turn.start : turn.end] = [True] * length
-    own = own_tokens(completion)
-    if len(values) != len(own) or any(
-        mine and not inside for mine, inside in zip(own, within, strict=True)
-    ):
-        raise ValueError(f"{record.task_id}: tokens of the model's own stand outside its turns")
+        values[turn.start : turn.end] = [advantage] * (turn.end - turn.start)
     return tuple(values)
 
 
@@ -283,7 +276,7 @@ def check_progress(environment: Environment, prompts: Sequence[PromptRow]) -> No
 # ---------------------------------------------------------------- what is logged
 
 
-def attempts(batch: EpisodeBatch) -> dict[str, tuple[int, int]]:
+def attempts(batch: _EpisodeBatch) -> dict[str, tuple[int, int]]:
     """Attempts and successes of a step, by task. Errors of the infrastructure are no attempts;
     episodes that are left out of training on purpose are."""
     found: dict[str, tuple[int, int]] = {}
@@ -294,7 +287,7 @@ def attempts(batch: EpisodeBatch) -> dict[str, tuple[int, int]]:
     return found
 
 
-def episode_metrics(batch: EpisodeBatch) -> dict[str, float]:
+def episode_metrics(batch: _EpisodeBatch) -> dict[str, float]:
     """Numbers of a step's episodes. Rates and means of outcomes are over those that have one; turns
     and tokens over all. ``val/stop_rate`` is the share that no limit of turns or context ended."""
     records = batch.records
@@ -346,7 +339,7 @@ def _outcomes(ended: Sequence[EpisodeRecord]) -> Iterator[tuple[str, float]]:
                 yield f"episodes/{name}/{record.domain}", value
 
 
-def episode_rows(step: int, batch: EpisodeBatch) -> list[dict[str, Any]]:
+def episode_rows(step: int, batch: _EpisodeBatch) -> list[dict[str, Any]]:
     """One row per episode: the columns of single answers, and ``own`` (whose tokens they are),
     ``episode`` (the record as JSON, without durations, which no run repeats), ``turn_advantages``
     (None with credit by trajectory) and ``curriculum_weight``. A log-probability is None where the
@@ -420,7 +413,7 @@ class EpisodeLane(Lane):
         check_room(prompts, self.grpo)
         if self.environment is not None and not self.config.environment.domains:
             # the data stage has said so too, but is skipped where its outputs are there already
-            check_domains(self.config.environment.shaping, self.environment.domains())
+            check_settings(self.config.environment.shaping, self.environment.domains())
         if self.environment is not None and self.grpo.credit == "turn_rewards":
             check_progress(self.environment, prompts)
 
@@ -435,8 +428,8 @@ class EpisodeLane(Lane):
     ) -> None:
         """Run episodes; ``finished(place, completion)`` is told of each as it ends."""
         assert self.environment is not None, "this rank samples nothing"
-        temperature, top_p = self.grpo.temperature, self.grpo.top_p
-        settings = settings_of(self.config, self.environment, temperature=temperature, top_p=top_p)
+        sampling = SamplingParams(self.grpo.temperature, self.grpo.top_p)
+        settings = settings_of(self.config, self.environment, sampling)
         sample_episodes(
             *(policy, wanted, self.environment, tokenizer, settings, finished),
             should_stop=policy.cancelled,
@@ -466,7 +459,7 @@ class EpisodeLane(Lane):
         require_episodes(results, environment.max_error_share, of="episodes of a step")
         return results
 
-    def groups(self, samples: Sequence[Sampled], results: Sequence[RewardResult]) -> EpisodeBatch:
+    def groups(self, samples: Sequence[Sampled], results: Sequence[RewardResult]) -> _EpisodeBatch:
         """Advantages by the recipe's credit, times the curriculum's weights before this step."""
         return form_episode_groups(
             samples,

@@ -21,8 +21,8 @@ its own samples as they finish, about the others' once they are collected.
 With active sampling a batch is *settled* in rounds: while it has too few groups whose rewards
 differ, further prompts are sampled with the same weights. That happens before the next sync.
 
-A batch whose weights are older than ``async_steps`` (a checkpoint of other settings, a policy that
-missed a sync) is dropped and counted, and sampled again with the newest. So is one of which errors
+A batch whose weights are older than ``async_steps`` (a checkpoint of other settings) is dropped and
+counted, and sampled again with the newest. So is one of which errors
 of an environment have ended too many episodes: it ends the stage, no checkpoint keeps it, and the
 next attempt samples it anew.
 """
@@ -65,7 +65,7 @@ FORMAT_VERSION = 1
 
 
 @dataclass
-class Round:
+class _Round:
     """Prompts that are sampled together: a step's only round, but with active sampling.
 
     ``made`` has this rank's own completions by place, and ``read`` the samples of them on rank 0;
@@ -97,7 +97,7 @@ class Flight:
     version: int
     epoch: int
     cursor: int
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[_Round] = field(default_factory=list)
     settled: bool = False
     cut_short: bool = False
     lost: bool = False
@@ -232,7 +232,12 @@ class Pipeline:
             self._finish(flight, clock)
         flight = self.flights[step]
         if flight.age > self.behind:
-            flight = self._anew(flight, clock)
+            raise StageFailed(
+                f"grpo step {step}: rollouts are sampled with the weights of step "
+                f"{flight.version}, {flight.age} steps behind",
+                expected=f"weights at most {self.behind} steps behind (grpo.async_steps)",
+                fix="look at what samples: it does not take over new weights",
+            )
         return flight
 
     def ahead(self, step: int, clock: Clock) -> None:
@@ -320,7 +325,7 @@ class Pipeline:
             made = None if results is None else [RewardResult(**result) for result in results]
             indices = tuple(part["prompts"])
             flight.rounds.append(
-                Round(indices, wanted, collected=True, samples=samples, results=made)
+                _Round(indices, wanted, collected=True, samples=samples, results=made)
             )
         return flight
 
@@ -353,7 +358,7 @@ class Pipeline:
             self.policy.sync(self.engine, version)
         self._sent = True
 
-    def _start(self, step: int, clock: Clock) -> Flight:
+    def _start(self, step: int, clock: Clock) -> None:
         flight = Flight(step, self.policy.version, *self._position)
         if self.grpo.active_sampling:
             indices = self._draw(self.grpo.num_unique_prompts_rollout, flight)
@@ -365,7 +370,6 @@ class Pipeline:
             self._position = (epoch, cursor + len(indices))
         self._sample(flight, indices, clock, beside=self.behind > 0)
         self.flights[step] = flight
-        return flight
 
     def _draw(self, count: int, flight: Flight) -> tuple[int, ...]:
         """The next ``count`` prompts that the batch does not have; fewer where there are no more.
@@ -393,7 +397,7 @@ class Pipeline:
     ) -> None:
         """A further round of a batch, in the thread or at once."""
         flight.epoch, flight.cursor = self._position
-        part = Round(indices, self.lane.wanted(self.prompts, flight.step, indices))
+        part = _Round(indices, self.lane.wanted(self.prompts, flight.step, indices))
         if self.ranks.rank == 0:
             part.rewards = self.lane.rewards(patient=self.behind > 0)
         flight.rounds.append(part)
@@ -413,7 +417,7 @@ class Pipeline:
     def _read(self, wanted: Wanted, completion: Completion) -> Sampled:
         return self.lane.read(self.engine.tokenizer, wanted, completion)
 
-    def _share(self, part: Round) -> list[int]:
+    def _share(self, part: _Round) -> list[int]:
         """Places that this rank samples: whole groups, so that each prompt is read once."""
         rank, world = self.ranks.rank, self.ranks.world
         if not self.policy.every_rank:
@@ -422,7 +426,7 @@ class Pipeline:
         return [place for place in range(len(part.wanted)) if place // size % world == rank]
 
     def _work(
-        self, flight: Flight, part: Round, places: Sequence[int], *, tell: bool = False
+        self, flight: Flight, part: _Round, places: Sequence[int], *, tell: bool = False
     ) -> None:
         started = time.perf_counter()
 
@@ -460,7 +464,7 @@ class Pipeline:
                 flight.cut_short = True
                 raise
 
-    def _wait(self, part: Round) -> BaseException | None:
+    def _wait(self, part: _Round) -> BaseException | None:
         """Error that this rank's share ended with."""
         while part.future is not None:
             try:
@@ -469,7 +473,7 @@ class Pipeline:
                 self._tell("generate", len(part.made), len(part.wanted))
         return None
 
-    def _collect(self, part: Round, clock: Clock) -> None:
+    def _collect(self, part: _Round, clock: Clock) -> None:
         """Bring all ranks' samples to rank 0, once they are there."""
         if part.collected:
             return
@@ -480,7 +484,7 @@ class Pipeline:
         on_first(self.ranks, lambda: self._put_together(part, shares or []))
         part.future, part.made, part.read, part.collected = None, {}, {}, True
 
-    def _put_together(self, part: Round, shares: Sequence[Mapping[int, Completion]]) -> None:
+    def _put_together(self, part: _Round, shares: Sequence[Mapping[int, Completion]]) -> None:
         made = {place: completion for share in shares for place, completion in share.items()}
         part.samples = [
             part.read.get(place) or self._read(wanted, made[place])
@@ -489,7 +493,7 @@ class Pipeline:
         if part.rewards is not None:
             self.lane.ask(part.rewards, dict(enumerate(part.samples)))
 
-    def _judge_round(self, flight: Flight, part: Round) -> None:
+    def _judge_round(self, flight: Flight, part: _Round) -> None:
         def ask() -> None:
             if part.results is not None:
                 return
@@ -522,18 +526,3 @@ class Pipeline:
     def _kept(self, flight: Flight) -> int:
         batch = self.lane.groups(flight.samples, flight.results)
         return sum(group.dropped is None for group in batch.groups)
-
-    def _anew(self, flight: Flight, clock: Clock) -> Flight:
-        """Drop a batch that is too old, and sample the step's again."""
-        self.dropped_stale += flight.size
-        self._sync(flight.step - 1, clock)
-        fresh = self._start(flight.step, clock)
-        self._finish(fresh, clock)
-        if fresh.age > self.behind:
-            raise StageFailed(
-                f"grpo step {flight.step}: rollouts are sampled with the weights of step "
-                f"{fresh.version}, {fresh.age} steps behind, also after new weights were sent",
-                expected=f"weights at most {self.behind} steps behind (grpo.async_steps)",
-                fix="look at what samples: it does not take over new weights",
-            )
-        return fresh

@@ -5,7 +5,7 @@ number of training steps that these weights have behind them.
 
 | policy | samples | with | while the engine trains |
 |---|---|---|---|
-| :class:`LivePolicy` | on every rank, its share | the engine's own weights | no |
+| :class:`Policy` | on every rank, its share | the engine's own weights | no |
 | :class:`CopyPolicy` | on every rank, its share | a copy made at each sync | yes |
 | :class:`ServedPolicy` | on servers, for rank 0 | what was sent to them at each sync | yes |
 """
@@ -36,9 +36,10 @@ MakeGenerator = Callable[[Any, Callable[[int, int], None]], Generator]
 
 
 class Policy:
-    """Sampler with the weights of its last :meth:`sync`, by transformers over a model.
+    """Sampler with the weights of its last :meth:`sync`; by itself it has the engine's own model:
+    always the newest weights, and nothing else meanwhile.
 
-    Subclasses say where the weights are.
+    ``ready`` gives a context that :meth:`generate` must be called inside of, on all ranks together.
     """
 
     #: Whether it may sample in a thread while the engine trains.
@@ -46,18 +47,18 @@ class Policy:
     #: Whether every rank samples a share; otherwise rank 0 has all of it.
     every_rank = True
 
-    def __init__(self, generator: Generator | None) -> None:
-        self._generator, self._stop = generator, threading.Event()
+    def __init__(
+        self,
+        generator: Generator | None,
+        ready: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._generator, self.ready, self._stop = generator, ready, threading.Event()
         #: Training steps behind the weights that it samples with.
         self.version = 0
 
     def sync(self, engine: Engine, version: int) -> None:
         """Take over the engine's weights; all ranks call it together, while nothing is sampled."""
         self.version = version
-
-    def ready(self) -> AbstractContextManager[Any]:
-        """Context that :meth:`generate` must be called inside of, on all ranks together."""
-        return nullcontext()
 
     def generate(
         self,
@@ -94,12 +95,8 @@ class Policy:
         return self._generator
 
 
-class Servers(Protocol):
+class Servers(Generator, Protocol):
     """Servers that sample, as far as training knows them; rank 0 alone talks to them."""
-
-    @property
-    def generator(self) -> Generator:
-        """Samples on them."""
 
     def sync(self, whole: AbstractContextManager[Any], version: str) -> None:
         """Give them the weights of a model; ``whole`` yields it, and is entered once."""
@@ -112,18 +109,6 @@ OpenServers = Callable[[Engine], AbstractContextManager[Servers]]
 
 class Cancelled(Exception):
     """Sampling was ended because the stage ends."""
-
-
-class LivePolicy(Policy):
-    """The engine's own model: always the newest weights, and nothing else meanwhile."""
-
-    def __init__(self, engine: Engine, generator: Generator) -> None:
-        super().__init__(generator)
-        self._engine = engine
-
-    def ready(self) -> AbstractContextManager[Any]:
-        """The engine's weights, gathered where they are sharded."""
-        return self._engine.whole()
 
 
 class CopyPolicy(Policy):
@@ -153,10 +138,10 @@ class ServedPolicy(Policy):
     beside, every_rank = True, False
 
     def __init__(self, servers: Servers | None) -> None:
-        super().__init__(None if servers is None else servers.generator)
+        super().__init__(servers)
         self._servers = servers
-        if servers is not None and hasattr(servers.generator, "on_step"):
-            servers.generator.on_step = lambda *_: self.stop_if_cancelled()
+        if servers is not None and hasattr(servers, "on_step"):
+            servers.on_step = lambda *_: self.stop_if_cancelled()
 
     def sync(self, engine: Engine, version: int) -> None:
         """Send them the weights. An error of rank 0 is an error of all, wherever it happens."""

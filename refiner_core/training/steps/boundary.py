@@ -318,26 +318,25 @@ _OF_AGENTS = {
 _EVERY_S = 1.0
 
 
-class Teller:
+def teller(report: Callable[[str, Mapping[str, float]], None], *, turns: bool = False) -> Tell:
     """Passes on that a part of a step begins, and then how far it is, at most once a second.
 
     ``report(part, values)`` gets it. ``turns``: what is generated are turns of an agent.
     """
+    last_s = 0.0
 
-    def __init__(
-        self, report: Callable[[str, Mapping[str, float]], None], *, turns: bool = False
-    ) -> None:
-        self._report, self._last_s, self._turns = report, 0.0, turns
-
-    def __call__(self, part: str, done: int, total: int) -> None:
+    def tell(part: str, done: int, total: int) -> None:
+        nonlocal last_s
         now_s = time.monotonic()
-        if total and now_s - self._last_s < _EVERY_S:
+        if total and now_s - last_s < _EVERY_S:
             return
-        self._last_s = now_s
+        last_s = now_s
         units, of = _UNITS[part], "samples"
-        if self._turns:
+        if turns:
             part, units, of = _OF_AGENTS[part]
-        self._report(part, {units: float(done), of: float(total)} if total else {})
+        report(part, {units: float(done), of: float(total)} if total else {})
+
+    return tell
 
 
 class Clock:

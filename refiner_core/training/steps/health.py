@@ -77,7 +77,7 @@ _FIX = {
 }
 
 
-class Finding(NamedTuple):
+class _Finding(NamedTuple):
     """Something that a check found: which one, what is done, in which step, and why."""
 
     check: str
@@ -103,7 +103,7 @@ class HealthMonitor:
         self.config, self.stage, self._says = config, stage, says
         self.step = 0
         #: What this step's checks have found, in order.
-        self.findings: list[Finding] = []
+        self.findings: list[_Finding] = []
         self._skipped = 0
         self._means: dict[str, list[float]] = {}
         # Check -> [steps in a row, the step looked at last, whether that one counts]
@@ -209,15 +209,15 @@ class HealthMonitor:
 
     # ------------------------------------------------------------ checks
 
-    def _not_finite(self, numbers: Mapping[str, float]) -> Finding | None:
+    def _not_finite(self, numbers: Mapping[str, float]) -> _Finding | None:
         broken = {name: v for name, v in numbers.items() if not math.isfinite(v)}
         if not broken:
             return None
         name, value = next(iter(broken.items()))
         said = f"the {name.replace('_', ' ')} is {value}"
-        return Finding("not_finite", self.config.not_finite, self.step, said)
+        return _Finding("not_finite", self.config.not_finite, self.step, said)
 
-    def _spike(self, name: str, value: float) -> Finding | None:
+    def _spike(self, name: str, value: float) -> _Finding | None:
         values = self._means.setdefault(name, [])
         mean = sum(values) / len(values) if values else 0.0
         limit = self.config.spike_factor * mean
@@ -230,9 +230,9 @@ class HealthMonitor:
             f"the {name.replace('_', ' ')} is {value:.4g}, more than {self.config.spike_factor:g} "
             f"times its running mean of {mean:.4g}"
         )
-        return Finding("loss_spike", self.config.loss_spike, self.step, said)
+        return _Finding("loss_spike", self.config.loss_spike, self.step, said)
 
-    def _in_a_row(self, check: str, bad: bool, said: str) -> Finding | None:
+    def _in_a_row(self, check: str, bad: bool, said: str) -> _Finding | None:
         count, step, counted = self._rows.get(check, [0, 0, 0])
         if step != self.step:
             count, counted = (count if counted else 0), 0
@@ -243,11 +243,11 @@ class HealthMonitor:
         if not bad or policy == "off" or count < self.config.patience:
             return None
         steps = "1 step" if count == 1 else f"{count} steps in a row"
-        return Finding(check, policy, self.step, f"{said} ({steps})")
+        return _Finding(check, policy, self.step, f"{said} ({steps})")
 
     # ------------------------------------------------------------ what follows
 
-    def _act(self, *found: Finding | None) -> bool:
+    def _act(self, *found: _Finding | None) -> bool:
         findings = [finding for finding in found if finding is not None]
         self.findings += findings
         for finding in findings if self._says else ():
@@ -259,7 +259,7 @@ class HealthMonitor:
         self._skipped += skip
         return skip
 
-    def _say(self, finding: Finding) -> None:
+    def _say(self, finding: _Finding) -> None:
         count = self._rows.get(finding.check, [0])[0]
         beyond = count - self.config.patience
         if beyond > 0 and beyond % SAID_AGAIN:
@@ -270,7 +270,7 @@ class HealthMonitor:
             *(self.stage, finding.step, finding.message, finding.check, does),
         )
 
-    def _error(self, finding: Finding) -> HealthStop | NotFiniteError:
+    def _error(self, finding: _Finding) -> HealthStop | NotFiniteError:
         where = f"{self.stage} step {finding.step}: {finding.message}"
         if finding.check == "not_finite":
             return not_finite(where)

@@ -1,7 +1,7 @@
 """A fault for the workers of a test: what the optimiser has gathered is lost on resume.
 
 Python imports a module of this name by itself when its folder is on PYTHONPATH. It waits for the
-module with the optimisers and takes away how a state is put back, as somebody's mistake might.
+module with the engine and takes away how a state is put back, as somebody's mistake might.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-_BROKEN = "refiner_core.training.model.optim"
+_BROKEN = "refiner_core.training.engines.plain"
 
 
 class _Breaker(importlib.abc.MetaPathFinder):
@@ -31,7 +31,7 @@ class _Breaker(importlib.abc.MetaPathFinder):
 
         def load_broken(module: Any) -> None:
             load(module)
-            module.Updater.set_state_of = lambda self, name, state: None
+            module.PlainEngine.set_states = lambda self, state_of: None
 
         spec.loader.exec_module = load_broken  # type: ignore[method-assign]
         return spec

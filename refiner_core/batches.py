@@ -1,0 +1,303 @@
+"""Samples made batch after batch, and what of them survives an interruption.
+
+In: batches of :class:`~refiner_core.samples.Wanted` samples, and how one is sampled and scored
+(a subclass of :class:`BatchWork`). Out: a file of rows for each batch, in a folder of the work's
+own, and checkpoints of them. Rejection sampling and both evaluations go through this module.
+
+While a judge that streams ends a batch, the next one is sampled already. A checkpoint holds
+``batch-N`` for each batch that is done, and ``waiting-N`` for what is sampled of one that is not.
+What cannot be read there is made again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar, Generic, NoReturn, TypeVar
+
+from refiner_core.contract.errors import (
+    DamagedCheckpoint,
+    EnvironmentOutage,
+    Interrupted,
+    RefinerError,
+)
+from refiner_core.contract.types import Judge, JudgeUsage, RewardResult, StageIO
+from refiner_core.generation.reporting import BatchReporter
+from refiner_core.judges.surroundings import usage_from_json, usage_to_json
+from refiner_core.rewards import RewardInput, RewardStream
+from refiner_core.samples import Wanted, judge_meter
+
+#: Where a batch may be kept in parts, that is done about so often, seconds.
+KEEP_EVERY_S = 60.0
+_USAGE_FILE = "judge.json"
+_DONE, _WAITING = "batch", "waiting"
+#: A sample, and a row of a finished batch.
+S = TypeVar("S")
+
+
+class BatchWork(ABC, Generic[S]):
+    """All batches of a stage; they are numbered from 1.
+
+    Parameters
+    ----------
+    judge
+        Whose work is counted (``usage``).
+    folder
+        Where files of batches lie meanwhile; what is in it is replaced.
+    keeps_parts
+        Samples of a batch that was cut short are kept. Else a batch is sampled whole or not at
+        all, since the same company gives the same bits.
+    save_freq
+        Batches between checkpoints.
+    """
+
+    #: What stops, as the error says it, and the ending of files.
+    what: ClassVar[str]
+    suffix: ClassVar[str] = ".json"
+
+    def __init__(
+        self,
+        batches: Sequence[Sequence[Wanted]],
+        judge: Judge | None,
+        io: StageIO,
+        reporter: BatchReporter,
+        folder: Path,
+        *,
+        keeps_parts: bool = False,
+        save_freq: int = 1,
+    ) -> None:
+        self.batches, self.io, self.reporter = batches, io, reporter
+        self.keeps_parts, self._save_freq, self.folder = keeps_parts, save_freq, folder
+        self.done: set[int] = set()
+        self.step = self._saved_step = 0
+        self._saved_s = time.monotonic()
+        self._unsaved: dict[int, list[S]] = {}
+        self._waiting: dict[int, list[S]] = {}
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.usage = judge_meter(judge, self._restore())
+
+    # ------------------------------------------------------------ what a stage says
+
+    @abstractmethod
+    def key(self, sample: S) -> tuple[str, int]:
+        """The :attr:`Wanted.key` of a sample."""
+
+    @abstractmethod
+    def sample(self, number: int, wanted: Sequence[Wanted], finished: Callable[[S], None]) -> None:
+        """Make these samples of a batch; ``finished`` is told of each as it ends."""
+
+    @abstractmethod
+    def scored(
+        self, number: int, samples: list[S], results: Sequence[RewardResult] | None
+    ) -> list[S]:
+        """A batch as it is kept; refuses where too many samples have no score."""
+
+    def rewards(self, number: int) -> RewardStream | None:
+        """Rewards of a batch of answers; None of episodes, which have theirs from the start."""
+        return None
+
+    def answer(self, wanted: Wanted, sample: S) -> RewardInput:
+        """A sample as rewards take it."""
+        raise NotImplementedError
+
+    def failed(self, sample: S) -> bool:
+        """True if the infrastructure ended it, so that it is tried again."""
+        return False
+
+    def tell(self, number: int, finished: int) -> None:
+        """Tell of so many samples of a batch that is being sampled."""
+        if finished:
+            self.reporter.step(finished, len(self.batches[number - 1]))
+        else:
+            self.reporter.batch(len(self.done), "sample")
+
+    def finished(self, number: int, rows: list[S]) -> None:
+        """A batch is done."""
+
+    def write(self, path: Path, rows: Sequence[S]) -> None:
+        """Write a file of samples."""
+        path.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
+
+    def read(self, path: Path) -> list[S]:
+        """Read it back."""
+        rows: list[S] = json.loads(path.read_text(encoding="utf-8"))
+        return rows
+
+    # ------------------------------------------------------------ what is made of it
+
+    def rows(self, number: int) -> list[S]:
+        """The rows of a batch that is done."""
+        return self._unsaved.get(number) or self.read(self._path(self.folder, _DONE, number))
+
+    def run(self) -> None:
+        """Make every batch that is left.
+
+        Raises
+        ------
+        Interrupted
+            A stop was asked for; what is finished is kept, and the batch that is sampled is
+            finished.
+        """
+        judging: list[tuple[int, list[S], RewardStream | None]] = []
+        stopped = False
+        for number in range(1, len(self.batches) + 1):
+            if number in self.done:
+                continue
+            if stopped := self.io.should_stop():
+                break
+            judging.append((number, *self._sampled(number)))
+            while judging and (len(judging) > 1 or not _streams(judging[0][2])):
+                self._finish(*judging.pop(0))
+        for one in judging:
+            self._finish(*one)
+        if stopped:
+            self._stop()
+
+    def _sampled(self, number: int) -> tuple[list[S], RewardStream | None]:
+        """A batch that is sampled, by an earlier attempt of the stage or now; a judge that streams
+        begins with each sample as it is finished."""
+        self.tell(number, 0)
+        wanted, rewards = self.batches[number - 1], self.rewards(number)
+        known = self._waiting.get(number, [])
+        places = {one.key: place for place, one in enumerate(wanted)}
+        made: dict[tuple[str, int], S] = {}
+
+        def there() -> list[S]:
+            return [made[key] for key in places if key in made]
+
+        def take(sample: S) -> None:
+            key = self.key(sample)
+            made[key] = sample
+            if rewards is not None:
+                rewards.add(places[key], self.answer(wanted[places[key]], sample))
+
+        def finished(sample: S) -> None:
+            take(sample)
+            self.tell(number, len(made))
+            if self.keeps_parts and time.monotonic() - self._saved_s >= KEEP_EVERY_S:
+                self._wait_with(number, there())
+
+        for sample in known:
+            take(sample)
+        try:
+            self.sample(number, [one for one in wanted if one.key not in made], finished)
+        except RefinerError as error:
+            if self.keeps_parts:
+                if isinstance(error, Interrupted):
+                    self._waiting[number] = there()
+                    self._stop(len(made))
+                self._wait_with(number, there())
+            elif isinstance(error, EnvironmentOutage):
+                self._forget_failed()
+            raise
+        if len(known) < len(made) and _streams(rewards):
+            self._wait_with(number, there())  # else it is scored within the moment
+        return there(), rewards
+
+    def _finish(self, number: int, samples: list[S], rewards: RewardStream | None) -> None:
+        """Wait for a batch's scores, and keep it."""
+        results = None if rewards is None else rewards.results(self.reporter.judged)
+        try:
+            rows = self.scored(number, samples, results)
+        except EnvironmentOutage:
+            if self.keeps_parts:
+                self._wait_with(number, samples)
+            raise
+        self._unsaved[number] = rows
+        self._waiting.pop(number, None)
+        self.done.add(number)
+        self.step += 1
+        self.finished(number, rows)
+        if len(self._unsaved) >= self._save_freq and len(self.done) < len(self.batches):
+            self._save()
+
+    # ------------------------------------------------------------ what survives
+
+    def _stop(self, partly: int = 0) -> NoReturn:
+        """End, with all that is finished on the disk."""
+        if self._unsaved or partly:
+            self._save()
+        also = f" and {partly} samples of the next one" if partly else ""
+        raise Interrupted(
+            f"{self.what} stopped after {len(self.done)} of {len(self.batches)} batches{also}",
+            fix="run the same command again to go on",
+        )
+
+    def _wait_with(self, number: int, samples: list[S]) -> None:
+        self._waiting[number] = samples
+        self._save()
+
+    def _forget_failed(self) -> None:
+        """Whole batches in which samples failed are made again, too: else these would count against
+        the next try."""
+        bad = {n for n in self.done if any(self.failed(row) for row in self.rows(n))}
+        saved = bad - self._unsaved.keys()
+        self.done -= bad
+        self._unsaved = {n: rows for n, rows in self._unsaved.items() if n not in bad}
+        if saved:
+            self._save()
+
+    def _save(self) -> None:
+        """A checkpoint; what failed is not in it."""
+        if self.step <= self._saved_step:
+            self.step += 1
+        with self.io.new_checkpoint(self.step) as folder:
+            for number in sorted(self.done):
+                ours, path = (self._path(f, _DONE, number) for f in (self.folder, folder))
+                if number in self._unsaved:
+                    self.write(path, self._unsaved[number])
+                    _link(path, ours)
+                else:
+                    _link(ours, path)
+            for number, samples in self._waiting.items():
+                good = [sample for sample in samples if not self.failed(sample)]
+                self.write(self._path(folder, _WAITING, number), good)
+            if (usage := self.usage()) is not None:
+                text = json.dumps(usage_to_json(usage))
+                (folder / _USAGE_FILE).write_text(text, encoding="utf-8")
+        self._unsaved.clear()
+        self._saved_step, self._saved_s = self.step, time.monotonic()
+
+    def _restore(self) -> JudgeUsage | None:
+        """Take up the newest checkpoint; what the judge had done by then."""
+        if (checkpoint := self.io.latest_checkpoint()) is None:
+            return None
+        for number in range(1, len(self.batches) + 1):
+            path = self._path(checkpoint.path, _DONE, number)
+            if self._known(path) is not None:
+                _link(path, self._path(self.folder, _DONE, number))
+                self.done.add(number)
+            elif waits := self._known(self._path(checkpoint.path, _WAITING, number)):
+                self._waiting[number] = waits
+        self.step = self._saved_step = checkpoint.step
+        usage = checkpoint.path / _USAGE_FILE
+        return usage_from_json(json.loads(usage.read_text())) if usage.exists() else None
+
+    def _known(self, path: Path) -> list[S] | None:
+        try:
+            return self.read(path) if path.exists() else None
+        except (DamagedCheckpoint, ValueError):
+            return None
+
+    def _path(self, folder: Path, what: str, number: int) -> Path:
+        return folder / f"{what}-{number:06d}{self.suffix}"
+
+
+def _streams(rewards: RewardStream | None) -> bool:
+    """True if a judge may work on a batch while the next one is sampled."""
+    return rewards is not None and rewards.streams
+
+
+def _link(source: Path, target: Path) -> None:
+    """One file under two names; a copy where that cannot be."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
