@@ -40,18 +40,14 @@ def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConf
     ConfigurationError
         An override names no field, or cannot be read.
     """
-    from refiner_core.contract.loading import load_recipe
+    from refiner_core.contract.loading import apply_overrides
 
-    config = DiskConfig()
     newest = next(workspace.runs(newest_first=True), None)
-    if newest is not None:
-        recorded = newest.config.get("disk")
-        config = from_json(DiskConfig, recorded) if recorded else config
+    recorded = newest.config.get("disk") if newest is not None else None
+    config = from_json(DiskConfig, recorded) if recorded else DiskConfig()
     if not overrides:
         return config
-    given = load_recipe("tiny", overrides).disk
-    names = [text.partition("=")[0].partition(".")[2] for text in overrides]
-    return replace(config, **{name: getattr(given, name) for name in names})
+    return apply_overrides(replace(RecipeConfig(), disk=config), overrides).disk
 
 
 class DiskReport(NamedTuple):
@@ -320,15 +316,12 @@ def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
     workspace = Workspace.read_only(plans[0].config.workspace)
     keeper = DiskKeeper(workspace, plans[0].config.disk)
     forecast = forecast_disk(plans, Knowledge(workspace, size_of_model))
-    margin = int(plans[0].config.disk.margin_gb * 2**30)
-    free = keeper.room().free_bytes - keeper.reserved() - margin
-    limit = keeper.room().limit_bytes
-    most = None if limit is None else limit - margin
-    room = PlannedRoom(forecast, max(0, free), 0, keeper.room().source, most)
-    if forecast.needed_bytes > room.free_bytes:
-        may_go = sum(c.bytes for c in keeper.candidates(None))
-        room = room._replace(reclaimable_bytes=may_go)
-    return room
+    now, margin = keeper.room(), int(plans[0].config.disk.margin_gb * 2**30)
+    free = max(0, now.free_bytes - keeper.reserved() - margin)
+    most = None if now.limit_bytes is None else now.limit_bytes - margin
+    is_short = forecast.needed_bytes > free
+    may_go = sum(c.bytes for c in keeper.candidates(None)) if is_short else 0
+    return PlannedRoom(forecast, free, may_go, now.source, most)
 
 
 def propose_fit(plans: Sequence[Plan], room: PlannedRoom) -> Change | None:
@@ -368,7 +361,4 @@ def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
         The workspace is not a folder, or a record in it is damaged.
     """
     room = planned_room([plan])
-    if not fit:
-        return DiskPlan(room, None)
-    change = None if room.fits else propose_fit([plan], room)
-    return DiskPlan(room, change)
+    return DiskPlan(room, propose_fit([plan], room) if fit and not room.fits else None)

@@ -1,1 +1,15 @@
-"""The `refiner` command. Commands import what they need when they run, so `--help` is quick."""
+"""The `refiner` command. Commands import what they need when they run, so `--help` is quick.
+
+While `refiner` itself begins (its modules are imported, nothing is under way), Ctrl-C ends it as it
+ends any program, without a traceback; from :func:`flows.cli.main.main` on it is exit code 6.
+"""
+
+import signal
+import sys
+
+if (
+    sys.argv[:1]
+    and sys.argv[0].rpartition("/")[2] == "refiner"
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

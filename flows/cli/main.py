@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import click
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 #: imports nothing.
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("init", "Begin: a folder with a recipe and a profile of your own, ready to plan."),
-    "doctor": ("doctor", "Look at this machine: what works, what does not, what mends it."),
+    "doctor": ("machine", "Look at this machine: what works, what does not, what mends it."),
     "run": ("run", "Carry out a recipe: what is done is skipped, what runs is waited for."),
     "plan": ("plan", "Show what a recipe would do; changes nothing."),
     "explain": ("plan", "Say why a stage would run or be skipped, field by field."),
@@ -36,15 +38,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sweep": ("run", "Plan, launch and amend an ablation: arms by factors, each with seeds."),
     "report": ("status", "Make the page of a run or a sweep: what it did, what it has shown."),
     "prove-resume": (
-        "doctor",
+        "machine",
         "Prove that training resumes exactly: straight and interrupted runs.",
     ),
-    "certify": ("doctor", "Try what this node can do: kernels, ranks, speed, memory, faults."),
+    "certify": ("machine", "Try what this node can do: kernels, ranks, speed, memory, faults."),
     "diff": ("plan", "Compare two runs: configuration, data, code, judge, metrics, first step."),
     "nightly": ("serve", "Evaluate checkpoints every night, and tell change from noise."),
     "notify": ("serve", "Try how somebody is told when a run finishes, pauses or fails."),
-    "track": ("disk", "Send what W&B has logged offline, from a node with network."),
-    "disk": ("disk", "Show what a workspace uses and what may go; pin and reclaim."),
+    "track": ("machine", "Send what W&B has logged offline, from a node with network."),
+    "disk": ("machine", "Show what a workspace uses and what may go; pin and reclaim."),
     "adopt": ("publish", "Take over a dead run of anybody's: go on with it, or publish it."),
     "publish": ("publish", "Publish checkpoints of a run, by hand."),
     "card": ("publish", "Check a model card, show it again from records, print the template."),
@@ -54,12 +56,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rubrics": ("sets", "Show and check rubric sets."),
     "protocols": ("sets", "Show and check protocols: fixed ways of measuring."),
     "environments": ("sets", "Show, check and play what agents with tools work in."),
-    "show": ("recipes", "Explain a configuration field: its mark, type, default and source."),
-    "list": ("recipes", "List what is shipped: recipes, profiles, rubrics, and more."),
+    "show": ("sets", "Explain a configuration field: its mark, type, default and source."),
+    "list": ("sets", "List what is shipped: recipes, profiles, rubrics, and more."),
     "serve": ("serve", "Carry out what is launched from Prefect: runs, sweeps, nights."),
     "deploy": ("serve", "Put the same deployments on a Prefect server, for a work pool."),
     "server": ("serve", "Show or stop the local Prefect server."),
-    "completion": ("recipes", "Print what a shell needs to complete commands and fields."),
+    "completion": ("sets", "Print what a shell needs to complete commands and fields."),
 }
 
 
@@ -93,6 +95,7 @@ def _main(argv: Sequence[str] | None) -> int:
     args = _detach_in_full(args)
     as_json = "--json" in args
     try:
+        _hear_ctrl_c()
         _check_text(args)
         code = cli.main(args=args, prog_name="refiner", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -147,6 +150,16 @@ def _say(message: str, code: int, as_json: bool) -> int:
         with contextlib.suppress(OSError):
             print_json({"version": 1, "error": message, "exit_code": code})
     return code
+
+
+def _hear_ctrl_c() -> None:
+    """From here on Ctrl-C is an exception; while modules were imported (see :mod:`flows.cli`) it
+    ended the process."""
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    ):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _open_what_is_closed() -> None:

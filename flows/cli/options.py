@@ -176,8 +176,7 @@ def ask_leave(question: str, what: str, fix: str) -> None:
     """Go on only if somebody says so; where nobody can be asked, ``what`` says why it ends."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ConfigurationError(what, expected="--yes, or a terminal to ask on", fix=fix)
-    if not click.confirm(question, default=False, err=True):
-        raise click.Abort
+    click.confirm(question, default=False, abort=True, err=True)
 
 
 def wrong_text(errors: int, warnings: int) -> str:

@@ -4,8 +4,9 @@ what a number was made of. They change nothing, and import nothing heavy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -216,9 +217,8 @@ def diff_command(
     if len(names) != 2:
         raise misuse(f"It compares two, and was given {len(names)}; see `refiner status --all`.")
     found = diff_runs(names[0], names[1], where, other=other)
-    show(as_json, lambda: to_json(found), lambda: difference_lines(found))
-    if not as_json and (commands := next_commands(found)):
-        say_next(*commands, gap=True)
+    commands = next_commands(found)
+    show(as_json, lambda: to_json(found), lambda: difference_lines(found), commands, gap=True)
     return 1 if exit_code and found["equal"] is not True else 0
 
 
@@ -249,18 +249,10 @@ def why_command(
 
     where, rest = split_workspace(words)
     figures = find_numbers(rest, where, card=card)
-    asked = " ".join(rest)
-    of_card = [] if card is None else ["--card", card]
-
-    def value(shown: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"version": OUTPUT_VERSION, "query": asked, "figures": shown}
-
+    asked, of_card = " ".join(rest), [] if card is None else ["--card", card]
+    lines: Callable[[], Iterator[str]]
     if len(figures) > 1:
-        show(
-            as_json,
-            lambda: value([asdict(f) for f in figures]),
-            lambda: candidate_lines(figures, asked),
-        )
+        shown, lines = [asdict(f) for f in figures], partial(candidate_lines, figures, asked)
         # How to say which one is meant: the names of the first two.
         others = [w for w in words if w.startswith("workspace=")]
         commands = [
@@ -270,9 +262,9 @@ def why_command(
         ]
     else:
         found = explain_number(figures[0], where, sample=sample)
-        show(as_json, lambda: value([found]), lambda: explanation_lines(figures[0], found))
+        shown, lines = [found], partial(explanation_lines, figures[0], found)
         commands, counted = [], counted_samples(found)
         if sample is None and len(counted) > 1:
             commands = [command_line("why", *words, *of_card, "--sample", sample_name(counted[0]))]
-    if commands and not as_json:
-        say_next(*commands, gap=True)
+    value = {"version": OUTPUT_VERSION, "query": asked, "figures": shown}
+    show(as_json, lambda: value, lines, commands, gap=True)

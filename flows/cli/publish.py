@@ -118,11 +118,9 @@ def check_command(target: str, evidence: Path | None, template: Path | None, as_
         **picked(checked, "errors", "warnings"),
         "findings": [f.to_json() for f in checked.findings],
     }
-    show(as_json, lambda: value, lambda: _checked_lines(checked))
-    if checked.errors and not as_json:
-        option = ["--evidence", str(evidence)] if evidence else []
-        again = command_line("card", "check", target, *option)
-        say(f"Next: mend what is named above, then\n  {again}")
+    option = ["--evidence", str(evidence)] if evidence else []
+    again = [command_line("card", "check", target, *option)] * bool(checked.errors)
+    show(as_json, lambda: value, lambda: _checked_lines(checked), again)
     return _WRONG if checked.errors else 0
 
 

@@ -232,7 +232,8 @@ def _outputs(outcome: RunOutcome, workspace: Workspace) -> Iterator[str]:
         stage_id = outcome.plan.by_name[view.name].id
         if damage := workspace.output_damage(stage_id):
             folder = workspace.layout.stage(stage_id).control
-            yield f"\n{view.name} is done, but {damage}. To make it again: delete {folder}"
+            yield ""
+            yield f"{view.name} is done, but {damage}. To make it again: delete {folder}"
         elif view.kind == "publish" and "target" in view.report:
             made.append(view.report)
     yield from [""] if made else []

@@ -29,6 +29,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.kinds import KINDS, TRAINED
+from refiner_core.contract.loading import leaves
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.proofs import MEASURED
 from refiner_core.contract.services import CONSUMERS
@@ -184,15 +185,10 @@ def _code(side: Side, halves: Sequence[Half | None]) -> str:
 
 
 def _git(a: Side, b: Side) -> list[Row]:
-    if a.run is None or b.run is None:
-        return []
     names = {"commit": "commit", "dirty": "uncommitted changes", "diff_sha256": "their digest"}
-    apart = differing(a.run.provenance, b.run.provenance)
-    return [
-        {"what": names[name], "a": apart[name][0], "b": apart[name][1], "stages": ()}
-        for name in names
-        if name in apart
-    ]
+    apart = differing(a.run.provenance, b.run.provenance) if a.run and b.run else {}
+    found = ((words, *apart[name]) for name, words in names.items() if name in apart)
+    return [{"what": words, "a": x, "b": y, "stages": ()} for words, x, y in found]
 
 
 def _file_changes(a: Path, b: Path) -> Iterator[Row]:
@@ -348,14 +344,9 @@ def _first_rollout(a: Path | None, b: Path | None) -> Row | None:
             return {**which, "fields": ("count",), "a": str(len(one)), "b": str(len(other))}
         if apart := differing(x, y):
             fields = sorted(apart, key=lambda f: _FIELDS.index(f) if f in _FIELDS else len(_FIELDS))
-            before, after = map(_cut, apart[fields[0]])
+            before, after = (shortened(value, _CUT) for value in apart[fields[0]])
             return {**which, "fields": tuple(fields), "a": before, "b": after}
     return None
-
-
-def _cut(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _CUT else f"{text[:_CUT]}…"
 
 
 # ---------------------------------------------------------------- evaluations
@@ -383,9 +374,7 @@ def evaluation_changes(pairs: Iterable[Pair]) -> tuple[list[Row], list[Row]]:
                 {
                     **{"stage": stage, "decoding": decoding, "metric": metric, "a": x, "b": y},
                     **_paired([] if apart else rows[decoding], metric),
-                    "refused": [*_protocols_apart(_protocol(a, x), _protocol(b, y))]
-                    if apart
-                    else [],
+                    "refused": sorted(differing(_protocol(a, x), _protocol(b, y))) * apart,
                     "same": not apart and all(x.get(n) == y.get(n) for n in _OF_NUMBER),
                 }
             )
@@ -408,15 +397,7 @@ def _entries(half: Half) -> dict[tuple[str, str], Mapping[str, Any]]:
 def _protocol(half: Half, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a protocol, without where its prompts came from: that is no part of them."""
     found = (half.report.get("protocols") or {}).get(entry["protocol"]) or {}
-    return {k: v for k, v in found.items() if k != "data"}
-
-
-def _protocols_apart(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, (x, y) in sorted(differing(a, b).items()):
-        if isinstance(x, Mapping) and isinstance(y, Mapping):
-            yield from _protocols_apart(x, y, f"{prefix}{key}.")
-        else:
-            yield prefix + key
+    return dict(leaves("", {k: v for k, v in found.items() if k != "data"}))
 
 
 def _samples(*sides: tuple[Half, Mapping[str, Any]]) -> list[Rows]:
@@ -518,11 +499,7 @@ _COPIES = ("publish", "card", "fetch", "serve")
 
 
 def _equal(found: Difference) -> bool | None:
-    if any(s["relation"] in ("only a", "only b") for s in found["stages"]):
-        return False
-    if found["rows"] or found["samples"]:
-        return False
-    if any(d["step"] is not None or d["note"] for d in found["training"]):
+    if _first(found) or any(training["note"] for training in found["training"]):
         return False
     counted = [s for s in found["stages"] if (s["a"] or "").rpartition("-")[0] not in _COPIES]
     outputs = [path for s in counted for path in s["outputs"] or ()]

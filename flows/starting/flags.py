@@ -29,7 +29,7 @@ TASKS = ("refiner", "agent", "command", "evaluate")
 OF_REFINER = ("refiner", "evaluate")
 
 
-class Flag(NamedTuple):
+class _Flag(NamedTuple):
     """A flag.
 
     Attributes
@@ -51,20 +51,20 @@ class Flag(NamedTuple):
     tasks: tuple[str, ...] = TASKS
 
 
-FLAGS: Mapping[str, Flag] = {
-    "task": Flag(
+FLAGS: Mapping[str, _Flag] = {
+    "task": _Flag(
         "refiner (default): cited answers from evidence; agent: tools over several turns; "
         "command: a training script of your own; evaluate: measure a model, train nothing",
         TASKS,
     ),
-    "base": Flag(
+    "base": _Flag(
         "Model to start from. tiny (default): made on the spot, to try things out on two CPU "
         "cores; else OWNER/NAME[@COMMIT] on the Hub, or a local folder",
         (TINY,),
         r"[A-Za-z0-9][\w.-]*/[\w.-]+(?:@[\w./-]+)?",
         "`tiny`, OWNER/NAME on the Hub, or a folder with a config.json",
     ),
-    "environment": Flag(
+    "environment": _Flag(
         "World of an agent. desk (default): shipped, runs anywhere; tau2: tau2-bench, where it is "
         "installed; FILE.py:NAME: your own",
         (DESK, TAU2),
@@ -72,7 +72,7 @@ FLAGS: Mapping[str, Flag] = {
         "one of: desk, FILE.py:NAME of a file that is there, and with a base model tau2",
         ("agent",),
     ),
-    "sft": Flag(
+    "sft": _Flag(
         "Demonstrations for SFT: FILE.jsonl, FILE.parquet, a `datasets` folder, OWNER/NAME@COMMIT "
         f"on the Hub; {SYNTHETIC}: made up (of an agent: by the environment's expert); none: no "
         "SFT",
@@ -80,7 +80,7 @@ FLAGS: Mapping[str, Flag] = {
         ".+",
         tasks=("refiner", "agent"),
     ),
-    "rl": Flag(
+    "rl": _Flag(
         f"Prompts to train and evaluate on: rows with rubrics, in the same forms; {SYNTHETIC} "
         "(default): made up",
         (SYNTHETIC,),
@@ -88,18 +88,18 @@ FLAGS: Mapping[str, Flag] = {
         "prompts: there is nothing to train or evaluate on without",
         OF_REFINER,
     ),
-    "run": Flag(
+    "run": _Flag(
         "Command that trains; {model}, {output}, {seed} and {resume} are filled in: see `refiner "
         "show command`",
         tasks=("command",),
     ),
-    "rubrics": Flag(
+    "rubrics": _Flag(
         "instance (default): the rubrics of each row; a set's name or file: these, too",
         ("instance",),
         ".+",
         tasks=OF_REFINER,
     ),
-    "judge": Flag(
+    "judge": _Flag(
         "lexical (default): word overlap, needs nothing; http://…: any OpenAI-compatible server; "
         "vllm: one that refiner starts and ends",
         ("lexical", "vllm"),
@@ -107,24 +107,24 @@ FLAGS: Mapping[str, Flag] = {
         "`lexical`, `vllm`, or an address such as http://127.0.0.1:8000/v1",
         OF_REFINER,
     ),
-    "judge-model": Flag(
+    "judge-model": _Flag(
         "Model that judges, as the server calls it; for vllm its name on the Hub", tasks=OF_REFINER
     ),
-    "where": Flag(
+    "where": _Flag(
         "local: on this machine; slurm: as jobs of a cluster (default where Slurm answers)",
         ("local", "slurm"),
     ),
-    "partition": Flag("Partition for jobs with GPUs (default: the cluster's, or one with GPUs)"),
-    "account": Flag("Account of the cluster that pays (default: the first of yours)"),
-    "gpus": Flag(
+    "partition": _Flag("Partition for jobs with GPUs (default: the cluster's, or one with GPUs)"),
+    "account": _Flag("Account of the cluster that pays (default: the first of yours)"),
+    "gpus": _Flag(
         "GPUs of one node that a stage may take (default: all); 0 trains on the CPU",
         form=r"\d|[1-5]\d|6[0-4]",
         expected="a number of GPUs from 0 to 64",
     ),
-    "workspace": Flag(
+    "workspace": _Flag(
         "Folder for records, checkpoints, logs (default: DIR/runs); on a cluster all nodes see it"
     ),
-    "publish": Flag(
+    "publish": _Flag(
         "folder (default): the trained model goes below the workspace; OWNER/NAME: to a private "
         "repository on the Hub",
         ("folder",),
@@ -132,7 +132,7 @@ FLAGS: Mapping[str, Flag] = {
         "`folder`, or OWNER/NAME of a repository on the Hub",
         ("refiner", "agent", "command"),
     ),
-    "sweep": Flag(
+    "sweep": _Flag(
         "yes: also sweep.yaml, an ablation over this recipe to change as you like",
         ("yes", "no"),
         "y|n",

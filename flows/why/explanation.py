@@ -48,7 +48,7 @@ _DECODINGS = ("greedy", "sampled")
 Kind = Literal["evaluation", "training", "fact"]
 
 
-class Query(NamedTuple):
+class _Query(NamedTuple):
     """Question for a number: a number as it was printed, names, a training step."""
 
     number: str = ""
@@ -124,7 +124,7 @@ class Figure:
         return [n for n in (self.metric, self.model, self.decoding, self.under) if n] + step
 
 
-def parse_query(words: Sequence[str]) -> Query:
+def parse_query(words: Sequence[str]) -> _Query:
     """Question in the words; an interval that was copied along with its number is passed over.
 
     Raises
@@ -144,10 +144,12 @@ def parse_query(words: Sequence[str]) -> Query:
             "greedy`, `scores step5`",
             fix="ask for one number at a time",
         )
-    return Query("".join(numbers), names, int(steps[0]) if steps else None)
+    return _Query("".join(numbers), names, int(steps[0]) if steps else None)
 
 
-def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[str]) -> list[Figure]:
+def figures_of_stages(
+    query: _Query, workspace: Workspace, stage_ids: Iterable[str]
+) -> list[Figure]:
     """The numbers of some stages that are meant."""
     found: list[Figure] = []
     nights: dict[str, str] | None = None
@@ -215,7 +217,7 @@ def _points(report: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
 
 
 def _logged(
-    workspace: Workspace, stage_id: str, record: StageRecord, query: Query
+    workspace: Workspace, stage_id: str, record: StageRecord, query: _Query
 ) -> Iterator[tuple[str, int, Any]]:
     """Every logged step of the metrics that are asked for by name, and of the reward."""
     for attempt in record.attempts:
@@ -229,7 +231,7 @@ def _point(model: str, name: str, step: int, value: Any, stage_id: str) -> Figur
     return Figure("training", model, name, value, "", step, "value", entry, {}, record, stage_id)
 
 
-def figures_of_card(query: Query, evidence: Evidence) -> list[Figure]:
+def figures_of_card(query: _Query, evidence: Evidence) -> list[Figure]:
     """The numbers of a card that are meant, by the evidence that lies beside it."""
     facts = evidence.facts
     found = [
@@ -255,7 +257,7 @@ def _stage_of(record: str) -> str:
     return parts[1] if len(parts) > 1 and parts[0] == "stages" else ""
 
 
-def _part_meant(figure: Figure, query: Query) -> str | None:
+def _part_meant(figure: Figure, query: _Query) -> str | None:
     """What of a number is meant (``value``, or an end of its interval); None for nothing."""
     if query.step is not None and query.step != figure.step:
         return None
@@ -264,7 +266,7 @@ def _part_meant(figure: Figure, query: Query) -> str | None:
     return next((k for k, value in known if value is not None and query.means(value)), None)
 
 
-def _asked_for(figures: Iterable[Figure], query: Query) -> list[Figure]:
+def _asked_for(figures: Iterable[Figure], query: _Query) -> list[Figure]:
     """Those that are meant, each once: values before ends of intervals, and where names alone are
     given that no protocol file has, the recipe's own protocol."""
     found: dict[tuple[Any, ...], Figure] = {}
@@ -295,7 +297,7 @@ def words_apart(figures: Sequence[Figure]) -> list[list[str]]:
     ]
 
 
-def _nothing_found(query: Query, others: Sequence[Figure], where: str) -> ConfigurationError:
+def _nothing_found(query: _Query, others: Sequence[Figure], where: str) -> ConfigurationError:
     """Error where no number is meant; ``others`` are those that there are."""
     known = {*METRICS, *_DECODINGS, *(n for f in others for n in f.names)}
     unknown = next((n for n in query.names if n not in known), "")
@@ -347,7 +349,7 @@ def find_numbers(
         None fits; says what there is.
     """
     room = Workspace.read_only(workspace)
-    look: Callable[[Query], list[Figure]]
+    look: Callable[[_Query], list[Figure]]
     if card is not None:
         evidence, where = _evidence(Path(card)), f"the evidence of {card}"
         query, look = parse_query(words), partial(figures_of_card, evidence=evidence)
@@ -362,7 +364,7 @@ def find_numbers(
         look = partial(figures_of_stages, workspace=room, stage_ids=ids)
     if found := look(query):
         return found
-    raise _nothing_found(query, look(Query(names=query.names)) or look(Query()), where)
+    raise _nothing_found(query, look(_Query(names=query.names)) or look(_Query()), where)
 
 
 def _run_of(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord | None, list[str]]:

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from huggingface_hub import constants
 
-from flows.cli.disk import disk_command
+from flows.cli.machine import disk_command
 from infra.disk.inventory import Caller, FreshLook, read_holds, why_idle
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Rank, carry_out

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from flows.cli.disk import disk_command
+from flows.cli.machine import disk_command
 from flows.cli.main import main
 from flows.cli.plan import plan_command
 from flows.disk import planned_room, propose_fit

@@ -80,6 +80,7 @@ def test_every_file_that_is_no_code_is_packaged() -> None:
         (["report", "workspace={tmp}/none"], ["torch", "prefect", "submitit", "aiohttp", "wandb"]),
         (["disk", "workspace={tmp}/none"], HEAVY),
         (["list", "profiles"], HEAVY),
+        (["show", "grpo.beta"], [*HEAVY, "omegaconf"]),
         (["logs", "data", "workspace={tmp}/none"], HEAVY),
         (["cancel", "nothing", "workspace={tmp}/none"], HEAVY),
     ],
