@@ -27,35 +27,30 @@ from refiner_core.evaluation.metrics import has_metric, metrics_of, weighed
 from sweeps.power import Aim, aim_of
 from sweeps.values import SweepFile, SweepPlan
 
-#: Nobody makes up rows where they are somebody's own.
-_OWN_ROWS = re.compile("(?!builtin:synthetic$)")
-#: What nothing reads: field, the field that decides that, and its values, as text, where it is so.
-DORMANT: tuple[tuple[str, str, re.Pattern[str]], ...] = (
-    ("grpo.kl_estimator", "grpo.beta", re.compile(r"0(\.0)?$")),
-    ("reward.static_rubrics", "reward.rubric_source", re.compile("(instance|none)$")),
-    ("reward.static_rubrics", "reward.instance_rubrics_only", re.compile("True")),
-    ("reward.instance_rubrics_only", "reward.rubric_source", re.compile("instance$")),
-    ("reward.paper_citation_weight", "reward.apply_paper_citation_reward", re.compile("False")),
-    ("reward.combination", "reward.apply_paper_citation_reward", re.compile("False")),
-    ("reward.combination", "reward.paper_citation_weight", re.compile(r"0(\.0)?$")),
-    ("reward.non_stop_penalty_value", "reward.non_stop_penalty", re.compile("False")),
-    ("reward.rubric_aggregation", "reward.rubric_source", re.compile("none")),
-    ("sft.muon_learning_rate", "sft.optimizer", re.compile("(?!muon$)")),
-    ("rft.muon_learning_rate", "rft.optimizer", re.compile("(?!muon$)")),
-    *(
-        (f"judge.{name}", "judge.kind", re.compile("lexical"))
-        for name in ("prompt", "revision", "temperature", "max_tokens", "form",
-                     "structured_output", "extra_body")
-    ),
-    ("data.synthetic_sft_rows", "data.sft_path", _OWN_ROWS),
-    ("data.synthetic_rl_rows", "data.rl_path", _OWN_ROWS),
+#: What nothing reads: the field that decides that, its values, as text, where it is so, and fields.
+DORMANT: tuple[tuple[str, ...], ...] = (
+    ("grpo.beta", r"0(\.0)?$", "grpo.kl_estimator"),
+    ("reward.rubric_source", "(instance|none)$", "reward.static_rubrics"),
+    ("reward.rubric_source", "instance$", "reward.instance_rubrics_only"),
+    ("reward.rubric_source", "none", "reward.rubric_aggregation"),
+    ("reward.instance_rubrics_only", "True", "reward.static_rubrics"),
+    ("reward.apply_paper_citation_reward", "False",
+     "reward.paper_citation_weight", "reward.combination"),
+    ("reward.paper_citation_weight", r"0(\.0)?$", "reward.combination"),
+    ("reward.non_stop_penalty", "False", "reward.non_stop_penalty_value"),
+    ("sft.optimizer", "(?!muon$)", "sft.muon_learning_rate"),
+    ("rft.optimizer", "(?!muon$)", "rft.muon_learning_rate"),
+    ("judge.kind", "lexical", "judge.prompt", "judge.revision", "judge.temperature",
+     "judge.max_tokens", "judge.form", "judge.structured_output", "judge.extra_body"),
+    ("data.sft_path", "(?!builtin:synthetic$)", "data.synthetic_sft_rows"),
+    ("data.rl_path", "(?!builtin:synthetic$)", "data.synthetic_rl_rows"),
 )  # fmt: skip
 
 
 def _why_dormant(field: str, config: RecipeConfig) -> str:
     """The reason that a field is without effect in a recipe; empty where it has one."""
-    for name, by, values in DORMANT:
-        if name == field and values.match(str(found := get_field(config, by))):
+    for by, values, *names in DORMANT:
+        if field in names and re.match(values, str(found := get_field(config, by))):
             return f"has no effect: `{by}` is {found}"
     return ""
 

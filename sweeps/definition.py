@@ -285,16 +285,17 @@ class _Reader:
         """Whatever varies a field is the only one that does."""
         varied = [("factors", found["factors"]), *(("zip", group) for group in found["zipped"])]
         varied.append(("arms", {field: 0 for arm in found["arms"].values() for field in arm}))
-        seen: dict[str, str] = {}
+        places: dict[str, list[str]] = {}
         for place, there in varied:
             for field in there:
-                if before := seen.get(field):
-                    raise ConfigurationError(
-                        f"`{field}` stands in `{before}` and in `{place}` of {self.where}.",
-                        expected="each field in one place: else one value would hide the other",
-                        fix=f"remove it from one of the two, or move its values to `{place}`",
-                    )
-                seen[field] = place
+                places.setdefault(field, []).append(place)
+        for field, (first, *others) in places.items():
+            if others:
+                raise ConfigurationError(
+                    f"`{field}` stands in `{first}` and in `{others[0]}` of {self.where}.",
+                    expected="each field in one place: else one value would hide the other",
+                    fix=f"remove it from one of the two, or move its values to `{others[0]}`",
+                )
 
     # -------------------------------------------------------------- parts
 

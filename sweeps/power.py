@@ -224,34 +224,24 @@ def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
         )
     elif found.seeds == 2:
         texts.append("Two seeds: 95 % intervals cover as little as 91 %; at least 3 seeds")
-    texts += _at_the_edge(found)
-    texts += _too_small(found)
-    return texts
-
-
-def _at_the_edge(found: Detectable) -> list[str]:
     mean = found.evidence.mean
-    if mean is None or is_number(found.aim.metric):
-        return []
-    text = f"{found.aim.metric} has stood at {mean:.2f} so far: there is hardly room for an arm "
-    if mean >= 1 - _EDGE:
-        return [text + "to be better; choose another metric or harder prompts"]
-    if mean <= _EDGE:
-        more = "to be worse, and little that it learns from; look at the samples first"
-        return [text + more]
-    return []
-
-
-def _too_small(found: Detectable) -> list[str]:
+    if mean is not None and not is_number(aim.metric) and not _EDGE < mean < 1 - _EDGE:
+        how = "better; choose another metric or harder prompts"
+        if mean <= _EDGE:
+            how = "worse, and little that it learns from; look at the samples first"
+        texts.append(
+            f"{aim.metric} has stood at {mean:.2f} so far: there is hardly room for an arm to be "
+            f"{how}"
+        )
     power = found.power_for_wanted
-    if found.wanted is None or power is None or found.effect is None or power >= POWER:
-        return []
-    text = (
-        f"The smallest effect that matters ({amount(found.wanted)}) is less than what this sweep "
-        f"can see ({amount(found.effect)}): it would be found in {100 * power:.0f} of 100 such "
-        "sweeps"
-    )
-    ways = [f"{number} {what}" for what, number in (found.would_do or {}).items() if number]
-    if ways:
-        return [f"{text}; {' or '.join(ways)} would do"]
-    return [f"{text}; neither {_MOST_SEEDS} seeds nor {_MOST_TIMES} times the prompts would do"]
+    if found.wanted is not None and power is not None and power < POWER:
+        ways = [f"{number} {what}" for what, number in (found.would_do or {}).items() if number]
+        would_do = f"{' or '.join(ways)} would do"
+        if not ways:
+            would_do = f"neither {_MOST_SEEDS} seeds nor {_MOST_TIMES} times the prompts would do"
+        texts.append(
+            f"The smallest effect that matters ({amount(found.wanted)}) is less than what this "
+            f"sweep can see ({amount(found.effect or 0.0)}): it would be found in "
+            f"{100 * power:.0f} of 100 such sweeps; {would_do}"
+        )
+    return texts
