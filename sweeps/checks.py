@@ -24,8 +24,8 @@ from refiner_core.contract.plan import Plan, final_model
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.protocols import FIELDS, ProtocolFile, protocols_of
 from refiner_core.evaluation.metrics import has_metric, metrics_of, weighed
-from sweeps.power import Aim, aim_of
-from sweeps.values import SweepFile, SweepPlan
+from sweeps.power import aim_of
+from sweeps.values import Question, SweepFile, SweepPlan
 
 #: What nothing reads: the field that decides that, its values, as text, where it is so, and fields.
 DORMANT: tuple[tuple[str, ...], ...] = (
@@ -108,7 +108,7 @@ def _check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
 # ---------------------------------------------------------------- the number exists
 
 
-def _check_exists(plan: SweepPlan, aim: Aim) -> ProtocolFile | None:
+def _check_exists(plan: SweepPlan, aim: Question) -> ProtocolFile | None:
     """Refuse a number that nothing measures; its protocol, if it is not the recipe's own."""
     sweep, protocols = plan.sweep.name, protocols_of(plan.config)
     if not has_metric(plan.config, aim.metric):
@@ -142,7 +142,7 @@ def _unknown(
 
 
 def _check_yardstick(
-    plan: SweepPlan, aim: Aim, varied: Iterable[str], protocol: ProtocolFile | None
+    plan: SweepPlan, aim: Question, varied: Iterable[str], protocol: ProtocolFile | None
 ) -> None:
     fixed = set(protocol.fixed) if protocol is not None else set()
     if protocol is not None and "data" in protocol.sections:
@@ -164,21 +164,15 @@ def _check_yardstick(
 
 
 def measures(field: str, metric: str, config: RecipeConfig) -> bool:
-    """True if a field has a part in how a metric is measured, besides what is trained."""
+    """True if a field has a part in how a metric is measured, besides what is trained. Of an agent
+    that is where it works, and with whom; how checks are weighed is part of what they are weighed
+    for."""
+    section = field.partition(".")[0]
     if field in _PROMPTS:
         return True
-    if config.environment.name:
-        return _measures_agents(field, metric, config)
-    if field not in FIELDS:
-        return False
-    combined = field.startswith("reward.") and field not in _RUBRICS
-    return metric == "reward" or not combined
-
-
-def _measures_agents(field: str, metric: str, config: RecipeConfig) -> bool:
-    """The same of an agent: where it works, and with whom; how checks are weighed is part of what
-    they are weighed for."""
-    section = field.partition(".")[0]
+    if not config.environment.name:
+        combined = section == "reward" and field not in _RUBRICS
+        return field in FIELDS and (metric == "reward" or not combined)
     if field.startswith("environment.shaping.weights"):
         return weighed(metric)
     if field.startswith("environment.user."):
@@ -188,7 +182,7 @@ def _measures_agents(field: str, metric: str, config: RecipeConfig) -> bool:
     return field in FIELDS or field in _OF_AGENTS or field.startswith("evaluate.user.")
 
 
-def _check_models(plan: SweepPlan, aim: Aim) -> None:
+def _check_models(plan: SweepPlan, aim: Question) -> None:
     """An arm whose model and yardstick are the baseline's cannot differ from it."""
     by_arm, weights = _first_trials(plan), {}
     for arm, trial in by_arm.items():
@@ -206,7 +200,7 @@ def _check_models(plan: SweepPlan, aim: Aim) -> None:
         )
 
 
-def _doubts(plan: SweepPlan, aim: Aim) -> list[str]:
+def _doubts(plan: SweepPlan, aim: Question) -> list[str]:
     warnings = []
     if not plan.sweep.question.metric:
         warnings.append(
@@ -234,7 +228,7 @@ def _model(plan: SweepPlan, trial: Plan) -> str:
     return plan.sweep.question.model or final_model(trial.config)
 
 
-def _evaluation(plan: SweepPlan, trial: Plan, aim: Aim) -> PlannedStage | None:
+def _evaluation(plan: SweepPlan, trial: Plan, aim: Question) -> PlannedStage | None:
     return trial.evaluation(_model(plan, trial), aim.protocol)
 
 
