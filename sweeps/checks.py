@@ -24,38 +24,33 @@ from refiner_core.contract.plan import Plan, final_model
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.protocols import FIELDS, ProtocolFile, protocols_of
 from refiner_core.evaluation.metrics import has_metric, metrics_of, weighed
-from sweeps.power import Aim, aim_of
-from sweeps.values import SweepFile, SweepPlan
+from sweeps.power import aim_of
+from sweeps.values import Question, SweepFile, SweepPlan
 
-#: Nobody makes up rows where they are somebody's own.
-_OWN_ROWS = re.compile("(?!builtin:synthetic$)")
-#: What nothing reads: field, the field that decides that, and its values, as text, where it is so.
-DORMANT: tuple[tuple[str, str, re.Pattern[str]], ...] = (
-    ("grpo.kl_estimator", "grpo.beta", re.compile(r"0(\.0)?$")),
-    ("reward.static_rubrics", "reward.rubric_source", re.compile("(instance|none)$")),
-    ("reward.static_rubrics", "reward.instance_rubrics_only", re.compile("True")),
-    ("reward.instance_rubrics_only", "reward.rubric_source", re.compile("instance$")),
-    ("reward.paper_citation_weight", "reward.apply_paper_citation_reward", re.compile("False")),
-    ("reward.combination", "reward.apply_paper_citation_reward", re.compile("False")),
-    ("reward.combination", "reward.paper_citation_weight", re.compile(r"0(\.0)?$")),
-    ("reward.non_stop_penalty_value", "reward.non_stop_penalty", re.compile("False")),
-    ("reward.rubric_aggregation", "reward.rubric_source", re.compile("none")),
-    ("sft.muon_learning_rate", "sft.optimizer", re.compile("(?!muon$)")),
-    ("rft.muon_learning_rate", "rft.optimizer", re.compile("(?!muon$)")),
-    *(
-        (f"judge.{name}", "judge.kind", re.compile("lexical"))
-        for name in ("prompt", "revision", "temperature", "max_tokens", "form",
-                     "structured_output", "extra_body")
-    ),
-    ("data.synthetic_sft_rows", "data.sft_path", _OWN_ROWS),
-    ("data.synthetic_rl_rows", "data.rl_path", _OWN_ROWS),
+#: What nothing reads: the field that decides that, its values, as text, where it is so, and fields.
+DORMANT: tuple[tuple[str, ...], ...] = (
+    ("grpo.beta", r"0(\.0)?$", "grpo.kl_estimator"),
+    ("reward.rubric_source", "(instance|none)$", "reward.static_rubrics"),
+    ("reward.rubric_source", "instance$", "reward.instance_rubrics_only"),
+    ("reward.rubric_source", "none", "reward.rubric_aggregation"),
+    ("reward.instance_rubrics_only", "True", "reward.static_rubrics"),
+    ("reward.apply_paper_citation_reward", "False",
+     "reward.paper_citation_weight", "reward.combination"),
+    ("reward.paper_citation_weight", r"0(\.0)?$", "reward.combination"),
+    ("reward.non_stop_penalty", "False", "reward.non_stop_penalty_value"),
+    ("sft.optimizer", "(?!muon$)", "sft.muon_learning_rate"),
+    ("rft.optimizer", "(?!muon$)", "rft.muon_learning_rate"),
+    ("judge.kind", "lexical", "judge.prompt", "judge.revision", "judge.temperature",
+     "judge.max_tokens", "judge.form", "judge.structured_output", "judge.extra_body"),
+    ("data.sft_path", "(?!builtin:synthetic$)", "data.synthetic_sft_rows"),
+    ("data.rl_path", "(?!builtin:synthetic$)", "data.synthetic_rl_rows"),
 )  # fmt: skip
 
 
 def _why_dormant(field: str, config: RecipeConfig) -> str:
     """The reason that a field is without effect in a recipe; empty where it has one."""
-    for name, by, values in DORMANT:
-        if name == field and values.match(str(found := get_field(config, by))):
+    for by, values, *names in DORMANT:
+        if field in names and re.match(values, str(found := get_field(config, by))):
             return f"has no effect: `{by}` is {found}"
     return ""
 
@@ -113,7 +108,7 @@ def _check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
 # ---------------------------------------------------------------- the number exists
 
 
-def _check_exists(plan: SweepPlan, aim: Aim) -> ProtocolFile | None:
+def _check_exists(plan: SweepPlan, aim: Question) -> ProtocolFile | None:
     """Refuse a number that nothing measures; its protocol, if it is not the recipe's own."""
     sweep, protocols = plan.sweep.name, protocols_of(plan.config)
     if not has_metric(plan.config, aim.metric):
@@ -147,7 +142,7 @@ def _unknown(
 
 
 def _check_yardstick(
-    plan: SweepPlan, aim: Aim, varied: Iterable[str], protocol: ProtocolFile | None
+    plan: SweepPlan, aim: Question, varied: Iterable[str], protocol: ProtocolFile | None
 ) -> None:
     fixed = set(protocol.fixed) if protocol is not None else set()
     if protocol is not None and "data" in protocol.sections:
@@ -169,21 +164,15 @@ def _check_yardstick(
 
 
 def measures(field: str, metric: str, config: RecipeConfig) -> bool:
-    """True if a field has a part in how a metric is measured, besides what is trained."""
+    """True if a field has a part in how a metric is measured, besides what is trained. Of an agent
+    that is where it works, and with whom; how checks are weighed is part of what they are weighed
+    for."""
+    section = field.partition(".")[0]
     if field in _PROMPTS:
         return True
-    if config.environment.name:
-        return _measures_agents(field, metric, config)
-    if field not in FIELDS:
-        return False
-    combined = field.startswith("reward.") and field not in _RUBRICS
-    return metric == "reward" or not combined
-
-
-def _measures_agents(field: str, metric: str, config: RecipeConfig) -> bool:
-    """The same of an agent: where it works, and with whom; how checks are weighed is part of what
-    they are weighed for."""
-    section = field.partition(".")[0]
+    if not config.environment.name:
+        combined = section == "reward" and field not in _RUBRICS
+        return field in FIELDS and (metric == "reward" or not combined)
     if field.startswith("environment.shaping.weights"):
         return weighed(metric)
     if field.startswith("environment.user."):
@@ -193,7 +182,7 @@ def _measures_agents(field: str, metric: str, config: RecipeConfig) -> bool:
     return field in FIELDS or field in _OF_AGENTS or field.startswith("evaluate.user.")
 
 
-def _check_models(plan: SweepPlan, aim: Aim) -> None:
+def _check_models(plan: SweepPlan, aim: Question) -> None:
     """An arm whose model and yardstick are the baseline's cannot differ from it."""
     by_arm, weights = _first_trials(plan), {}
     for arm, trial in by_arm.items():
@@ -211,7 +200,7 @@ def _check_models(plan: SweepPlan, aim: Aim) -> None:
         )
 
 
-def _doubts(plan: SweepPlan, aim: Aim) -> list[str]:
+def _doubts(plan: SweepPlan, aim: Question) -> list[str]:
     warnings = []
     if not plan.sweep.question.metric:
         warnings.append(
@@ -239,7 +228,7 @@ def _model(plan: SweepPlan, trial: Plan) -> str:
     return plan.sweep.question.model or final_model(trial.config)
 
 
-def _evaluation(plan: SweepPlan, trial: Plan, aim: Aim) -> PlannedStage | None:
+def _evaluation(plan: SweepPlan, trial: Plan, aim: Question) -> PlannedStage | None:
     return trial.evaluation(_model(plan, trial), aim.protocol)
 
 

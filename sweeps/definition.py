@@ -35,7 +35,6 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.files import readable, yaml_fields
 from refiner_core.contract.loading import (
@@ -45,7 +44,7 @@ from refiner_core.contract.loading import (
     whole_paths,
     written_overrides,
 )
-from refiner_core.contract.marks import STRICT, walk
+from refiner_core.contract.marks import STRICT
 from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.shipped import find_file, refuse_unknown, shipped_files
 from sweeps.values import Limits, Question, SweepFile
@@ -135,7 +134,7 @@ _FORMS: dict[str, tuple[Any, str]] = {
         dict[str | int | float, list[str] | _Fields | None],
         "a mapping of names to a list of `key=value`, or to a mapping of fields",
     ),
-    "exclude": (list[_Rule] | _Rule, "a list of {field: value or label}"),
+    "exclude": (list[_Rule] | _Fields, "a list of {field: value or label}"),
     "baseline": (str | int | float | _Fields, "an arm's name, or {field: value or label}"),
     "seeds": (
         Annotated[int, Field(ge=1, le=MOST)] | Annotated[list[_Seed], Field(min_length=1)],
@@ -159,8 +158,8 @@ class _Reader:
 
     def __init__(self, values: Mapping[str, Any], where: str, origin: str) -> None:
         self.where, self.folder = where, Path(origin).parent if origin else Path.cwd()
-        alien = next((str(key) for key in values if key not in _FORMS), "")
-        refuse_unknown(values, _FORMS, where, hint=_belongs_elsewhere(alien))
+        fix = "correct the key; fields of the recipe stand below `overrides:`"
+        refuse_unknown(values, _FORMS, where, fix=fix)
         if isinstance(text := values.get("question"), str):
             values = {**values, "question": {"text": text}}
         if not values.get("recipe"):
@@ -285,23 +284,24 @@ class _Reader:
         """Whatever varies a field is the only one that does."""
         varied = [("factors", found["factors"]), *(("zip", group) for group in found["zipped"])]
         varied.append(("arms", {field: 0 for arm in found["arms"].values() for field in arm}))
-        seen: dict[str, str] = {}
+        places: dict[str, list[str]] = {}
         for place, there in varied:
             for field in there:
-                if before := seen.get(field):
-                    raise ConfigurationError(
-                        f"`{field}` stands in `{before}` and in `{place}` of {self.where}.",
-                        expected="each field in one place: else one value would hide the other",
-                        fix=f"remove it from one of the two, or move its values to `{place}`",
-                    )
-                seen[field] = place
+                places.setdefault(field, []).append(place)
+        for field, (first, *others) in places.items():
+            if others:
+                raise ConfigurationError(
+                    f"`{field}` stands in `{first}` and in `{others[0]}` of {self.where}.",
+                    expected="each field in one place: else one value would hide the other",
+                    fix=f"remove it from one of the two, or move its values to `{others[0]}`",
+                )
 
     # -------------------------------------------------------------- parts
 
     def _listed(self, key: str) -> list[Any]:
         """Mappings of a key that may be one or a list of them."""
         found = self.values.get(key, [])
-        return [found] if isinstance(found, Mapping) else found
+        return [found] if isinstance(found, Mapping) and found else [*found]
 
     def _once(self, key: str, names: Iterable[Any], fix: str = "remove one of the two") -> None:
         counts = Counter(map(str, names))
@@ -340,12 +340,6 @@ def _fields_of(overrides: Iterable[str]) -> list[str]:
 def _flat(rule: Mapping[Any, Any]) -> dict[str, Any]:
     """Dotted field -> value, nested mappings opened."""
     return dict(leaves("", {str(k): v for k, v in rule.items()}))
-
-
-def _belongs_elsewhere(key: str) -> str:
-    """Hint for a key of a recipe that stands in a sweep file."""
-    known = {part for path, _ in walk(RecipeConfig) for part in (path, path.split(".")[0])}
-    return " It is a field of the recipe: write it below `overrides:`." if key in known else ""
 
 
 def shipped_sweeps() -> dict[str, Path]:

@@ -21,7 +21,7 @@ from refiner_core.evaluation.power import (
     power_of,
 )
 from sweeps.forecast import amount
-from sweeps.values import SweepPlan
+from sweeps.values import Question, SweepPlan
 
 POWER, ALPHA = 0.8, 0.05
 #: Spreads of seeds (standard deviations) that are tried where nobody knows it, for shares.
@@ -55,23 +55,13 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Aim:
-    """The number that decides, with the blanks of the question filled in."""
-
-    model: str
-    metric: str
-    decoding: str
-    protocol: str
-
-
-@dataclass(frozen=True)
 class Detectable:
     """Detectability: what the sweep can see.
 
     Attributes
     ----------
     aim
-        Which number.
+        Which number, and the smallest change of it that would matter.
     effect, effect_alone
         The smallest difference to the baseline that is found in 80 % of such sweeps: by the
         strictest of all arms' comparisons (Holm), and by one comparison alone. None: unknown.
@@ -82,8 +72,8 @@ class Detectable:
         where none do.
     seeds, prompts, arms
         As planned; ``arms`` are those compared with the baseline, ``prompts`` None is not known.
-    wanted, power_for_wanted
-        The smallest effect that would matter, and how often it would be found.
+    power_for_wanted
+        How often the smallest effect that would matter would be found.
     would_do
         Where this does not: so many ``seeds`` with the prompts as they are, or ``prompts`` with
         the seeds as they are. None: no reasonable number would.
@@ -91,7 +81,7 @@ class Detectable:
         Why the sweep may not answer its question.
     """
 
-    aim: Aim
+    aim: Question
     effect: float | None
     effect_alone: float | None
     if_seeds_spread: tuple[tuple[float, float], ...]
@@ -99,17 +89,16 @@ class Detectable:
     prompts: int | None
     arms: int
     evidence: Evidence
-    wanted: float | None = None
     power_for_wanted: float | None = None
     would_do: Mapping[str, int | None] | None = None
     warnings: tuple[str, ...] = ()
     effect_range: tuple[float, float] | None = None
 
 
-def aim_of(plan: SweepPlan) -> Aim:
-    """The number that decides; what the question leaves open is the last model, ``oracle`` where
-    answers have a known truth and else ``rubric_score`` (of agents ``pass@1``), and the sampled
-    decoding."""
+def aim_of(plan: SweepPlan) -> Question:
+    """The question with its blanks filled in, so the number that decides: the last model,
+    ``oracle`` where answers have a known truth and else ``rubric_score`` (of agents ``pass@1``),
+    and the sampled decoding."""
     question, stages = plan.sweep.question, plan.trials[0].plan.stages
     found = [s for s in stages if s.kind == "evaluate"]
     model = question.model or (found[-1].model if found else "")
@@ -119,7 +108,8 @@ def aim_of(plan: SweepPlan) -> Aim:
     chosen = plan.trials[0].plan.evaluation(model, question.protocol)
     decodings = tuple(chosen.identity.get("evaluate.decoding") or ()) if chosen else ()
     default = "sampled" if "sampled" in decodings or not decodings else decodings[0]
-    return Aim(model, metric, question.decoding or default, question.protocol)
+    decoding = question.decoding or default
+    return replace(question, model=model, metric=metric, decoding=decoding)
 
 
 def assumed(metric: str) -> Evidence:
@@ -144,7 +134,7 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
     prompts
         Held-out prompts that the deciding number is taken over; None where nobody knows.
     """
-    aim, wanted = aim_of(plan), plan.sweep.question.smallest_effect
+    aim = aim_of(plan)
     seeds = len({t.seed for t in plan.trials})
     arms = max(0, len({t.arm for t in plan.trials}) - 1)
     strict = ALPHA / max(1, arms)
@@ -160,12 +150,12 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
         if (likely := likely_components(known)) is not None and seeds > 1:
             low, high = (detectable_effect(c, seeds, prompts, POWER, strict) for c in likely)
             limits = low, high
-        if wanted is not None:
+        if (wanted := aim.smallest_effect) is not None:
             found = power_of(known, seeds, prompts, wanted, strict)
             if found < POWER:
                 would_do = _would_do(known, seeds, prompts, wanted, strict)
     result = Detectable(
-        *(aim, effect, alone, spreads, seeds, prompts, arms, evidence, wanted, found, would_do),
+        *(aim, effect, alone, spreads, seeds, prompts, arms, evidence, found, would_do),
         effect_range=limits,
     )
     return replace(result, warnings=tuple(_warnings(plan, result)))
@@ -224,34 +214,24 @@ def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
         )
     elif found.seeds == 2:
         texts.append("Two seeds: 95 % intervals cover as little as 91 %; at least 3 seeds")
-    texts += _at_the_edge(found)
-    texts += _too_small(found)
-    return texts
-
-
-def _at_the_edge(found: Detectable) -> list[str]:
     mean = found.evidence.mean
-    if mean is None or is_number(found.aim.metric):
-        return []
-    text = f"{found.aim.metric} has stood at {mean:.2f} so far: there is hardly room for an arm "
-    if mean >= 1 - _EDGE:
-        return [text + "to be better; choose another metric or harder prompts"]
-    if mean <= _EDGE:
-        more = "to be worse, and little that it learns from; look at the samples first"
-        return [text + more]
-    return []
-
-
-def _too_small(found: Detectable) -> list[str]:
-    power = found.power_for_wanted
-    if found.wanted is None or power is None or found.effect is None or power >= POWER:
-        return []
-    text = (
-        f"The smallest effect that matters ({amount(found.wanted)}) is less than what this sweep "
-        f"can see ({amount(found.effect)}): it would be found in {100 * power:.0f} of 100 such "
-        "sweeps"
-    )
-    ways = [f"{number} {what}" for what, number in (found.would_do or {}).items() if number]
-    if ways:
-        return [f"{text}; {' or '.join(ways)} would do"]
-    return [f"{text}; neither {_MOST_SEEDS} seeds nor {_MOST_TIMES} times the prompts would do"]
+    if mean is not None and not is_number(aim.metric) and not _EDGE < mean < 1 - _EDGE:
+        how = "better; choose another metric or harder prompts"
+        if mean <= _EDGE:
+            how = "worse, and little that it learns from; look at the samples first"
+        texts.append(
+            f"{aim.metric} has stood at {mean:.2f} so far: there is hardly room for an arm to be "
+            f"{how}"
+        )
+    power, wanted = found.power_for_wanted, aim.smallest_effect
+    if wanted is not None and power is not None and power < POWER:
+        ways = [f"{number} {what}" for what, number in (found.would_do or {}).items() if number]
+        would_do = f"{' or '.join(ways)} would do"
+        if not ways:
+            would_do = f"neither {_MOST_SEEDS} seeds nor {_MOST_TIMES} times the prompts would do"
+        texts.append(
+            f"The smallest effect that matters ({amount(wanted)}) is less than what this "
+            f"sweep can see ({amount(found.effect or 0.0)}): it would be found in "
+            f"{100 * power:.0f} of 100 such sweeps; {would_do}"
+        )
+    return texts

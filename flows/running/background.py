@@ -14,10 +14,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Literal, TextIO
 
 from flows.running.console import Console
 from flows.running.showing import Launch
@@ -96,8 +95,8 @@ def detach_run(
         Another process works on the run.
     """
     room = Workspace.open(workspace)
-    dispatch, launch = run.config.get("dispatch") or {}, Launch(use_server, take_over=take_over)
-    return leave(room, run.run, run.code, where, dispatch, launch)
+    profile = (run.config.get("dispatch") or {}).get("profile")
+    return leave(room, run.run, run.code, where, profile, Launch(use_server, take_over=take_over))
 
 
 def leave(
@@ -105,11 +104,11 @@ def leave(
     call: str,
     code: str,
     where: Where,
-    dispatch: Mapping[str, Any],
+    profile: str | None,
     launch: Launch,
 ) -> Detached:
     """As :func:`detach_run`, of any call: its id, the id of the snapshot that it is worked on with,
-    and how jobs of it are submitted."""
+    and the profile that a job of it is submitted by."""
     require_idle(room, call, regardless=launch.take_over)
     options = ["--no-server"] * (not launch.use_server) + ["--take-over"] * launch.take_over
     options += ["--past-canary"] * launch.past_canary
@@ -121,7 +120,7 @@ def leave(
     folder = room.layout.run(call).job_folder
     job = submit_orchestrator(
         _resume_command(room, call, code, "--as-job", *options),
-        load_profile(dispatch.get("profile")),
+        load_profile(profile),
         folder,
         name=f"refiner-{call.replace(':', '-')}",
     )

@@ -313,18 +313,14 @@ def plan_of_run(workspace: Workspace, run: RunRecord) -> Plan:
     plan = make_plan(config, sources or resolve_sources(config))
     other = [s.name for s in plan.stages if run.stages.get(s.name) != s.id]
     if other or len(plan.stages) != len(run.stages):
-        names = ", ".join(other) or "their number"
-        if changed := _done_otherwise(workspace, run, plan):
-            raise ConfigurationError(
-                f"Run {run.run} cannot be resumed by this version of refiner: it does "
-                f"{'; '.join(changed)}.",
-                expected="the version that it was begun with, for the same stages",
-                fix=f"finish it with that one, or begin a new run: {shlex.join(run.command)}",
-            )
+        changed = _done_otherwise(workspace, run, plan)
+        why = f"this version of refiner does {'; '.join(changed)}"
+        if not changed:
+            names = ", ".join(other) or "their number"
+            why = f"what its stages are made from has changed since ({names})"
         raise ConfigurationError(
-            f"Run {run.run} cannot be resumed as it was: what its stages are made from has "
-            f"changed since ({names}).",
-            expected="the rows, weights, rubrics and judge's prompts that it was begun with",
+            f"Run {run.run} cannot be resumed as it was: {why}.",
+            expected="the version of refiner, rows, weights, rubrics and prompts of before",
             fix=f"bring these back, or begin a new run: {shlex.join(run.command)}",
         )
     return plan

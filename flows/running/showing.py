@@ -59,12 +59,6 @@ class _StopSignals:
         """Note that a signal came."""
         self._came.append((number, time.monotonic()))
 
-    def wait(self, seconds: float) -> None:
-        """Sleep for so long, or until a signal comes."""
-        until = time.monotonic() + seconds
-        while not self._came and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, 0.2))
-
     def asked(self) -> str:
         """Name of what has asked to stop, the first time after that; else empty.
 

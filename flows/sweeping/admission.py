@@ -70,7 +70,7 @@ _MANY = 256
 
 
 #: A trial that stands so is not worked on any more.
-OVER: tuple[TrialState, ...] = ("done", "failed", "interrupted", "held")
+_OVER: tuple[TrialState, ...] = ("done", "failed", "interrupted", "held")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class TrialWord:
     exit_code: int = 0
 
 
-def word_of_views(views: Mapping[str, StageView], run: str) -> TrialWord:
+def _word_of_views(views: Mapping[str, StageView], run: str) -> TrialWord:
     """End of a trial, by its stages."""
     for state in ("failed", "interrupted"):
         if found := [v for v in views.values() if v.state == state]:
@@ -94,7 +94,7 @@ def word_of_views(views: Mapping[str, StageView], run: str) -> TrialWord:
     return TrialWord("done", run=run)
 
 
-def word_of_error(error: Exception, run: str) -> TrialWord:
+def _word_of_error(error: Exception, run: str) -> TrialWord:
     """End of a trial that an error has ended."""
     if isinstance(error, RefinerError):
         state: TrialState = "interrupted" if error.resumable else "failed"
@@ -104,7 +104,7 @@ def word_of_error(error: Exception, run: str) -> TrialWord:
 
 
 #: A step that the canary's training saves after, so that a save is measured early.
-CANARY_STEPS = 2
+_CANARY_STEPS = 2
 #: The trial that goes ahead, and the stage that is measured: the last that it trains.
 Canary = tuple[Trial, PlannedStage]
 
@@ -120,13 +120,13 @@ def find_canary(plan: SweepPlan, workspace: Workspace) -> Canary | None:
             continue
         first = first or (trial, stage)
         done = workspace.layout.stage(stage.id).result.exists()
-        if done or measured_canary(workspace, stage) is not None:
+        if done or _measured_canary(workspace, stage) is not None:
             return None
         looked.add(stage.id)
     return first
 
 
-def failed_by_its_arm(workspace: Workspace, stage: PlannedStage) -> bool:
+def _failed_by_its_arm(workspace: Workspace, stage: PlannedStage) -> bool:
     """True if a stage's training failed for what its arm is: a loss that is not finite is a
     result, and says nothing of the others."""
     record = workspace.read_record(stage.id)
@@ -134,7 +134,7 @@ def failed_by_its_arm(workspace: Workspace, stage: PlannedStage) -> bool:
     return last is not None and last.failure in ("not_finite", "unhealthy")
 
 
-def measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure | None:
+def _measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure | None:
     """Measure of the first steps of a training stage; None before there are two and a save.
 
     A stage of fewer steps has shown all it can when it is done. Another trainer's (``command``) is
@@ -152,7 +152,7 @@ def measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure 
     saves = workspace.layout.stage(stage.id).checkpoints.glob(f"step-*/{MARKER}")
     markers = filter(None, map(atomic.read_json, saves))
     save = min(markers, key=lambda m: int(m.get("step") or 0), default=dict[str, Any]())
-    if not done and (steps < CANARY_STEPS or not save):
+    if not done and (steps < _CANARY_STEPS or not save):
         return None
     seconds, save_s, start_s = _values(lines, "time/step_s"), save.get("seconds"), None
     first = seconds[: int(save.get("step") or 0)]
@@ -187,7 +187,7 @@ def _of_another_trainer(workspace: Workspace, stage_id: str, number: int) -> Can
     steps = int((beat.get("progress") or {}).get("done") or 0)
     if workspace.layout.stage(stage_id).result.exists():
         return CanaryMeasure(stage_id, steps, None)
-    if steps < CANARY_STEPS:
+    if steps < _CANARY_STEPS:
         return None
     passed = float(beat.get("moved_at_s") or 0.0)
     return CanaryMeasure(stage_id, steps, passed / steps if passed else None)
@@ -360,7 +360,7 @@ class Admission(Source):
         self._not_before = 0.0
         run = member.run.run
         # One trial's trouble is told with it, and stops no other.
-        word = word_of_error(error, run) if error else word_of_views(member.views(), run)
+        word = _word_of_error(error, run) if error else _word_of_views(member.views(), run)
         self._say(trial, word)
 
     def end(self, error: BaseException | None) -> None:
@@ -443,7 +443,7 @@ class Admission(Source):
             member = self._member(trial, bool(self.canary))
         except Exception as error:
             if not is_outage(error):
-                self._say(trial, word_of_error(error, ""))
+                self._say(trial, _word_of_error(error, ""))
                 return
             self._waiting.insert(0, trial)
             self._not_before = self.clock() + _AGAIN_S
@@ -494,7 +494,7 @@ class Admission(Source):
     def _plan(self, trial: Trial, canary: bool) -> Plan:
         changes: dict[str, Any] = {"tracking.group": self._name}
         if canary:
-            changes |= {f"{kind}.first_save": CANARY_STEPS for kind in STAGES}
+            changes |= {f"{kind}.first_save": _CANARY_STEPS for kind in STAGES}
         return replace(trial.plan, config=replace_fields(trial.plan.config, changes))
 
     def _recorded(self, trial: Trial) -> RunRecord | None:
@@ -535,14 +535,14 @@ class Admission(Source):
         """Release the others once it has shown what there is to see, or hold them."""
         if self.canary is None or self._stopping:
             return
-        (trial, stage), measured = self.canary, measured_canary(self.workspace, self.canary[1])
+        (trial, stage), measured = self.canary, _measured_canary(self.workspace, self.canary[1])
         word = self.words.get(trial.name, TrialWord())
         if measured is not None:
             self.canary = None
             self._release(trial.name, measured)
-        elif word.state in OVER and word.state != "done":
+        elif word.state in _OVER and word.state != "done":
             self.canary = None
-            if self.past_canary or failed_by_its_arm(self.workspace, stage):
+            if self.past_canary or _failed_by_its_arm(self.workspace, stage):
                 self.note({"event": "canary", "trial": trial.name, "passed": False})
             else:
                 how = "failed" if word.state == "failed" else "been stopped"

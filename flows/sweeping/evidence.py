@@ -39,8 +39,8 @@ from refiner_core.evaluation.metrics import load_samples
 from refiner_core.evaluation.power import Components, variance_components
 from refiner_core.report.printing import counted
 from refiner_core.rescoring.document import share
-from sweeps.power import Aim, Evidence, assumed
-from sweeps.values import SweepPlan
+from sweeps.power import Evidence, assumed
+from sweeps.values import Question, SweepPlan
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class _Group:
     values: list[float] = field(default_factory=list)
 
 
-def read_evidence(workspace: Workspace, aim: Aim) -> Evidence:
+def read_evidence(workspace: Workspace, aim: Question) -> Evidence:
     """Evidence of earlier evaluations of that number; an assumption where there are none."""
     groups = list(_groups(workspace, aim).values())
     best: Evidence | None = None
@@ -91,7 +91,7 @@ def _rank(evidence: Evidence) -> tuple[bool, int]:
 # ---------------------------------------------------------------- reading
 
 
-def _groups(workspace: Workspace, aim: Aim) -> dict[str, _Group]:
+def _groups(workspace: Workspace, aim: Question) -> dict[str, _Group]:
     """Evaluations of the aim's model, by protocol fingerprint, newest first."""
     name = under(f"evaluate-{aim.model}", aim.protocol)
     found: dict[str, _Group] = {}
@@ -109,22 +109,15 @@ def _groups(workspace: Workspace, aim: Aim) -> dict[str, _Group]:
         if result is None:
             continue
         folder = workspace.layout.stage(stage_id).data / result.output_dir
-        _note(found, run, result.report, folder, aim)
+        for entry in result.report.get("evaluations") or ():
+            if (entry.get("metric"), entry.get("decoding")) == (aim.metric, aim.decoding):
+                group = found.setdefault(str(entry["protocol"]), _Group())
+                arm = group.arms.setdefault(_arm(run.config), {})
+                arm.setdefault(int(run.config.get("seed", 0)), folder / str(entry["samples_file"]))
+                group.values.append(float(entry["value"]))
         if len(seen) >= MOST_EVALUATIONS:
             break
     return found
-
-
-def _note(
-    groups: dict[str, _Group], run: RunRecord, report: Mapping[str, Any], folder: Path, aim: Aim
-) -> None:
-    for entry in report.get("evaluations") or ():
-        if (entry.get("metric"), entry.get("decoding")) != (aim.metric, aim.decoding):
-            continue
-        group = groups.setdefault(str(entry["protocol"]), _Group())
-        arm = group.arms.setdefault(_arm(run.config), {})
-        arm.setdefault(int(run.config.get("seed", 0)), folder / str(entry["samples_file"]))
-        group.values.append(float(entry["value"]))
 
 
 def _arm(config: Mapping[str, Any]) -> str:
@@ -150,7 +143,7 @@ def _of_group(group: _Group, metric: str) -> Evidence | None:
         chosen = able[:MOST_PAIRS]
         layouts = [_layout(a, own, metric) - _layout(b, own, metric) for a, b, own in chosen]
         known = _pooled([variance_components(x) for x in layouts])
-        if _nothing_spreads(known):
+        if known.prompt + known.residual + (known.seed or 0.0) == 0.0:
             continue  # all of it at the floor or the ceiling: no news of a spread
         seeds = len(able[0][2])
         text = (
@@ -161,10 +154,6 @@ def _of_group(group: _Group, metric: str) -> Evidence | None:
             text += "; how much seeds differ is not known"
         return Evidence(known, basis, text, mean)  # type: ignore[arg-type]
     return None
-
-
-def _nothing_spreads(known: Components) -> bool:
-    return known.prompt + known.residual + (known.seed or 0.0) == 0.0
 
 
 def _layout(arm: Mapping[int, Path], seeds: Sequence[int], metric: str) -> Floats:
@@ -267,21 +256,22 @@ def _share(workspace: Workspace, run: RunRecord, changes: tuple[str, ...]) -> Ma
     options = Options(overrides=changes)
     planned = plan_rescoring([run.run], workspace.root, options=options, part=part, steps=STEPS)
     rollouts = [r for p in planned.policies for r in p.rollouts]
-    found = {"groups": len({r.group for r in rollouts}), "rollouts": len(rollouts)}
+    found = {**_NOT_LOOKED_AT, "groups": len({r.group for r in rollouts}), "note": ""}
+    found["rollouts"] = len(rollouts)
     if calls := planned.new_calls:
         words = ["refiner", "rescore", run.run, f"workspace={workspace.root}", *changes]
         command = shlex.join([*words, "--steps", STEPS, "--sample", str(GROUPS)])
         note = f"{calls} calls of its judge are needed first"
-        return {**_NOT_LOOKED_AT, **found, "calls": calls, "command": command, "note": note}
+        return found | {"calls": calls, "command": command, "note": note}
     try:
         document, _ = carry_out(planned)
     except RefinerError as error:
-        return {**_NOT_LOOKED_AT, **found, "note": error.what}
+        return found | {"note": error.what}
     name = planned.settings[-1].name
     compared = next((c for c in document["comparisons"] if c["setting"] == name), None)
     if compared is None:
-        return {**_NOT_LOOKED_AT, **found, "note": "nothing to compare"}
-    return {**_NOT_LOOKED_AT, **found, **{k: compared[k] for k in _SHARES}, "note": ""}
+        return found | {"note": "nothing to compare"}
+    return found | {key: compared[key] for key in _SHARES}
 
 
 def share_lines(found: Mapping[str, Any]) -> Iterator[str]:

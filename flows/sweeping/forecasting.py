@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, replace
@@ -38,7 +37,6 @@ from sweeps.forecast import (
     History,
     Measured,
     Passed,
-    Shape,
     StageForecast,
     SweepForecast,
     Work,
@@ -51,8 +49,8 @@ from sweeps.values import SweepPlan
 
 log = logging.getLogger(__name__)
 
-#: Runs that are looked at, stages that are read, and stages of one shape that suffice.
-MOST_RUNS, MOST_STAGES, ENOUGH_OF_A_SHAPE = 200, 300, 9
+#: Runs that are looked at, and stages that are read.
+MOST_RUNS, MOST_STAGES = 200, 300
 #: Of a metrics file only the end is read, bytes.
 _TAIL_BYTES = 256 << 10
 
@@ -83,7 +81,6 @@ def _finished_ids(workspace: Workspace, kinds: AbstractSet[str]) -> Iterator[str
 
 
 def _measured(workspace: Workspace, wanted: AbstractSet[tuple[str, str]]) -> Iterator[Measured]:
-    of_a_shape = Counter[Shape]()
     for stage_id in islice(_finished_ids(workspace, {kind for kind, _ in wanted}), MOST_STAGES):
         try:
             record = workspace.read_record(stage_id)
@@ -91,8 +88,7 @@ def _measured(workspace: Workspace, wanted: AbstractSet[tuple[str, str]]) -> Ite
         except (RefinerError, KeyError, TypeError, ValueError) as error:
             log.debug("%s says nothing of its times: %s", stage_id, error)
             continue
-        if found is not None and of_a_shape[found.shape] < ENOUGH_OF_A_SHAPE:
-            of_a_shape[found.shape] += 1
+        if found is not None:
             yield found
 
 
@@ -192,15 +188,11 @@ def forecast_of(
     if len(done) == len(plan.stages()):
         return forecast_sweep(plan, History(), done)
     known = read_history(workspace, plan) if history is None else history
-    forecast = forecast_sweep(plan, known, done, canary)
-    return _with_disk(forecast, plan, workspace)
-
-
-def _with_disk(forecast: SweepForecast, plan: SweepPlan, workspace: Workspace) -> SweepForecast:
     disk = forecast_disk([t.plan for t in plan.trials], Knowledge(workspace, size_of_model))
     if (most := plan.sweep.limits.concurrency) is not None:
         disk = replace(disk, parallel=min(disk.parallel, most))
     basis = f"not known of {len(disk.unknown)} stages" if disk.unknown else ""
+    forecast = forecast_sweep(plan, known, done, canary)
     return replace(forecast, disk_bytes=disk.needed_bytes, disk_basis=basis)
 
 
@@ -225,39 +217,35 @@ def forecast_lines(
 
 
 def _total_line(forecast: SweepForecast) -> str:
-    unknown = len(forecast.unknown)
-    known = len(forecast.stages) - unknown
-    if not known:
+    count, unknown = len(forecast.stages), len(forecast.unknown)
+    if unknown == count:
         return (
-            f"Forecast: {len(forecast.stages)} stages to run; how long they take is not known: "
-            "nothing like them has been measured in this workspace. The sweep's first steps will "
-            "say."
+            f"Forecast: {count} stages to run; how long they take is not known: nothing like them "
+            "has been measured in this workspace. The sweep's first steps will say."
         )
-    parts = [f"{rough(forecast.seconds)} of work"]
+    parts = [f"Forecast: {count} stages to run", f"{rough(forecast.seconds)} of work"]
     if any(s.shape.devices for s in forecast.stages):
         parts.append(f"{forecast.gpu_hours:.1f} GPU-hours")
     if forecast.judge_calls or forecast.unknown_calls:
         least = "at least " if forecast.unknown_calls else ""
         parts.append(f"{least}{forecast.judge_calls} judge calls")
-    text = f"Forecast: {len(forecast.stages)} stages to run, {', '.join(parts)}"
     if unknown:
-        text += f", and what {unknown} stages take that nothing is known of"
-    if forecast.wall_seconds is not None:
-        text += f"; about {rough(forecast.wall_seconds)} from begin to end"
+        parts.append(f"and what {unknown} stages take that nothing is known of")
+    text, wall = ", ".join(parts), forecast.wall_seconds
+    text += "" if wall is None else f"; about {rough(wall)} from begin to end"
     return f"{text} ({forecast.parallel})."
 
 
 def canary_text(measured: CanaryMeasure) -> str:
     """``2 steps of grpo-0123: 31.0 s a step, 4.0 s a save, 12000 tokens/s, 61.2 GB``."""
-    parts = []
-    if measured.seconds_per_step is not None:
-        parts.append(f"{measured.seconds_per_step:.2g} s a step")
-    if measured.save_seconds is not None:
-        parts.append(f"{measured.save_seconds:.2g} s a save")
-    if measured.tokens_per_second is not None:
-        parts.append(f"{measured.tokens_per_second:.0f} tokens/s")
-    if measured.peak_memory_bytes is not None:
-        parts.append(f"{size(measured.peak_memory_bytes)} of memory at most")
+    memory = measured.peak_memory_bytes
+    shown = {
+        "{:.2g} s a step": measured.seconds_per_step,
+        "{:.2g} s a save": measured.save_seconds,
+        "{:.0f} tokens/s": measured.tokens_per_second,
+        "{} of memory at most": None if memory is None else size(memory),
+    }
+    parts = [form.format(value) for form, value in shown.items() if value is not None]
     return f"{measured.steps} steps of {measured.stage}: {', '.join(parts) or 'no numbers'}"
 
 

@@ -465,12 +465,12 @@ def detach_sweep(
     room = Workspace.open(workspace)
     record = read_sweep(room, sweep)
     require_idle(room, sweep_call(sweep), regardless=launch.take_over)
-    dispatch = {}
+    profile = None
     if where == "job":
         with in_folder(record.folder):
-            dispatch = to_json(plan_of_record(room, record).config.dispatch)
+            profile = plan_of_record(room, record).config.dispatch.profile
     code = pin_for(room, record.name).code
-    return leave(room, sweep_call(record.name), code, where, dispatch, launch)
+    return leave(room, sweep_call(record.name), code, where, profile, launch)
 
 
 def cancel_sweep(

@@ -164,13 +164,13 @@ def _effect_text(found: Detectable) -> str:
 
 def detectable_json(found: Detectable) -> dict[str, Any]:
     """All of it; numbers that nobody knows are null."""
-    values = to_json(found)
-    aim, evidence = values.pop("aim"), values.pop("evidence")
+    values, aim = to_json(found), found.aim
+    evidence, _ = values.pop("evidence"), values.pop("aim")
     known = found.evidence.components
     spreads = [{"seed_sd": sd, "effect": effect} for sd, effect in found.if_seeds_spread]
     return {
-        **aim,
-        **values,
+        **{**values, **picked(aim, "model", "metric", "decoding", "protocol")},
+        "wanted": aim.smallest_effect,
         **{"power": POWER, "alpha": ALPHA, "if_seeds_spread": spreads},
         **{"basis": evidence["basis"], "basis_text": evidence["text"], "mean": evidence["mean"]},
         "components": None if known is None else known._asdict(),

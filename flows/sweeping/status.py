@@ -314,7 +314,11 @@ def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
     if page.exists():
         yield f"Page: {page}"
     yield from not_told_lines(workspace, sweep_call(status.record.name))
-    yield from _who(status, workspace)
+    yield from cancel_lines(status.cancel_asked)
+    yield orchestrator_text(status.orchestrator, status.finished)
+    if commands := next_commands(status, workspace):
+        yield "Next:"
+        yield from (f"  {command}" for command in commands)
 
 
 def _expected(forecast: Mapping[str, Any], unit: str) -> float | None:
@@ -356,14 +360,6 @@ def _wrong(status: SweepStatus) -> Iterator[str]:
     reasons = Counter(t.reason for t in status.trials if t.state == "held")
     for reason, count in reasons.items():
         yield f"held: {counted(count, 'trial')}: {reason}"
-
-
-def _who(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
-    yield from cancel_lines(status.cancel_asked)
-    yield orchestrator_text(status.orchestrator, status.finished)
-    if commands := next_commands(status, workspace):
-        yield "Next:"
-        yield from (f"  {command}" for command in commands)
 
 
 def next_commands(status: SweepStatus, workspace: Workspace) -> list[str]:

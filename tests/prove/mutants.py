@@ -197,14 +197,9 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "a power, a mean over draws, is no round number",
     (
         "sweeps/power.py",
-        "if found.power_for_wanted >= POWER:",
-        "if found.power_for_wanted > POWER:",
+        "if wanted is not None and power is not None and power < POWER:",
+        "if wanted is not None and power is not None and power <= POWER:",
     ): "a power, a mean over draws, is no round number",
-    (
-        "sweeps/power.py",
-        "if found.wanted is None or found.power_for_wanted is None or found.effect is None:",
-        "if found.wanted is None or found.power_for_wanted is None and found.effect is None:",
-    ): "power and effect are both known or neither is",
     (
         "infra/disk/keeper.py",
         "parameters = model_size(Path(name).expanduser(), name).parameters or 0",

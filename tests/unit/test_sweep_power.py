@@ -18,7 +18,7 @@ from refiner_core.evaluation.power import (
     power_of,
     variance_components,
 )
-from sweeps.power import Aim, Evidence, aim_of, assumed, detectable
+from sweeps.power import Evidence, aim_of, assumed, detectable
 from sweeps.values import Question, SweepFile, SweepPlan, Trial
 
 KNOWN = Evidence(Components(0.0001, 0.01, 0.05, 3, 100), "pairs", "measured", 0.5)
@@ -53,7 +53,7 @@ def _asks(plan: SweepPlan, **question: object) -> SweepPlan:
 
 
 def test_without_a_question_the_last_model_is_compared_on_what_is_true(plan: SweepPlan) -> None:
-    assert aim_of(plan) == Aim("grpo", "oracle", "sampled", "")
+    assert aim_of(plan) == Question("", "oracle", "sampled", model="grpo")
 
 
 def test_more_prompts_show_smaller_effects_and_an_unknown_number_none(plan: SweepPlan) -> None:
@@ -246,11 +246,11 @@ def test_effects_of_a_unit_and_more_are_told_in_three_digits(plan: SweepPlan) ->
 
 
 def test_the_deciding_number_follows_from_what_is_measured() -> None:
-    assert aim_of(_plan((1,), 1)) == Aim("grpo", "oracle", "sampled", "")
+    assert aim_of(_plan((1,), 1)) == Question("", "oracle", "sampled", model="grpo")
     greedy = _plan((1,), 1, None, "evaluate.decoding=[greedy]")
     assert aim_of(greedy).decoding == "greedy"
     asked = Question(metric="citation_f1", model="sft", decoding="sampled", protocol="p")
-    assert aim_of(_plan((1,), 1, asked)) == Aim("sft", "citation_f1", "sampled", "p")
+    assert aim_of(_plan((1,), 1, asked)) == asked
     agents = (Trial("a", 1, (), make_recipe_plan("tiny-tools", ())),)
     assert aim_of(SweepPlan(SweepFile("s", "tiny-tools"), (), "a", agents)).metric == "pass@1"
     nothing = _plan((1,), 1, None, "stages=[data,sft]")
