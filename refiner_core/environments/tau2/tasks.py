@@ -71,9 +71,8 @@ def _checks(values: Mapping[str, Any]) -> list[Check]:
     checks = []
     for one in values.get("action_checks") or ():
         action = one["action"]
-        checks.append(
-            Check("action", _unique(action), _truth(one["action_match"]), _call_text(action))
-        )
+        name, met = str(action.get("action_id") or action["name"]), _truth(one["action_match"])
+        checks.append(Check("action", name, met, _call_text(action)))
     for one in values.get("communicate_checks") or ():
         checks.append(Check("communicate", str(one["info"]), _truth(one["met"])))
     for one in values.get("env_assertions") or ():
@@ -91,10 +90,6 @@ def _truth(value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{value!r} is neither true nor false")
     return value
-
-
-def _unique(action: Mapping[str, Any]) -> str:
-    return str(action.get("action_id") or action["name"])
 
 
 def _call_text(action: Mapping[str, Any]) -> str:
