@@ -22,7 +22,7 @@ from refiner_core.environments.protocol import InfrastructureError, Message, Out
 from refiner_core.environments.tau2.package import Parts
 from refiner_core.environments.tau2.tasks import (
     NL_BASIS,
-    Measured,
+    EpisodeWorth,
     assertions_of,
     basis_of,
     failure_of,
@@ -313,7 +313,7 @@ class Tau2Episode:
             seed=self._seed % _SEEDS,
         )
 
-    def _measure(self, simulation: Any) -> tuple[Measured, dict[str, Any]]:
+    def _measure(self, simulation: Any) -> tuple[EpisodeWorth, dict[str, Any]]:
         parts, task = self.parts, self.task
         basis = basis_of(task)
         try:
@@ -367,7 +367,7 @@ def _user_tools(environment: Any, task: Any) -> list[Any] | None:
     return list(tools) or None
 
 
-def _judged_info(measured: Measured, info: Mapping[str, Any]) -> dict[str, Any]:
+def _judged_info(measured: EpisodeWorth, info: Mapping[str, Any]) -> dict[str, Any]:
     """What its reward_info says of assertions that our judge was asked about."""
     judged = [check for check in measured.checks if check.kind == "nl"]
     return {
