@@ -17,9 +17,11 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Generic, NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
     DamagedCheckpoint,
     EnvironmentOutage,
@@ -40,49 +42,55 @@ _DONE, _WAITING = "batch", "waiting"
 S = TypeVar("S")
 
 
+@dataclass(eq=False, kw_only=True)
 class BatchWork(ABC, Generic[S]):
     """All batches of a stage; they are numbered from 1.
 
-    Parameters
+    Attributes
     ----------
+    generator, tokenizer
+        What samples.
     judge
-        Whose work is counted (``usage``).
+        Scores answers; what it does is counted (``usage``).
     folder
         Where files of batches lie meanwhile; what is in it is replaced.
-    keeps_parts
-        Samples of a batch that was cut short are kept. Else a batch is sampled whole or not at
-        all, since the same company gives the same bits.
-    save_freq
-        Batches between checkpoints.
     """
 
     #: What stops, as the error says it, and the ending of files.
     what: ClassVar[str]
     suffix: ClassVar[str] = ".json"
 
-    def __init__(
-        self,
-        batches: Sequence[Sequence[Wanted]],
-        judge: Judge | None,
-        io: StageIO,
-        reporter: BatchReporter,
-        folder: Path,
-        *,
-        keeps_parts: bool = False,
-        save_freq: int = 1,
-    ) -> None:
-        self.batches, self.io, self.reporter = batches, io, reporter
-        self.keeps_parts, self._save_freq, self.folder = keeps_parts, save_freq, folder
+    config: RecipeConfig
+    batches: Sequence[Sequence[Wanted]]
+    generator: Any
+    tokenizer: Any
+    judge: Judge | None = None
+    io: StageIO
+    reporter: BatchReporter
+    folder: Path
+
+    def __post_init__(self) -> None:
         self.done: set[int] = set()
         self.step = self._saved_step = 0
         self._saved_s = time.monotonic()
         self._unsaved: dict[int, list[S]] = {}
         self._waiting: dict[int, list[S]] = {}
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        self.usage = judge_meter(judge, self._restore())
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self.usage = judge_meter(self.judge, self._restore())
 
     # ------------------------------------------------------------ what a stage says
+
+    @property
+    def keeps_parts(self) -> bool:
+        """True if samples of a batch that was cut short are kept. Else a batch is sampled whole or
+        not at all, since the same company gives the same bits."""
+        return False
+
+    @property
+    def save_freq(self) -> int:
+        """Batches between checkpoints."""
+        return 1
 
     @abstractmethod
     def key(self, sample: S) -> tuple[str, int]:
@@ -214,7 +222,7 @@ class BatchWork(ABC, Generic[S]):
         self.done.add(number)
         self.step += 1
         self.finished(number, rows)
-        if len(self._unsaved) >= self._save_freq and len(self.done) < len(self.batches):
+        if len(self._unsaved) >= self.save_freq and len(self.done) < len(self.batches):
             self._save()
 
     # ------------------------------------------------------------ what survives

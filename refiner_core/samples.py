@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from refiner_core.contract.config import GrpoConfig, ModelConfig, Resources
+from refiner_core.contract.config import GrpoConfig, RecipeConfig, Resources
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import (
     Completion,
@@ -26,6 +26,7 @@ from refiner_core.contract.types import (
     SamplingParams,
     TurnGenerator,
 )
+from refiner_core.generation.reporting import BatchReporter
 from refiner_core.judges.surroundings import usage_between, usage_of, usage_sum
 
 if TYPE_CHECKING:
@@ -139,18 +140,19 @@ def judge_meter(
 
 
 def load_generator(
-    model: ModelConfig,
+    config: RecipeConfig,
     model_ref: str,
     tokenizer: Any,
     resources: Resources,
     *,
     batch_size: int,
-    on_step: Callable[[int, int], None],
+    reporter: BatchReporter,
 ) -> Generator:
     """A generator over a model in this process, on the device that ``resources`` ask for."""
     from refiner_core.generation.load import device_for, load_model, set_threads
     from refiner_core.generation.transformers_backend import TransformersGenerator
 
-    set_threads(model)
-    loaded = load_model(model_ref, model).to(device_for(resources))
+    set_threads(config.model)
+    loaded = load_model(model_ref, config.model).to(device_for(resources))
+    on_step = reporter.turn if config.environment.name else reporter.step
     return TransformersGenerator(loaded, tokenizer, batch_size=batch_size, on_step=on_step)

@@ -23,7 +23,7 @@ from refiner_core.data.rows import Message, Row
 from refiner_core.environments.conversation import (
     TEMPLATE_FIX,
     changes_pieces,
-    no_end_of_turn,
+    end_of_turn,
     rendered,
 )
 
@@ -99,15 +99,15 @@ def _loss_spans(
     cursor = len(between[0])
     for number, content in enumerate(turns[:-1], start=1):
         after = between[number]
-        end_of_turn = _end_of_turn(after, tokenizer)
+        end = end_of_turn(after, tokenizer)
         # What stands before the last turn may change with it (thoughts); the rest may not.
-        known = after[:end_of_turn] if number == len(turns) - 1 else after
+        known = after[:end] if number == len(turns) - 1 else after
         text = _as_rendered(full, cursor, content, known)
-        spans.append((cursor, cursor + len(text) + end_of_turn))
+        spans.append((cursor, cursor + len(text) + end))
         cursor += len(text) + len(after)
     # The last turn begins where the sampler begins, whatever the template puts there.
     tail = between[-1]
-    last = (prompt_length, len(full) - len(tail) + _end_of_turn(tail, tokenizer))
+    last = (prompt_length, len(full) - len(tail) + end_of_turn(tail, tokenizer))
     earlier = spans[-1][1] if spans else 0
     if not full.endswith(tail) or not earlier <= prompt_length <= len(full) - len(tail):
         raise _unclear()
@@ -158,16 +158,6 @@ def _as_rendered(full: str, cursor: int, content: str, after: str) -> str:
         if full.startswith(text + after, cursor):
             return text
     raise _unclear()
-
-
-def _end_of_turn(after: str, tokenizer: Any) -> int:
-    """How much of the text after an assistant turn is its end: up to the first special token."""
-    ends = [
-        after.find(token) + len(token) for token in tokenizer.all_special_tokens if token in after
-    ]
-    if not ends:
-        raise no_end_of_turn(after)
-    return min(ends)
 
 
 def encode_demonstration(row: Row, tokenizer: Any) -> tuple[tuple[int, ...], tuple[bool, ...], int]:

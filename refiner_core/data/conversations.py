@@ -29,7 +29,7 @@ from refiner_core.environments.protocol import Message, ToolCall, ToolSpec
 from refiner_core.environments.turns import call_text, parse_turn
 
 
-class Conversation(NamedTuple):
+class _Conversation(NamedTuple):
     """A row that was kept. ``named``: it says of which task it is, so that held-out ones are
     told."""
 
@@ -41,7 +41,7 @@ class Conversation(NamedTuple):
 
 def read_conversations(
     config: RecipeConfig, tokenizer: Any, held_out: set[str]
-) -> Iterator[Conversation | str]:
+) -> Iterator[_Conversation | str]:
     """The conversations of ``data.sft_path``, encoded one by one, or why one is dropped;
     ``held_out`` names tasks that are not trained on."""
     seen: set[str] = set()
@@ -49,7 +49,7 @@ def read_conversations(
         try:
             messages = _messages_of(raw)
             content = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()
-            made: Conversation | str = "duplicate"
+            made: _Conversation | str = "duplicate"
             if content not in seen:
                 made = _encoded(config, tokenizer, held_out, raw, messages)
         except RecursionError as error:
@@ -64,7 +64,7 @@ def _encoded(
     held_out: set[str],
     raw: RawRow,
     messages: Sequence[Mapping[str, Any]],
-) -> Conversation | str:
+) -> _Conversation | str:
     row, metadata = raw.row, _metadata_of(raw)
     domain = plain_name(raw, "domain", row.get("domain") or metadata.get("domain") or "unnamed")
     ids = (row.get("task_id"), metadata.get("task_id"), metadata.get("tau2_task_id"))
@@ -79,7 +79,7 @@ def _encoded(
     tokens, mask = demonstration(tokenizer, prompt, first, turns)
     task = named[0] if named else f"row{raw.line}"
     made = DemonstrationRow(f"{domain}/{task}#{raw.line}", tuple(tokens), tuple(mask))
-    return Conversation(made, len(prompt), domain, bool(named))
+    return _Conversation(made, len(prompt), domain, bool(named))
 
 
 def _metadata_of(raw: RawRow) -> Mapping[str, Any]:

@@ -77,21 +77,9 @@ def load_prompts(path: Path) -> list[PromptRow]:
 
 
 def write_demonstrations(path: Path, rows: Sequence[DemonstrationRow]) -> None:
-    """Write demonstrations (atomically; an existing file is replaced).
-
-    Raises
-    ------
-    DataError
-        If a row's loss mask is not as long as its tokens.
-    """
+    """Write demonstrations (atomically; an existing file is replaced)."""
     for row in rows:
-        if len(row.input_ids) != len(row.loss_mask):
-            raise DataError(
-                f"Demonstration {row.sample_id} has {len(row.input_ids)} tokens and a loss mask "
-                f"of {len(row.loss_mask)}",
-                expected="one mask value per token",
-                fix="encode it again by `refiner_core.data.chat.encode_demonstration`",
-            )
+        assert len(row.input_ids) == len(row.loss_mask), f"{row.sample_id}: one value per token"
     _write(path, [vars(row) for row in rows], DEMONSTRATION_SCHEMA)
 
 
@@ -120,19 +108,13 @@ def _write(path: Path, rows: list[dict[str, Any]], schema: Any) -> None:
 
 
 def _read(path: Path, schema: Any) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise DataError(
-            f"{path} does not exist",
-            expected="a file written by the data stage",
-            fix="run the data stage first (`refiner run RECIPE`)",
-        )
     kind = schema.metadata[_KIND_KEY].decode()
     try:
         table = pq.read_table(path)
-    except pa.ArrowInvalid as error:
+    except (OSError, pa.ArrowInvalid) as error:
         raise DataError(
-            f"{path} is not a complete Parquet file ({error})",
-            expected=f"prepared {kind}",
+            f"{path} does not exist, or is not a complete Parquet file ({error})",
+            expected=f"prepared {kind}, as the data stage has written them",
             fix="delete the data stage's folder and run the recipe again, which prepares it anew",
         ) from error
     metadata = table.schema.metadata or {}

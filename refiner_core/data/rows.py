@@ -90,7 +90,6 @@ class Row:
     that turn's text; it is None for RL rows. ``rubrics`` is canonical JSON text.
     """
 
-    origin: str
     sample_id: str
     question: str
     messages: tuple[Message, ...]
@@ -173,7 +172,6 @@ def _parsed(raw: RawRow, which: Which) -> Row:
     truth = None if row.get("truth") is None else json_object(raw, "truth")
     json.dumps(truth)  # it is written as JSON later, where nobody knows the row any more
     return Row(
-        origin=raw.origin,
         sample_id=str(sample_id) if sample_id is not None else _derived_id(messages, answer),
         question=str(question).strip(),
         messages=tuple(messages),

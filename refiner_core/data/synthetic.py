@@ -45,7 +45,7 @@ _FLAW_SHARE = 0.3
 
 
 @dataclass(frozen=True)
-class Fact:
+class _Fact:
     """``value`` is the ``attribute`` of ``entity``."""
 
     entity: str
@@ -54,40 +54,40 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Snippet:
+class _Snippet:
     """One result of the search; ``fact`` is what it states, if it states one."""
 
     id: str
     title: str
     text: str
-    fact: Fact | None
+    fact: _Fact | None
 
 
 @dataclass(frozen=True)
-class Scene:
+class _Scene:
     """What is asked and what was found, in the order of the tool output."""
 
-    asked: tuple[Fact, ...]
-    snippets: tuple[Snippet, ...]
+    asked: tuple[_Fact, ...]
+    snippets: tuple[_Snippet, ...]
     reasoning: str
 
-    def ids_of(self, fact: Fact) -> list[str]:
+    def ids_of(self, fact: _Fact) -> list[str]:
         """The ids of the snippets that state ``fact``."""
         return [snippet.id for snippet in self.snippets if snippet.fact == fact]
 
     @property
-    def gold(self) -> list[Snippet]:
+    def gold(self) -> list[_Snippet]:
         """The snippets that answer the question, in the order of the question."""
         by_fact = {s.fact: s for s in reversed(self.snippets) if s.fact is not None}
         return [by_fact[fact] for fact in self.asked]
 
     @property
-    def distractors(self) -> list[Snippet]:
+    def distractors(self) -> list[_Snippet]:
         """The snippets that do not answer the question."""
         return [snippet for snippet in self.snippets if snippet.fact not in self.asked]
 
 
-def state(fact: Fact, rng: random.Random) -> str:
+def state(fact: _Fact, rng: random.Random) -> str:
     """One sentence that states ``fact``."""
     forms = (
         f"The {fact.attribute} of {fact.entity} is {fact.value}.",
@@ -97,16 +97,16 @@ def state(fact: Fact, rng: random.Random) -> str:
     return rng.choice(forms)
 
 
-def _survey(fact: Fact, rng: random.Random) -> tuple[str, str, None]:
+def _survey(fact: _Fact, rng: random.Random) -> tuple[str, str, None]:
     """Title and text of a snippet that speaks of the question without answering it."""
     kind = rng.choice(words.SURVEY_WORDS)
     text = f"A {kind} looks at the {fact.attribute} of {fact.entity}."
     return f"{fact.entity} {kind}", text, None
 
 
-def _ask(rng: random.Random, world: World) -> tuple[Fact, ...]:
+def _ask(rng: random.Random, world: World) -> tuple[_Fact, ...]:
     entity, attribute = words.draw_name(rng, world), rng.choice(words.ATTRIBUTES)
-    first = Fact(entity, attribute, words.draw_value(rng, world))
+    first = _Fact(entity, attribute, words.draw_value(rng, world))
     if rng.random() >= _TWO_FACT_SHARE:
         return (first,)
     other = entity
@@ -114,20 +114,20 @@ def _ask(rng: random.Random, world: World) -> tuple[Fact, ...]:
         while other[:3] == entity[:3] or other[3:] == entity[3:]:
             other = words.draw_name(rng, world)
     attributes = [a for a in words.ATTRIBUTES if a != attribute]
-    return first, Fact(other, rng.choice(attributes), words.draw_value(rng, world))
+    return first, _Fact(other, rng.choice(attributes), words.draw_value(rng, world))
 
 
-def _distract(rng: random.Random, asked: tuple[Fact, ...], world: World) -> Fact:
+def _distract(rng: random.Random, asked: tuple[_Fact, ...], world: World) -> _Fact:
     """A fact near the question: same entity or same attribute, or neither (one time in six)."""
     near = rng.choice(asked)
     others = [a for a in words.ATTRIBUTES if a not in {fact.attribute for fact in asked}]
     value = words.draw_value(rng, world)
     draw = rng.random()
     if draw < 0.4:
-        return Fact(words.similar_name(rng, near.entity, world), near.attribute, value)
+        return _Fact(words.similar_name(rng, near.entity, world), near.attribute, value)
     if draw < 0.84:
-        return Fact(near.entity, rng.choice(others), value)
-    return Fact(words.draw_name(rng, world), rng.choice(others), value)
+        return _Fact(near.entity, rng.choice(others), value)
+    return _Fact(words.draw_name(rng, world), rng.choice(others), value)
 
 
 def fresh_ids(rng: random.Random, count: int, world: World) -> list[str]:
@@ -141,10 +141,10 @@ def fresh_ids(rng: random.Random, count: int, world: World) -> list[str]:
 
 
 def _evidence(
-    rng: random.Random, asked: tuple[Fact, ...], count: int, world: World
-) -> list[tuple[str, str, Fact | None]]:
+    rng: random.Random, asked: tuple[_Fact, ...], count: int, world: World
+) -> list[tuple[str, str, _Fact | None]]:
     """Title, text and fact of ``count`` snippets; no two share a title or a value."""
-    found: list[tuple[str, str, Fact | None]] = [
+    found: list[tuple[str, str, _Fact | None]] = [
         (f"{fact.entity} {fact.attribute}", state(fact, rng), fact) for fact in asked
     ]
     while len(found) < count:
@@ -160,7 +160,7 @@ def _evidence(
     return found
 
 
-def draw_scene(rng: random.Random, world: World = "task") -> Scene:
+def draw_scene(rng: random.Random, world: World = "task") -> _Scene:
     """Draw a question and the search result that answers it."""
     asked = _ask(rng, world)
     while len({fact.value for fact in asked}) < len(asked):
@@ -168,12 +168,12 @@ def draw_scene(rng: random.Random, world: World = "task") -> Scene:
     count = max(rng.randint(*_SNIPPETS), len(asked) + 1)
     ids = fresh_ids(rng, count, world)
     evidence = _evidence(rng, asked, count, world)
-    snippets = tuple(Snippet(i, *found) for i, found in zip(ids, evidence, strict=True))
+    snippets = tuple(_Snippet(i, *found) for i, found in zip(ids, evidence, strict=True))
     reasoning = f"I search for {asked[0].entity}." if rng.random() < _REASONING_SHARE else ""
-    return Scene(asked, snippets, reasoning)
+    return _Scene(asked, snippets, reasoning)
 
 
-def question(asked: tuple[Fact, ...]) -> str:
+def question(asked: tuple[_Fact, ...]) -> str:
     """The question that asks for these facts."""
     first = asked[0]
     if len(asked) == 1:
@@ -187,7 +187,7 @@ def question(asked: tuple[Fact, ...]) -> str:
     )
 
 
-def prompt_text(scene: Scene) -> str:
+def prompt_text(scene: _Scene) -> str:
     """The user turn: query, the agent's reasoning if there is one, tool output."""
     lines = [f"<query>{question(scene.asked)}</query>"]
     if scene.reasoning:
@@ -198,12 +198,12 @@ def prompt_text(scene: Scene) -> str:
     return "\n".join(lines)
 
 
-def claim(snippet: Snippet, cited: str | None = None) -> str:
+def claim(snippet: _Snippet, cited: str | None = None) -> str:
     """Lead and claim that restate ``snippet``, citing ``cited`` (its own id by default)."""
     return f" {snippet.title}<snippet id={cited or snippet.id}> {snippet.text}</snippet>"
 
 
-def answer_text(scene: Scene) -> str:
+def answer_text(scene: _Scene) -> str:
     """The flawless answer."""
     return "<answer>" + "".join(claim(snippet) for snippet in scene.gold) + "</answer>"
 
@@ -219,7 +219,7 @@ def _format_slip(text: str, rng: random.Random) -> str:
     return rng.choice(slips)
 
 
-def flawed_answer(scene: Scene, flaw: str, rng: random.Random) -> str:
+def flawed_answer(scene: _Scene, flaw: str, rng: random.Random) -> str:
     """The answer with one flaw of :data:`FLAWS`.
 
     ``missing_fact`` in a scene that asks for one fact answers with a distractor instead.
@@ -292,7 +292,7 @@ def _row(kind: Kind, seed: int, index: int, flaw_share: float) -> dict[str, Any]
     }
 
 
-def rubrics(scene: Scene) -> dict[str, list[dict[str, Any]]]:
+def rubrics(scene: _Scene) -> dict[str, list[dict[str, Any]]]:
     """Give what an answer must say and must not say; key phrases stand in double quotes."""
     positive = [
         {
@@ -315,7 +315,7 @@ def rubrics(scene: Scene) -> dict[str, list[dict[str, Any]]]:
     return {"positive_rubrics": positive, "negative_rubrics": negative}
 
 
-def truth(scene: Scene) -> dict[str, Any]:
+def truth(scene: _Scene) -> dict[str, Any]:
     """The facts asked for, and the ids of the snippets that state them."""
     facts = [{**vars(fact), "ids": scene.ids_of(fact)} for fact in scene.asked]
     return {"facts": facts, "gold_ids": [i for fact in scene.asked for i in scene.ids_of(fact)]}

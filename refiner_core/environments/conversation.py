@@ -69,7 +69,7 @@ class _Frame(NamedTuple):
         return filled + self.texts[len(contents)]
 
 
-class TurnTemplate:
+class _TurnTemplate:
     """The parts of a tokenizer's chat template; get it by :func:`turn_template`.
 
     Raises
@@ -90,7 +90,7 @@ class TurnTemplate:
         self._require_pieces()
         self._rules_text = self._system_text(_SYSTEM, ())
         after = self._render(_HISTORY).partition(_AGENT)[2]
-        self._end_text = after[: self._end_of_turn(after)]
+        self._end_text = after[: end_of_turn(after, tokenizer)]
         #: Ids of the token that ends an agent's turn.
         self.end_of_turn = self._encode(self._end_text)
 
@@ -203,12 +203,6 @@ class TurnTemplate:
             raise _unclear("opens and ends turns of the user in more than one way")
         return head[: len(head) - len(opening)]
 
-    def _end_of_turn(self, after: str) -> int:
-        found = self._special.search(after)
-        if found is None:
-            raise no_end_of_turn(after)
-        return found.end()
-
     def _render(
         self, turns: Sequence[_Turn], tools: Sequence[Any] = (), *, begin: bool = False
     ) -> str:
@@ -262,14 +256,17 @@ def rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]], what: str, **op
     return str(text)
 
 
-def no_end_of_turn(after: str) -> ConfigurationError:
-    """The model would never learn to stop."""
-    return ConfigurationError(
-        "The chat template ends the assistant's turn without a special token, so the model would "
-        f"never learn to stop; after the turn it puts {after[:60]!r}",
-        expected="an end-of-turn token such as <|im_end|>",
-        fix=TEMPLATE_FIX,
-    )
+def end_of_turn(after: str, tokenizer: Any) -> int:
+    """How much of the text after an assistant's turn is its end: up to the first special token."""
+    found = _any_of(set(tokenizer.all_special_tokens)).search(after)
+    if found is None:
+        raise ConfigurationError(
+            "The chat template ends the assistant's turn without a special token, so the model "
+            f"would never learn to stop; after the turn it puts {after[:60]!r}",
+            expected="an end-of-turn token such as <|im_end|>",
+            fix=TEMPLATE_FIX,
+        )
+    return found.end()
 
 
 def changes_pieces(so: str) -> ConfigurationError:
@@ -281,20 +278,20 @@ def changes_pieces(so: str) -> ConfigurationError:
     )
 
 
-def turn_template(tokenizer: Any) -> TurnTemplate:
+def turn_template(tokenizer: Any) -> _TurnTemplate:
     """The chat template of a tokenizer, taken apart once.
 
     Raises
     ------
     ConfigurationError
-        As of :class:`TurnTemplate`.
+        The template has no such parts, or the tokenizer changes text that is tokenised in pieces.
     """
     return _turn_template(tokenizer, str(getattr(tokenizer, "chat_template", None)))
 
 
 @lru_cache(maxsize=4)
-def _turn_template(tokenizer: Any, chat_template: str) -> TurnTemplate:
-    return TurnTemplate(tokenizer)
+def _turn_template(tokenizer: Any, chat_template: str) -> _TurnTemplate:
+    return _TurnTemplate(tokenizer)
 
 
 def whole_text(text: str) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import comb
 
-from refiner_core.contract.errors import ConfigurationError
-
 FAILURE = "failure/"
 #: Why an agent's attempt failed, by class, as tables and pages say it.
 FAILURE_WORDS = {
@@ -45,36 +43,14 @@ FIRST = "pass@1_first"
 def pass_at_k(n: int, c: int, k: int) -> float | None:
     """The chance that at least one of ``k`` of ``n`` attempts, ``c`` of them successes, succeeds.
 
-    Returns
-    -------
-    float or None
-        Correctly rounded however large ``n`` is (binomials are exact); None with ``n`` below ``k``.
-
-    Raises
-    ------
-    ConfigurationError
-        ``k`` is below 1, or ``c`` no number of successes of ``n``.
+    Correctly rounded however large ``n`` is (binomials are exact); None with ``n`` below ``k``.
     """
-    _check(n, c, k)
-    if n < k:
-        return None
-    ways = comb(n, k)
-    return (ways - comb(n - c, k)) / ways
+    return None if n < k else (comb(n, k) - comb(n - c, k)) / comb(n, k)
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float | None:
     """The chance that all of ``k`` of ``n`` attempts succeed; as :func:`pass_at_k`."""
-    _check(n, c, k)
     return None if n < k else comb(c, k) / comb(n, k)
-
-
-def _check(n: int, c: int, k: int) -> None:
-    if k < 1 or not 0 <= c <= n:
-        raise ConfigurationError(
-            f"There is no pass@{k} of {c} successes in {n} attempts",
-            expected="k of at least 1, and between 0 and n successes",
-            fix="give k, n and c as counts of one task's attempts",
-        )
 
 
 def pass_names(attempts: int) -> tuple[str, ...]:

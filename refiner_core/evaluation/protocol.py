@@ -13,7 +13,7 @@ on everything else. So are the weights of the checks of an agent's tasks part of
 and ``partial`` only.
 
 An agent's protocol has ``environment`` in the place of judge and rubrics
-(:func:`episode_protocol`): what the environment says of itself (its version, the user with model
+(:func:`make_protocol`): what the environment says of itself (its version, the user with model
 and settings, what is left out), and the limits of an episode. Addresses and keys are no part of it.
 
 What the file is called that a protocol comes from (:mod:`refiner_core.contract.protocols`) is for
@@ -29,8 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from refiner_core.contract.config import JudgeConfig, RecipeConfig
+from refiner_core.contract.config import (
+    EnvironmentConfig,
+    JudgeConfig,
+    RecipeConfig,
+    RewardConfig,
+)
 from refiner_core.contract.fingerprint import canonical_json, digest
+from refiner_core.contract.records import picked
 from refiner_core.contract.types import PromptRow, SamplingParams
 from refiner_core.environments.protocol import Environment
 from refiner_core.judges import judge_prompts_digest
@@ -93,17 +99,10 @@ class Protocol:
         """The protocol of the metric ``reward`` (of an agent, of ``partial`` too), which depends on
         how terms are combined."""
         if self.environment is not None:
-            shaping = config.environment.shaping
-            weights = {
-                "weights": list(shaping.weights),
-                "weights_by_domain": list(shaping.weights_by_domain),
-            }
-            return dataclasses.replace(self, reward=weights)
-        values = {
-            field.name: getattr(config.reward, field.name)
-            for field in dataclasses.fields(config.reward)
-            if field.name not in _RUBRIC_FIELDS
-        }
+            weights = picked(config.environment.shaping, "weights", "weights_by_domain")
+            return dataclasses.replace(self, reward={k: list(v) for k, v in weights.items()})
+        values = dataclasses.asdict(config.reward)
+        values = {name: value for name, value in values.items() if name not in _RUBRIC_FIELDS}
         return dataclasses.replace(self, reward=values)
 
     def as_json(self) -> dict[str, Any]:
@@ -134,87 +133,58 @@ def make_protocol(
     decoding: Decoding,
     data_digest: str,
     file: str = "",
+    environment: Environment | None = None,
 ) -> Protocol:
-    """The protocol under which ``prompts`` are measured with ``decoding``."""
-    params = sampling_params(config, decoding)
-    sampling = {
-        **dataclasses.asdict(params),
-        "stop_strings": list(params.stop_strings),
-        "seed": config.evaluate.seed if decoding == "sampled" else None,
-    }
-    reward = config.reward
-    static = reward.rubric_source in ("static", "instance+static")
-    static = static and not reward.instance_rubrics_only
-    return Protocol(
-        **_measured(config, prompts, decoding, data_digest, file),
-        sampling=sampling,
-        judge=_judge(config.judge),
-        rubrics={
-            "source": reward.rubric_source,
-            "static": load_rubric_set(reward.static_rubrics).name if static else None,
-            "static_digest": rubric_set_digest(reward.static_rubrics) if static else None,
-            "instance_rubrics_only": reward.instance_rubrics_only,
-            "aggregation": reward.rubric_aggregation,
-        },
-    )
+    """The protocol under which ``prompts`` are measured with ``decoding``; with an ``environment``,
+    an agent on tasks.
 
-
-def episode_protocol(
-    config: RecipeConfig,
-    environment: Environment,
-    prompts: Sequence[PromptRow],
-    decoding: Decoding,
-    data_digest: str,
-    file: str = "",
-) -> Protocol:
-    """The protocol under which an agent is measured on tasks with ``decoding``.
-
-    ``grpo.response_length`` bounds one turn and ``grpo.max_token_length`` a whole episode, as in
-    training. A turn that is no tool call is a failure here whatever ``environment.unparsable`` says
-    of training, and so no part of it.
+    ``grpo.response_length`` bounds one turn of an agent and ``grpo.max_token_length`` a whole
+    episode, as in training. A turn that is no tool call is a failure here whatever
+    ``environment.unparsable`` says of training, and so no part of it.
     """
-    params, asked = sampling_params(config, decoding), config.environment
-    sampling = {
-        **dataclasses.asdict(params),
-        "stop_strings": [],  # a turn ends where its tool call does
-        "context_tokens": config.grpo.max_token_length,
-        "seed": config.evaluate.seed,  # also of a greedy decoding: users and tools draw by it
-    }
+    params, sampled = sampling_params(config, decoding), decoding == "sampled"
+    seed, asked = config.evaluate.seed, config.environment
+    sampling = dataclasses.asdict(params)
+    if environment is None:
+        sampling |= {"stop_strings": list(params.stop_strings), "seed": seed if sampled else None}
+    else:  # a turn ends where its tool call does; users and tools draw by the seed in any case
+        context = config.grpo.max_token_length
+        sampling |= {"stop_strings": [], "context_tokens": context, "seed": seed}
+    judged = environment is None or asked.nl_assertions == "judge"
     return Protocol(
-        **_measured(config, prompts, decoding, data_digest, file),
+        data=data_digest,
+        split="held-out",
+        prompts=prompts_digest(prompts),
+        num_prompts=len(prompts),
+        decoding=decoding,
         sampling=sampling,
-        judge=_judge(config.judge) if asked.nl_assertions == "judge" else {},
-        rubrics={},
-        version=PROTOCOL_VERSION_OF_AGENTS,
-        environment={
-            **environment.describe(),
-            "name": Path(environment.name).name,  # of a file of one's own without its folders
-            "version": environment.version,
-            "max_turns": asked.max_turns,
-            "repairs": asked.repairs,
-            "max_argument_bytes": asked.max_argument_bytes,
-            "nl_assertions": asked.nl_assertions,
-            **_file_of_ones_own(asked.name),
-        },
+        samples_per_prompt=config.evaluate.num_samples if sampled else 1,
+        judge=_judge(config.judge) if judged else {},
+        rubrics=_rubrics(config.reward) if environment is None else {},
+        version=PROTOCOL_VERSION if environment is None else PROTOCOL_VERSION_OF_AGENTS,
+        file=file,
+        environment=None if environment is None else _environment(asked, environment),
     )
 
 
-def _measured(
-    config: RecipeConfig,
-    prompts: Sequence[PromptRow],
-    decoding: Decoding,
-    data_digest: str,
-    file: str,
-) -> dict[str, Any]:
-    """Fields of a protocol that say what is measured, and how often."""
+def _rubrics(reward: RewardConfig) -> dict[str, Any]:
+    static = "static" in reward.rubric_source and not reward.instance_rubrics_only
     return {
-        "data": data_digest,
-        "split": "held-out",
-        "prompts": prompts_digest(prompts),
-        "file": file,
-        "num_prompts": len(prompts),
-        "decoding": decoding,
-        "samples_per_prompt": config.evaluate.num_samples if decoding == "sampled" else 1,
+        "source": reward.rubric_source,
+        "static": load_rubric_set(reward.static_rubrics).name if static else None,
+        "static_digest": rubric_set_digest(reward.static_rubrics) if static else None,
+        "instance_rubrics_only": reward.instance_rubrics_only,
+        "aggregation": reward.rubric_aggregation,
+    }
+
+
+def _environment(asked: EnvironmentConfig, environment: Environment) -> dict[str, Any]:
+    return {
+        **environment.describe(),
+        "name": Path(environment.name).name,  # of a file of one's own without its folders
+        "version": environment.version,
+        **picked(asked, "max_turns", "repairs", "max_argument_bytes", "nl_assertions"),
+        **_file_of_ones_own(asked.name),
     }
 
 
@@ -229,24 +199,16 @@ def _file_of_ones_own(name: str) -> dict[str, str]:
 
 def _judge(judge: JudgeConfig) -> dict[str, Any]:
     """All of a judge that decides what it says."""
+    # What only a served judge has, where it is not as it was before one could choose.
+    before = {"form": "per_rubric", "structured_output": "none", "extra_body": ""}
+    served = picked(judge, *before) if judge.kind == "openai" else {}
     return {
-        "kind": judge.kind,
-        "model": judge.model,
-        "revision": judge.revision,
+        **picked(judge, "kind", "model", "revision"),
         "prompt": Path(judge.prompt).name,
         "prompt_digest": judge_prompts_digest(judge.prompt, judge.form),
-        "temperature": judge.temperature,
-        "max_tokens": judge.max_tokens,
-        **_served(judge),
+        **picked(judge, "temperature", "max_tokens"),
+        **{name: value for name, value in served.items() if value != before[name]},
     }
-
-
-def _served(judge: JudgeConfig) -> dict[str, Any]:
-    """What only a served judge has, where it is not as it was before one could choose."""
-    before = {"form": "per_rubric", "structured_output": "none", "extra_body": ""}
-    if judge.kind != "openai":
-        return {}
-    return {k: getattr(judge, k) for k, old in before.items() if getattr(judge, k) != old}
 
 
 def prompts_digest(prompts: Sequence[PromptRow]) -> str:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,9 +108,9 @@ def open_generator(
         tokenizer = load_tokenizer(model_ref, config.model)
     evaluate = config.evaluate
     made = generator or load_generator(
-        *(config.model, model_ref, tokenizer, evaluate.resources),
+        *(config, model_ref, tokenizer, evaluate.resources),
         batch_size=evaluate.batch_size,
-        on_step=reporter.turn if config.environment.name else reporter.step,
+        reporter=reporter,
     )
     return made, tokenizer
 
@@ -175,8 +176,18 @@ def evaluate_model(
     fresh = None
     if mark and config.evaluate.fresh_reference and isinstance(judge, FreshJudge):
         fresh = judge.fresh(mark)
-    judges = (judge, fresh or judge)
-    work = _Answers(config, units, generator, tokenizer, judges, io, reporter, output_dir / FOLDER)
+    work = _Answers(
+        config=config,
+        batches=[unit.wanted for unit in units],
+        generator=generator,
+        tokenizer=tokenizer,
+        judge=judge,
+        io=io,
+        reporter=reporter,
+        folder=output_dir / FOLDER,
+        units=units,
+        reference_judge=fresh or judge,
+    )
     rows = rows_of(work, units)
     measured = [
         Measured(
@@ -206,25 +217,13 @@ def rows_of(work: BatchWork[_Row], units: Sequence[Unit]) -> dict[str, list[_Row
         shutil.rmtree(work.folder, ignore_errors=True)
 
 
+@dataclass(eq=False, kw_only=True)
 class _Answers(BatchWork[_Row]):
     """Answers of units, the copier's among them. A sample is a row without its metrics."""
 
     what = "The evaluation"
-
-    def __init__(
-        self,
-        config: RecipeConfig,
-        units: Sequence[Unit],
-        generator: Generator,
-        tokenizer: Any,
-        judges: tuple[Judge, Judge],
-        io: StageIO,
-        reporter: BatchReporter,
-        folder: Path,
-    ) -> None:
-        self.config, self.units, self.judges = config, units, judges
-        self.generator, self.tokenizer = generator, tokenizer
-        super().__init__([u.wanted for u in units], judges[0], io, reporter, folder)
+    units: Sequence[Unit]
+    reference_judge: Judge
 
     def key(self, sample: _Row) -> tuple[str, int]:
         return key_of_row(sample)
@@ -234,7 +233,9 @@ class _Answers(BatchWork[_Row]):
             self.reporter.batch(len(self.done), self.units[number - 1].key)
 
     def rewards(self, number: int) -> RewardStream:
-        judge = self.judges[self.units[number - 1].decoding is None]
+        reference = self.units[number - 1].decoding is None
+        judge = self.reference_judge if reference else self.judge
+        assert judge is not None, "answers are judged"
         return RewardStream(self.config.reward, judge)
 
     def answer(self, wanted: Wanted, sample: _Row) -> RewardInput:

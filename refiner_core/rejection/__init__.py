@@ -6,7 +6,6 @@
 
 ================ ==================================================================================
 :mod:`.attempts` attempts as values and as rows of Parquet; which are kept, and a report of them
-:mod:`.lanes`    what samples and scores a batch: answers of the refiner, episodes of an agent
-:mod:`.stage`    batches, checkpoints, going on after an interruption; the stage
+:mod:`.stage`    the stage: what samples and scores batches, of answers or of an agent's episodes
 ================ ==================================================================================
 """

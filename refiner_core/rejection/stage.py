@@ -14,29 +14,351 @@ There is no validation set: attempts at the same prompts on both sides would mea
 
 Seeds derive from the run's, the prompt and the number of the attempt, so that a further attempt or
 another prompt changes no other's.
+
+An answer's score is its reward as a share of the highest that its prompt can give
+(:func:`highest_reward`): without evidence in the prompt there is no citation to earn, and with
+``combination: additive`` more than ``reward.verification_reward`` may be earned. The share is cut
+to [0, 1] (``signed_mean`` and ``positive_sum`` go below 0). A prompt whose highest reward is 0 (no
+rubric and no evidence) tells nothing: its attempts are ``no_reward`` and never kept.
+
+An episode's score is its environment's reward, its partial score the weighted share of checks that
+passed. One that ended with a turn that is no tool call, or at a limit of turns or tokens, is never
+kept, whatever it had done by then: what would be learnt is to end so. Errors of the infrastructure
+count as no attempt; beyond ``environment.max_error_share`` of a batch the stage stops, resumable.
+
+A batch is sampled whole or not at all: the same company gives the same bits. Episodes of an eager
+schedule are repeatable to nobody's eye anyway, and their users may cost money: there every episode
+that has ended is kept, and a batch that was cut short goes on with those that are missing.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.answers import parse_evidence
+from refiner_core.batches import BatchWork
+from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.files import replacing
-from refiner_core.contract.types import DemonstrationRow, Generator, Judge, PromptRow, StageIO
+from refiner_core.contract.fingerprint import derive_seed
+from refiner_core.contract.types import (
+    Completion,
+    DemonstrationRow,
+    Generator,
+    Judge,
+    PromptRow,
+    RewardResult,
+    SamplingParams,
+    StageIO,
+)
 from refiner_core.data.prepared import load_prompts, write_demonstrations
-from refiner_core.environments.protocol import Environment
+from refiner_core.environments.conversation import turn_template
+from refiner_core.environments.episodes import settings_of
+from refiner_core.environments.play import EpisodeSettings
+from refiner_core.environments.protocol import (
+    Environment,
+    EpisodeRecord,
+    domain_of_id,
+    record_from_json,
+)
 from refiner_core.environments.registry import open_environment
+from refiner_core.environments.scoring import require_episode_errors
+from refiner_core.generation.completions import closing_ids, completion_text
 from refiner_core.generation.reporting import BatchReporter
 from refiner_core.judges.surroundings import usage_to_json
-from refiner_core.rejection.attempts import Report, require_kept, writing_attempts
-from refiner_core.rejection.lanes import Lane, batches_of
-from refiner_core.samples import check_room, load_generator
+from refiner_core.rejection.attempts import (
+    Attempt,
+    Flaw,
+    Report,
+    batch_metrics,
+    choose,
+    load_attempts,
+    require_kept,
+    write_attempts,
+    writing_attempts,
+)
+from refiner_core.rewards import RewardInput, RewardStream, require_scored
+from refiner_core.rewards.combine import aggregate_rubrics, reward_terms, total_reward
+from refiner_core.rubrics import select_rubrics
+from refiner_core.samples import (
+    Wanted,
+    check_room,
+    load_generator,
+    sample_answers,
+    sample_episodes,
+)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Attempts(BatchWork[Attempt]):
+    """Batches of episodes where there is an environment, else of answers."""
+
+    what, suffix = "Sampling", ".parquet"
+    environment: Environment | None
+
+    def __post_init__(self) -> None:
+        if self.environment is None and self.judge is None:
+            raise ValueError("answers are scored by a judge, and none is given")
+        self._spent: dict[int, tuple[int, float]] = {}  # batch: tokens sampled now, seconds
+        super().__post_init__()
+
+    @property
+    def keeps_parts(self) -> bool:
+        """True of episodes of an eager schedule."""
+        return self.environment is not None and not self._settings(self.environment).ordered
+
+    @property
+    def save_freq(self) -> int:
+        """Batches between checkpoints."""
+        return self.config.sample.save_freq
+
+    @property
+    def _sampling(self) -> SamplingParams:
+        rule, grpo = self.config.sample, self.config.grpo
+        lengths = (grpo.response_length, grpo.stop_strings)
+        return SamplingParams(rule.temperature, rule.top_p, rule.top_k, *lengths)
+
+    def key(self, sample: Attempt) -> tuple[str, int]:
+        """Id of its prompt, and its number."""
+        return sample.key
+
+    def failed(self, sample: Attempt) -> bool:
+        """True if the infrastructure ended it."""
+        return sample.status == "error"
+
+    def rewards(self, number: int) -> RewardStream | None:
+        """Rewards of answers, as the judge gives them."""
+        if self.environment is not None or self.judge is None:
+            return None
+        return RewardStream(self.config.reward, self.judge)
+
+    def answer(self, wanted: Wanted, sample: Attempt) -> RewardInput:
+        """An answer as rewards take it."""
+        return RewardInput(wanted.prompt, sample.text, sample.ended == "stop")
+
+    def sample(
+        self, number: int, wanted: Sequence[Wanted], finished: Callable[[Attempt], None]
+    ) -> None:
+        """Sample what is wanted of a batch."""
+        environment = self.environment
+        tokens, started = 0, time.perf_counter()
+
+        def ended(place: int, completion: Completion) -> None:
+            nonlocal tokens
+            attempt = self._attempt(wanted[place], completion)
+            tokens += attempt.sampled_tokens
+            finished(attempt)
+
+        if environment is not None:
+            sample_episodes(
+                *(self.generator, wanted, environment, self.tokenizer),
+                *(self._settings(environment), ended),
+                should_stop=self.io.should_stop if self.keeps_parts else None,
+            )
+        else:
+            context = self.config.grpo.max_token_length
+            sample_answers(self.generator, wanted, self._sampling, ended, context=context)
+        self._spent[number] = (tokens, time.perf_counter() - started)
+
+    def scored(
+        self, number: int, samples: list[Attempt], results: Sequence[RewardResult] | None
+    ) -> list[Attempt]:
+        """Scores, and what is kept."""
+        if results is None:
+            self._require(samples)
+        else:
+            require_scored(results, self.config.judge.max_failed_share, of="attempts")
+            scored = zip(self.batches[number - 1], samples, results, strict=True)
+            samples = [self._scored(*one) for one in scored]
+        rule = self.config.sample
+        size = rule.attempts
+        groups = [samples[first : first + size] for first in range(0, len(samples), size)]
+        return [attempt for group in groups for attempt in choose(group, rule)]
+
+    def finished(self, number: int, rows: list[Attempt]) -> None:
+        """Log a batch's numbers."""
+        tokens, seconds = self._spent.pop(number)
+        speed = {"tokens_per_second": tokens / seconds} if tokens and seconds else {}
+        times = {"time/generate_s": seconds, **speed}
+        self.io.log_metrics(self.step, batch_metrics(number, rows) | times)
+
+    def write(self, path: Path, rows: Sequence[Attempt]) -> None:
+        """Write a file of attempts."""
+        write_attempts(path, rows)
+
+    def read(self, path: Path) -> list[Attempt]:
+        """Read it back."""
+        return load_attempts(path)
+
+    def _settings(self, environment: Environment) -> EpisodeSettings:
+        return settings_of(self.config, environment, self._sampling)
+
+    def _attempt(self, wanted: Wanted, completion: Completion) -> Attempt:
+        if self.environment is not None:
+            return _episode_attempt(wanted, completion)
+        closing = closing_ids(self.tokenizer, completion)
+        own = (True,) * len(completion.token_ids) + (False,) * len(closing)
+        return Attempt(
+            sample_id=wanted.prompt.sample_id,
+            domain=wanted.prompt.refiner_mode,
+            index=wanted.number,
+            seed=wanted.seed,
+            token_ids=completion.token_ids + closing,
+            own=own if closing else None,
+            text=completion_text(self.tokenizer, completion),
+            ended=completion.finish_reason,
+        )
+
+    def _scored(self, wanted: Wanted, attempt: Attempt, result: RewardResult) -> Attempt:
+        highest = highest_reward(wanted.prompt, self.config.reward)
+        total = result.total
+        share = None if total is None or highest <= 0 else min(1.0, max(0.0, total / highest))
+        return replace(
+            attempt,
+            status=result.status,
+            flaw=_answer_flaw(attempt, result, highest),
+            score=share,
+            partial=share,
+            reward=total,
+            components=dict(result.components),
+            detail=[dict(judgement) for judgement in result.judgements],
+        )
+
+    def _require(self, made: Sequence[Attempt]) -> None:
+        """Raises :class:`EnvironmentOutage` where errors ended too many."""
+        failed = [attempt for attempt in made if attempt.status == "error"]
+        require_episode_errors(
+            Counter(attempt.error_kind for attempt in failed),
+            len(made),
+            self.config.environment.max_error_share,
+            of="episodes of a batch",
+            example=failed[0].error if failed else "",
+        )
+
+    def demonstration(self, prompt: PromptRow, attempt: Attempt) -> DemonstrationRow:
+        """An attempt that is kept, as what is fine-tuned on: loss on the model's own tokens and on
+        the token that ends an answer or a turn; what follows the last turn is left out."""
+        before, ids = prompt.prompt_ids, attempt.token_ids
+        loss: tuple[bool, ...] = (True,) * len(ids)
+        if self.environment is not None:
+            end = tuple(turn_template(self.tokenizer).end_of_turn)
+            room = self.config.grpo.max_token_length - len(before)
+            ids, loss = with_ends_of_turns(ids, attempt.own or loss, end, room)
+        name = f"{attempt.sample_id}#{attempt.index}"  # ids of tasks begin with their domain
+        return DemonstrationRow(name, before + ids, (False,) * len(before) + loss)
+
+
+def batches_of(config: RecipeConfig, prompts: Sequence[PromptRow]) -> list[list[Wanted]]:
+    """All attempts, in order: batches of whole prompts."""
+    rule = config.sample
+    size = max(1, rule.generation_batch_size // rule.attempts)
+    return [
+        [
+            Wanted(p, i, derive_seed(config.seed, "sample", p.sample_id, i))
+            for p in prompts[first : first + size]
+            for i in range(rule.attempts)
+        ]
+        for first in range(0, len(prompts), size)
+    ]
+
+
+def highest_reward(prompt: PromptRow, reward: RewardConfig) -> float:
+    """The most that an answer to a prompt can get: every positive rubric met and no negative one,
+    every claim well cited where there is evidence, and a form without fault."""
+    ideal = [
+        (rubric, 0.0 if rubric.polarity == "negative" else 1.0)
+        for rubric in select_rubrics(prompt.rubrics, reward=reward)
+    ]
+    judged = aggregate_rubrics(ideal, reward.rubric_aggregation)
+    components = {
+        "rubric": judged or 0.0,
+        "no_rubrics": float(judged is None),
+        "citation": float(bool(parse_evidence(prompt.prompt_text))),
+        "format_bonus": 1.0,
+    }
+    best = {term.name: 1.0 for term in reward_terms(components, reward)}
+    return total_reward({**best, **components}, reward, stopped=True)
+
+
+def _answer_flaw(attempt: Attempt, result: RewardResult, highest: float) -> Flaw:
+    if result.status == "unscored":
+        return "unscored"
+    if attempt.ended != "stop":
+        return "truncated"
+    if result.status == "malformed":
+        return "malformed"
+    return "" if highest > 0 else "no_reward"
+
+
+def _episode_attempt(wanted: Wanted, completion: Completion) -> Attempt:
+    record = record_from_json(completion.episode or {})
+    flaw = _episode_flaw(record)
+    status: Any = "scored" if flaw in ("", "truncated") else flaw
+    return Attempt(
+        sample_id=wanted.prompt.sample_id,
+        domain=domain_of_id(wanted.prompt.sample_id),
+        index=wanted.number,
+        seed=wanted.seed,
+        token_ids=completion.token_ids,
+        own=completion.own,
+        text="\n".join(turn.text for turn in record.turns),
+        ended=record.ended,
+        status=status,
+        flaw=flaw,
+        score=record.reward,
+        partial=record.partial,
+        reward=record.reward,
+        tools=record.tools,
+        components=dict(record.components),
+        detail=_without_times(record),
+        error_kind=record.error_kind,
+        error=record.error,
+    )
+
+
+def with_ends_of_turns(
+    ids: Sequence[int], own: Sequence[bool], end: tuple[int, ...], room: int
+) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Tokens of an episode up to the end of the model's last turn, and which of them carry loss:
+    the model's own, and ``end`` after each of its turns.
+
+    A turn is sampled up to ``</tool_call>``, and the template ends it; a model that is only ever
+    cut off there would not learn to end its turn. The last turn's end is appended where it lacks,
+    as long as all of it is no longer than ``room``: a pack holds what a context holds.
+    Shapes: one value per token.
+    """
+    length = max((place + 1 for place, is_own in enumerate(own) if is_own), default=0)
+    loss = list(own)
+    for place in range(1, length):
+        if own[place - 1] and not own[place] and tuple(ids[place : place + len(end)]) == end:
+            loss[place : place + len(end)] = [True] * len(end)
+    kept = tuple(ids[:length])
+    missing = () if kept[-len(end) :] == end or length + len(end) > room else end
+    return kept + missing, (*loss[:length], *(True for _ in missing))
+
+
+def _without_times(record: EpisodeRecord) -> dict[str, Any]:
+    """The record but for how long tools took: the same episode is the same to the bit."""
+    values = record.as_json()
+    turns = [{k: v for k, v in turn.items() if k != "seconds"} for turn in values["turns"]]
+    return values | {"turns": turns}
+
+
+def _episode_flaw(record: EpisodeRecord) -> Flaw:
+    if record.status == "error":
+        return "error"
+    if record.ended == "no_call":
+        return "malformed"
+    return "truncated" if record.ended in ("turn_limit", "context_limit") else ""
+
 
 #: Told after every decoded token, or so, of (attempts finished, attempts of the batch).
 OnStep = Callable[[int, int], None]
@@ -90,37 +412,43 @@ def sample_attempts(
         Too many attempts of a batch have no score; the same is kept.
     """
     prompts = _prompts(config, data_dir / "rl_train.parquet")
-    reporter = BatchReporter(io, len(batches_of(config, prompts)), "attempts")
-    on_step = reporter.turn if config.environment.name else reporter.step
+    batches = batches_of(config, prompts)
+    reporter = BatchReporter(io, len(batches), "attempts")
     if tokenizer is None:
         from refiner_core.generation.load import load_tokenizer
 
         tokenizer = load_tokenizer(model_ref, config.model)
     opened: AbstractContextManager[Generator]
     if generator is None and open_generator is not None:
+        on_step = reporter.turn if config.environment.name else reporter.step
         opened = open_generator(tokenizer, on_step)
     else:
         rule = config.sample
-        opened = nullcontext(
-            generator
-            or load_generator(
-                *(config.model, model_ref, tokenizer, rule.resources),
-                batch_size=rule.generation_batch_size,
-                on_step=on_step,
-            )
+        made = generator or load_generator(
+            *(config, model_ref, tokenizer, rule.resources),
+            batch_size=rule.generation_batch_size,
+            reporter=reporter,
         )
+        opened = nullcontext(made)
     folder = output_dir / _BATCHES
     try:
         with opened as sampler:
             if config.environment.name and environment is None:
                 environment = open_environment(config, evaluation=False, judge=judge)
-            lane = Lane(
-                *(config, prompts, judge, sampler, tokenizer, environment),
-                *(io, reporter, folder),
+            work = _Attempts(
+                config=config,
+                batches=batches,
+                generator=sampler,
+                tokenizer=tokenizer,
+                judge=judge,
+                io=io,
+                reporter=reporter,
+                folder=folder,
+                environment=environment,
             )
-            lane.run()
+            work.run()
         reporter.batch(reporter.total, "write")
-        report = _write(output_dir, lane)
+        report = _write(output_dir, work)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     require_kept(report)
@@ -139,19 +467,21 @@ def _prompts(config: RecipeConfig, path: Path) -> list[PromptRow]:
     return prompts
 
 
-def _write(output_dir: Path, lane: Lane) -> dict[str, Any]:
+def _write(output_dir: Path, work: _Attempts) -> dict[str, Any]:
     """All files, one batch in memory at a time but for what is kept."""
-    tally, kept = Report(lane.rule, lane.name), list[DemonstrationRow]()
+    name = "answers" if work.environment is None else "episodes"
+    tally, kept = Report(work.config.sample, name), list[DemonstrationRow]()
     with writing_attempts(output_dir / "attempts.parquet") as write:
-        for number in range(1, len(lane.batches) + 1):
-            attempts = lane.rows(number)
+        for number, wanted in enumerate(work.batches, start=1):
+            attempts = work.rows(number)
             write(attempts)
             tally.add(attempts)
-            kept += [lane.demonstration(a) for a in attempts if a.kept]
+            both = zip(wanted, attempts, strict=True)
+            kept += [work.demonstration(one.prompt, a) for one, a in both if a.kept]
     report = tally.as_json()
     report["tokens"] |= {"loss": sum(sum(row.loss_mask) for row in kept)}
     report["longest"] = max((len(row.input_ids) for row in kept), default=0)
-    if (usage := lane.usage()) is not None:
+    if (usage := work.usage()) is not None:
         report["judge"] = usage_to_json(usage)
     write_demonstrations(output_dir / "sft_train.parquet", kept)
     with replacing(output_dir / "report.json") as file:

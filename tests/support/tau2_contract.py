@@ -167,7 +167,7 @@ def play(
 
 def own_task(environment: Tau2Environment, task: Task) -> Any:
     """tau2-bench's object of a task."""
-    return environment.episode(task)._given.task
+    return environment.episode(task).task
 
 
 def try_domain(domain: str, split: str, most: int) -> dict[str, Any]:

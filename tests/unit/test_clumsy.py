@@ -24,7 +24,7 @@ from refiner_core.contract.sections.publish import LICENSES
 from refiner_core.environments.checking import check_environment
 from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
 from refiner_core.environments.registry import open_environment
-from refiner_core.evaluation.attempts import _numbers
+from refiner_core.evaluation.episodes import _numbers
 from refiner_core.evaluation.metrics import main_metrics
 from refiner_core.training.steps.boundary import teller
 from tests.support.command import environment

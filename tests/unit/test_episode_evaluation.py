@@ -24,8 +24,7 @@ from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.protocols import protocol_of as protocol_of_file
 from refiner_core.contract.types import PromptRow
 from refiner_core.environments.protocol import FAILURES, EpisodeRecord, over_domains
-from refiner_core.evaluation.attempts import ending_call, failure_of
-from refiner_core.evaluation.episodes import evaluate_episodes
+from refiner_core.evaluation.episodes import ending_call, evaluate_episodes, failure_of
 from refiner_core.evaluation.metrics import (
     METRICS,
     episode_metrics,
@@ -34,7 +33,7 @@ from refiner_core.evaluation.metrics import (
     load_samples,
     main_metrics,
 )
-from refiner_core.evaluation.protocol import episode_protocol, make_protocol, sampling_params
+from refiner_core.evaluation.protocol import make_protocol, sampling_params
 from refiner_core.evaluation.results import compare_results, load_results
 from refiner_core.evaluation.statistics import paired_difference_over_seeds
 from refiner_core.report.sweep.comparing import make_report
@@ -357,7 +356,7 @@ def test_rules_of_ones_own_are_part_of_the_protocol(bench: Bench, tmp_path: Path
 
 
 def protocol_of(config: RecipeConfig, rows: Sequence[PromptRow]) -> Any:
-    return episode_protocol(config, Desk(config), rows, "sampled", "d" * 64)
+    return make_protocol(config, rows, "sampled", "d" * 64, environment=Desk(config))
 
 
 @pytest.mark.parametrize(

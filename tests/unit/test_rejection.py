@@ -23,7 +23,7 @@ from refiner_core.contract.sections.environment import EnvironmentConfig
 from refiner_core.contract.services import asks_judge
 from refiner_core.contract.types import PromptRow
 from refiner_core.rejection.attempts import Attempt, Report, choose, require_kept
-from refiner_core.rejection.lanes import highest_reward, with_ends_of_turns
+from refiner_core.rejection.stage import highest_reward, with_ends_of_turns
 from tests.support.rewarding import BOTH, EVIDENCE, NEGATIVE, POSITIVE
 
 

@@ -5,11 +5,8 @@
                       checked line by line; demonstrations, right and flawed
 :mod:`.episode`       one episode: calls, checks, rewards, classes of failure
 :mod:`.user`          the scripted user and its own device: what its lamp shows and what helps
-:mod:`.tasks`         tasks from a pinned seed
+:mod:`.tasks`         the domains bookings, orders and devices, and tasks from a pinned seed
 :mod:`.domain`        what a domain is made of; the tables that tools act on
-:mod:`.bookings`      rooms by the day: find, reserve, change, cancel
-:mod:`.orders`        things that were sent: look up, exchange, refund
-:mod:`.devices`       dual control: the user's own device, which only the user can touch
 :mod:`.words`         all phrases, and the list of their words
 ===================== ==========================================================================
 """

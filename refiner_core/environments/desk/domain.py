@@ -87,16 +87,8 @@ def _short(text: str, longest: int = 24) -> str:
 Tool = Callable[[Desk, Mapping[str, Any]], Result]
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A task before it has an id; see the README for what the parts mean."""
-
-    summary: str
-    state: Tables
-    user: Mapping[str, Any]
-    tell: tuple[tuple[str, ...], ...]
-    solution: tuple[Call, ...]
-    tempting: Call | None = None
+#: A task before it has an id: its summary, and its data; see the README for their parts.
+Draft = tuple[str, dict[str, Any]]
 
 
 class Draw:
@@ -224,4 +216,5 @@ class Scene:
 
     def draft(self, summary: str, state: Tables, end: Call, tempting: Call | None = None) -> Draft:
         """The task."""
-        return Draft(summary, state, self.user, tuple(self.tell), (*self.calls, end), tempting)
+        ends = {"tell": self.tell, "solution": [*self.calls, end], "tempting": tempting}
+        return summary, {"state": state, "user": self.user, **ends}

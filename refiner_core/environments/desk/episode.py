@@ -51,7 +51,7 @@ Ended = Literal["", "finished", "handed_over", "user_left"]
 
 
 @dataclass(frozen=True)
-class Expected:
+class _Expected:
     """Traces of a solved episode: what the user was asked for, calls of tools, doings of the
     user, tables, its device."""
 
@@ -65,7 +65,7 @@ class Expected:
 class DeskEpisode:
     """One try at a task; see :class:`refiner_core.environments.protocol.Episode`."""
 
-    def __init__(self, task: Task, expected: Expected | None = None) -> None:
+    def __init__(self, task: Task, expected: _Expected | None = None) -> None:
         self._task = task
         self._expected = expected or expected_of(task)
         self._begin(0)
@@ -217,15 +217,15 @@ def solution_of(task: Task) -> list[ToolCall]:
     return [ToolCall(name, dict(arguments)) for name, arguments in task.data["solution"]]
 
 
-def expected_of(task: Task) -> Expected:
+def expected_of(task: Task) -> _Expected:
     """Traces of a task's solution."""
-    episode = DeskEpisode(task, Expected((), (), (), {}, {}))
+    episode = DeskEpisode(task, _Expected((), (), (), {}, {}))
     episode.reset(0)
     for call in solution_of(task):
         episode.step(call)
     calls = dict.fromkeys(call for call in episode._calls if call[0] != FINISH)
     volunteered = task.data["user"]["volunteers"]
-    return Expected(
+    return _Expected(
         asked=tuple(slot for slot in episode._desk.told if slot not in volunteered),
         calls=tuple(calls),
         doings=tuple(dict.fromkeys(episode._desk.doings)),

@@ -10,18 +10,19 @@ A task's id is ``DOMAIN-ID``, since its own ids are unique within a domain only.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import TypeAdapter
+
 from refiner_core.contract.config import EnvironmentConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.types import Judge
 from refiner_core.environments.protocol import Task, ToolSpec
-from refiner_core.environments.tau2.episode import FINISH, MAX_ERRORS, SPEAK, Given, Tau2Episode
+from refiner_core.environments.tau2.episode import FINISH, MAX_ERRORS, SPEAK, Tau2Episode
 from refiner_core.environments.tau2.package import (
     DATA_VARIABLE,
     DOMAINS,
@@ -41,17 +42,12 @@ _TURNS = (
     "the user sees nothing else. Where the user could do something with their own device or "
     f"account, ask them to. When everything is settled, call `{FINISH}`.\n\n"
 )
+_CONTENT = {"content": {"type": "string", "description": "The text of the message."}}
 _SPOKEN = (
     ToolSpec(
         SPEAK,
         "Say something to the user, and wait for the answer.",
-        {
-            "type": "object",
-            "properties": {
-                "content": {"type": "string", "description": "The text of the message."}
-            },
-            "required": ["content"],
-        },
+        {"type": "object", "properties": _CONTENT, "required": ["content"]},
     ),
     ToolSpec(
         FINISH,
@@ -145,16 +141,20 @@ class Tau2Environment:
         """The tasks of a split, domain by domain, in tau2-bench's order."""
         found: list[Task] = []
         for domain in self.domains():
-            known = self._tasks_of(domain)
             for own_id in self._ids(domain, split):
-                if own_id not in known:
-                    raise DataError(
-                        f"tau2-bench has no task {own_id!r} in {domain}.",
-                        expected=f"ids such as {next(iter(known), '(none)')}",
-                        fix="complete its data, or correct the file that environment.tasks names",
-                    )
-                found.append(self._task(domain, split, known[own_id]))
+                found.append(self._task(domain, split, self._own_task(domain, own_id)))
         return tuple(found)
+
+    def _own_task(self, domain: str, own_id: str) -> Any:
+        known = self._tasks_of(domain)
+        if own_id not in known:
+            raise DataError(
+                f"tau2-bench has no task {own_id!r} in {domain}.",
+                expected=f"ids such as {next(iter(known), '(none)')}",
+                fix="complete its data, correct the file that environment.tasks names, or run the "
+                "data stage again with the version that is installed now",
+            )
+        return known[own_id]
 
     def _task(self, domain: str, split: str, task: Any) -> Task:
         if (
@@ -194,12 +194,9 @@ class Tau2Environment:
         if self._config.tasks is not None:
             return _splits_of_file(Path(self._config.tasks).expanduser(), domain)
         loader = self._loaded().registry.get_task_splits_loader(domain)
-        splits: Mapping[str, Sequence[str]] | None = None
-        if loader is not None:
-            splits = _data(domain, loader)
-        if splits is None:  # all of its tasks are one split
-            splits = {"base": list(self._tasks_of(domain))}
-        return splits
+        splits: Any = None if loader is None else _data(domain, loader)
+        # Without any, all of its tasks are one split.
+        return {"base": list(self._tasks_of(domain))} if splits is None else splits
 
     def _tasks_of(self, domain: str) -> dict[str, Any]:
         with self._lock:
@@ -266,16 +263,9 @@ class Tau2Environment:
                 fix="set environment.user.model and environment.user.base_url",
             )
         domain, own_id = task.domain, str(task.data["task_id"])
-        known = self._tasks_of(domain)
-        if own_id not in known:
-            raise DataError(
-                f"tau2-bench has no task {own_id!r} in {domain}.",
-                expected="the tasks that the data stage has seen",
-                fix="run the data stage again with the version that is installed now",
-            )
         parts, tools, most = self._loaded(), self._domain(domain)[1], self._config.max_turns
-        given = (known[own_id], tools, most, self._user, self._user_args, self._judge)
-        return Tau2Episode(Given(parts, domain, *given))
+        given = (self._own_task(domain, own_id), tools, most, self._user)
+        return Tau2Episode(parts, domain, *given, self._user_args, self._judge)
 
     def _user_args(self) -> dict[str, Any]:
         """For LiteLLM; made for each episode, so that the key is kept by none of ours."""
@@ -315,21 +305,13 @@ def _data(domain: str, load: Any) -> Any:
 
 def _splits_of_file(path: Path, domain: str) -> Mapping[str, Sequence[str]]:
     """The splits of a domain in a file of one's own."""
+    form = TypeAdapter(dict[str, dict[str, list[str]]])
     try:
-        values = json.loads(path.read_bytes())
-        splits = values[domain]
-        good = all(
-            isinstance(ids, list) and all(isinstance(one, str) for one in ids)
-            for ids in splits.values()
-        )
-        if not good:
-            raise TypeError(f"the splits of {domain} are no lists of ids")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return form.validate_json(path.read_bytes(), strict=True)[domain]
+    except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"{path} cannot be read as splits of {domain}: {type(error).__name__}: {error}.",
             expected='JSON such as {"retail": {"train": ["1"], "test": ["2"]}}, with each domain '
             "in use",
             fix="correct the file that environment.tasks names",
         ) from error
-    result: Mapping[str, Sequence[str]] = splits
-    return result

@@ -22,7 +22,7 @@ from refiner_core.environments.protocol import InfrastructureError, Message, Out
 from refiner_core.environments.tau2.package import Parts
 from refiner_core.environments.tau2.tasks import (
     NL_BASIS,
-    Measured,
+    EpisodeWorth,
     assertions_of,
     basis_of,
     failure_of,
@@ -103,10 +103,13 @@ _SEEDS = 2**31
 _STOPPED = ("agent_stop", "user_stop")
 
 
-@dataclass(frozen=True)
-class Given:
-    """A task as tau2-bench has it, with the agent's ``tools`` by name, and settings of all
-    episodes. ``judge`` is None where assertions in plain language are excluded."""
+@dataclass(eq=False)
+class Tau2Episode:
+    """Implements :class:`~refiner_core.environments.protocol.Episode`.
+
+    ``task`` is as tau2-bench has it, ``tools`` are the agent's by name. ``judge`` is None where
+    assertions in plain language are excluded.
+    """
 
     parts: Parts
     domain: str
@@ -116,32 +119,24 @@ class Given:
     user: UserConfig
     user_args: Callable[[], dict[str, Any]]
     judge: Judge | None
-
-
-class Tau2Episode:
-    """Implements :class:`~refiner_core.environments.protocol.Episode`."""
-
-    def __init__(self, given: Given) -> None:
-        self._given, self._parts = given, given.parts
-        self._orchestrator: Any = None
-        self._agent: Any = None
-        self._seed, self._calls = 0, 0
-        self._tools: list[str] = []
-        self._errors: list[str] = []
-        self._begun, self._began_at, self._id = 0.0, "", ""
+    _orchestrator: Any = None
+    _agent: Any = None
+    _seed: int = 0
 
     # ---- Episode
 
     def reset(self, seed: int) -> tuple[Message, ...]:
         """Begin: tau2-bench's agent greets, and the user says what they want."""
-        self._seed, self._calls, self._tools, self._errors = seed, 0, [], []
+        self._seed, self._calls = seed, 0
+        self._tools: list[str] = []
+        self._errors: list[str] = []
         self._begun, self._began_at = time.monotonic(), datetime.now(tz=UTC).isoformat()
         self._id = str(uuid.uuid4())
         self._start()
         self._turn_until_agent()
         if self._orchestrator.done:
-            raise off_script("ended the conversation before it began", self._given.user)
-        return (*said_before(self._given.task), self._told())
+            raise off_script("ended the conversation before it began", self.user)
+        return (*said_before(self.task), self._told())
 
     def step(self, call: ToolCall) -> Step:
         """One turn of the agent; what is no call that tau2-bench could take is answered here."""
@@ -162,7 +157,7 @@ class Tau2Episode:
         if error:
             self._errors.append(error)
         if self._orchestrator.done:
-            told = (self._told(),) if not isinstance(last, self._parts.AssistantMessage) else ()
+            told = (self._told(),) if not isinstance(last, self.parts.AssistantMessage) else ()
             return Step(told, done=True, tool_error=error)
         return Step((self._told(),), tool_error=error)
 
@@ -195,22 +190,22 @@ class Tau2Episode:
     # ---- beginning
 
     def _start(self) -> None:
-        parts, given = self._parts, self._given
-        environment = parts.registry.get_env_constructor(given.domain)(solo_mode=False)
+        parts = self.parts
+        environment = parts.registry.get_env_constructor(self.domain)(solo_mode=False)
         self._agent = _agent_class(parts)(list(environment.get_tools()), environment.get_policy())
         user = parts.UserSimulator(
-            tools=_user_tools(environment, given.task),
-            instructions=given.task.user_scenario,
-            llm=f"openai/{given.user.model}",
-            llm_args=given.user_args(),
+            tools=_user_tools(environment, self.task),
+            instructions=self.task.user_scenario,
+            llm=f"openai/{self.user.model}",
+            llm_args=self.user_args(),
         )
         self._orchestrator = parts.Orchestrator(
-            domain=given.domain,
+            domain=self.domain,
             agent=self._agent,
             user=user,
             environment=environment,
-            task=given.task,
-            max_steps=given.max_steps,
+            task=self.task,
+            max_steps=self.max_steps,
             max_errors=MAX_ERRORS,
             seed=self._seed % _SEEDS,
             solo_mode=False,
@@ -224,7 +219,7 @@ class Tau2Episode:
 
     def _turn_until_agent(self) -> None:
         """Until the agent is to speak and has nothing to say yet, or the episode is over."""
-        orchestrator, role = self._orchestrator, self._parts.Role
+        orchestrator, role = self._orchestrator, self.parts.Role
         user_calls = 0
         while not orchestrator.done:
             if orchestrator.to_role == role.AGENT and self._agent.given is None:
@@ -234,19 +229,17 @@ class Tau2Episode:
                 orchestrator.step()
             except Exception as error:
                 if asks_user:
-                    raise user_fault(error, self._given.user) from None
+                    raise user_fault(error, self.user) from None
                 raise _crashed("a step failed", error) from error
             self._end_at_limits()
             user_calls += asks_user and orchestrator.to_role == role.ENV
             if user_calls > _MOST_USER_CALLS:
-                raise off_script(
-                    f"called {user_calls} tools without a word in between", self._given.user
-                )
+                raise off_script(f"called {user_calls} tools without a word in between", self.user)
 
     def _end_at_limits(self) -> None:
         """As its own loop does after every step."""
-        orchestrator, reasons = self._orchestrator, self._parts.TerminationReason
-        if orchestrator.to_role == self._parts.Role.ENV:
+        orchestrator, reasons = self._orchestrator, self.parts.TerminationReason
+        if orchestrator.to_role == self.parts.Role.ENV:
             return
         if orchestrator.step_count >= orchestrator.max_steps:
             orchestrator.done, orchestrator.termination_reason = True, reasons.MAX_STEPS
@@ -260,10 +253,10 @@ class Tau2Episode:
         answers = (m for m in self._orchestrator.trajectory if getattr(m, "error", False))
         by_user = sum(answer.requestor == "user" for answer in answers)
         if 2 * by_user > self._orchestrator.num_errors:
-            raise off_script(f"made {by_user} calls of tools that failed", self._given.user)
+            raise off_script(f"made {by_user} calls of tools that failed", self.user)
 
     def _message(self, call: ToolCall) -> Any:
-        parts, said = self._parts, None
+        parts, said = self.parts, None
         if call.name == SPEAK:
             said = str(call.arguments["content"])
         elif call.name == FINISH:
@@ -291,12 +284,12 @@ class Tau2Episode:
         """The last message as the agent reads it."""
         last = self._orchestrator.message
         said = str(last.content or "")
-        return Message("tool" if isinstance(last, self._parts.ToolMessage) else "user", said)
+        return Message("tool" if isinstance(last, self.parts.ToolMessage) else "user", said)
 
     def _tool_error(self, call: ToolCall, last: Any) -> Literal["", "wrong_tool", "wrong_argument"]:
-        if not isinstance(last, self._parts.ToolMessage) or not last.error:
+        if not isinstance(last, self.parts.ToolMessage) or not last.error:
             return ""
-        known = call.name in self._given.tools
+        known = call.name in self.tools
         return "wrong_argument" if known else "wrong_tool"
 
     # ---- the end
@@ -309,9 +302,9 @@ class Tau2Episode:
         """What has happened, in its own words, as though it had ended by itself: its evaluation
         looks at nothing else where it did not."""
         reason = self._reason()
-        return self._parts.SimulationRun(
+        return self.parts.SimulationRun(
             id=self._id,
-            task_id=self._given.task.id,
+            task_id=self.task.id,
             start_time=self._began_at,
             end_time=datetime.now(tz=UTC).isoformat(),
             duration=time.monotonic() - self._begun,
@@ -320,8 +313,8 @@ class Tau2Episode:
             seed=self._seed % _SEEDS,
         )
 
-    def _measure(self, simulation: Any) -> tuple[Measured, dict[str, Any]]:
-        parts, task = self._parts, self._given.task
+    def _measure(self, simulation: Any) -> tuple[EpisodeWorth, dict[str, Any]]:
+        parts, task = self.parts, self.task
         basis = basis_of(task)
         try:
             info = parts.evaluate_simulation(
@@ -329,14 +322,14 @@ class Tau2Episode:
                 task=without_assertions(task) if NL_BASIS in basis else task,
                 evaluation_type=parts.EvaluationType.ALL,
                 solo_mode=False,
-                domain=self._given.domain,
+                domain=self.domain,
             ).model_dump(mode="json")
         except Exception as error:
             raise _crashed("its evaluation failed", error) from error
         measured, assertions = read_reward_info(info), assertions_of(task)
         if NL_BASIS not in basis or not assertions:
             return measured, info
-        judge = self._given.judge
+        judge = self.judge
         if judge is None:
             return replace(measured, excluded=("nl",)), info
         transcript = "\n".join(lines_of(simulation.messages))
@@ -374,7 +367,7 @@ def _user_tools(environment: Any, task: Any) -> list[Any] | None:
     return list(tools) or None
 
 
-def _judged_info(measured: Measured, info: Mapping[str, Any]) -> dict[str, Any]:
+def _judged_info(measured: EpisodeWorth, info: Mapping[str, Any]) -> dict[str, Any]:
     """What its reward_info says of assertions that our judge was asked about."""
     judged = [check for check in measured.checks if check.kind == "nl"]
     return {

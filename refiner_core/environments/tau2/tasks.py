@@ -28,7 +28,7 @@ _QUESTION = "A conversation of a service agent with a customer, and with tools."
 
 
 @dataclass(frozen=True)
-class Measured:
+class EpisodeWorth:
     """Worth of an episode, so far as it was measured."""
 
     reward: float
@@ -37,7 +37,7 @@ class Measured:
     excluded: tuple[str, ...] = ()
 
 
-def read_reward_info(reward_info: Mapping[str, Any] | str) -> Measured:
+def read_reward_info(reward_info: Mapping[str, Any] | str) -> EpisodeWorth:
     """Components and checks.
 
     Raises
@@ -50,7 +50,7 @@ def read_reward_info(reward_info: Mapping[str, Any] | str) -> Measured:
         reward = _number(values["reward"])
         parts = values.get("reward_breakdown") or {}
         components = {_COMPONENTS[name]: _number(part) for name, part in parts.items()}
-        return Measured(reward, components, tuple(_checks(values)))
+        return EpisodeWorth(reward, components, tuple(_checks(values)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InfrastructureError(
             f"The reward_info of tau2-bench cannot be read ({type(error).__name__}: {error}).",
@@ -71,9 +71,8 @@ def _checks(values: Mapping[str, Any]) -> list[Check]:
     checks = []
     for one in values.get("action_checks") or ():
         action = one["action"]
-        checks.append(
-            Check("action", _unique(action), _truth(one["action_match"]), _call_text(action))
-        )
+        name, met = str(action.get("action_id") or action["name"]), _truth(one["action_match"])
+        checks.append(Check("action", name, met, _call_text(action)))
     for one in values.get("communicate_checks") or ():
         checks.append(Check("communicate", str(one["info"]), _truth(one["met"])))
     for one in values.get("env_assertions") or ():
@@ -93,10 +92,6 @@ def _truth(value: Any) -> bool:
     return value
 
 
-def _unique(action: Mapping[str, Any]) -> str:
-    return str(action.get("action_id") or action["name"])
-
-
 def _call_text(action: Mapping[str, Any]) -> str:
     by = "the user: " if action.get("requestor") == "user" else ""
     return f"{by}{action['name']}({_json(action.get('arguments') or {})})"
@@ -107,8 +102,8 @@ def _json(value: Any) -> str:
 
 
 def with_judged(
-    measured: Measured, assertions: Sequence[str], transcript: str, judge: Judge
-) -> Measured:
+    measured: EpisodeWorth, assertions: Sequence[str], transcript: str, judge: Judge
+) -> EpisodeWorth:
     """The same with assertions in plain language, each asked of the judge: an assertion holds where
     the judge gives all of the score.
 
@@ -150,7 +145,7 @@ def _judge_failed(why: str) -> InfrastructureError:
 
 
 def failure_of(
-    measured: Measured, *, reason: str, tools: Sequence[str], errors: Sequence[str]
+    measured: EpisodeWorth, *, reason: str, tools: Sequence[str], errors: Sequence[str]
 ) -> Failure | None:
     """Reason why an episode failed, None where it did not; of several the first of
     :data:`~refiner_core.environments.protocol.FAILURES` counts.

@@ -81,7 +81,7 @@ class Measured:
         Where its samples lie.
     episodes
         Of agents, what ``results.json`` counts of their attempts
-        (:mod:`refiner_core.evaluation.attempts`).
+        (:mod:`refiner_core.evaluation.episodes`).
     """
 
     stage: str
