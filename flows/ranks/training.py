@@ -29,9 +29,9 @@ from refiner_core.contract.placement import (
 )
 
 if TYPE_CHECKING:
+    from refiner_core.generation.vllm.client import VllmGenerator
     from refiner_core.training.engines.protocol import Engine
     from refiner_core.training.ranks import Ranks
-    from refiner_core.training.rollouts.policies import Servers
 
 #: Beside an attempt: what it trained on.
 _FILE = "ranks.json"
@@ -105,7 +105,7 @@ def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> 
         )
 
 
-def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[Servers]:
+def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[VllmGenerator]:
     """The stage's own vLLM servers, as children of this process."""
     from infra.rollouts.servers import open_vllm
 
@@ -123,7 +123,8 @@ def _train_in_ranks(work: StageWork, placement: Placement) -> dict[str, Any]:
 
     layout = work.workspace.layout
 
-    def meet() -> OtherNodes:
+    nodes = None
+    if placement.nodes > 1:
         job = job_of(work.workspace, work.stage_id, work.attempt)
         if job is None:
             raise UnsupportedError(
@@ -131,10 +132,8 @@ def _train_in_ranks(work: StageWork, placement: Placement) -> dict[str, Any]:
                 expected="a job of Slurm, which has several",
                 fix="set dispatch.executor=slurm, or resources.nodes=1",
             )
-        return OtherNodes(
-            layout.attempt(work.stage_id, work.attempt).control, job, placement.nodes - 1
-        )
-
+        control = layout.attempt(work.stage_id, work.attempt).control
+        nodes = OtherNodes(control, job, placement.nodes - 1)
     return run_ranks(
         placement,
         "flows.ranks.rank",
@@ -149,7 +148,7 @@ def _train_in_ranks(work: StageWork, placement: Placement) -> dict[str, Any]:
         work.io,
         layout.stage(work.stage_id).data,
         check_fence=partial(work.check_fence, "ranks end"),
-        meet=meet if placement.nodes > 1 else None,
+        nodes=nodes,
     )
 
 

@@ -1,9 +1,9 @@
-"""Agent of one node: ``python -P -m infra.ranks.agent OPTIONS MODULE ARGUMENTS``.
+"""Agent of one node: ``python -P -m infra.ranks.agent NODE MODULE ARGUMENTS``.
 
-In: how many ranks there are and where they meet. Out: this node's ranks, what they print with
-``[rank N]`` before it (rank 0's as it is), and as the last event which of them ended and how; the
-exit code is 0 where all did well. Each is told what torchrun would tell it (``RANK``,
-``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``).
+In: the order of its ranks (how many there are, and where they meet). Out: this node's ranks, what
+they print with ``[rank N]`` before it (rank 0's as it is), and as the last event which of them have
+ended and how; the exit code is 0 where all did well. Each is told what torchrun would tell it
+(``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``).
 
 torchrun itself is not used. Its ranks of one node meet on a server without a key, on all
 interfaces, with pickles in it; ours find each other in a file without a name, which the system
@@ -14,7 +14,7 @@ saved. And what ranks print is whole after a crash and takes no room: it goes th
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import signal
 import subprocess
@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from infra.jobs.signals import STOP_SIGNALS
 from infra.process.minder import die_with_parent
-from infra.ranks.protocol import MARK, tell
+from infra.ranks.protocol import MARK, ORDER, tell
 from refiner_core.training.ranks import STORE
 
 _POLL_S = 0.1
@@ -37,26 +37,20 @@ _LINE_LIMIT = 1 << 16
 
 def main(argv: Sequence[str]) -> int:
     """Run this node's ranks to their end."""
-    parser = argparse.ArgumentParser(prog="infra.ranks.agent")
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--node", type=int, required=True, help="this one's number")
-    parser.add_argument("--ranks", type=int, required=True, help="on each node")
-    parser.add_argument("--patience", type=int, required=True, help="seconds after a failure")
-    parser.add_argument("--meet", default="", help="HOST:PORT of rank 0, for several nodes")
-    parser.add_argument("module")
-    parser.add_argument("rest", nargs=argparse.REMAINDER)
-    args = parser.parse_args(argv)
     die_with_parent()
     ignore_stop_signals()
+    node, (module, *rest) = int(argv[0]), argv[1:]
+    order = json.loads(os.environ[ORDER])
+    count, nodes = order["placement"]["nproc_per_node"], order["placement"]["nodes"]
     lock, readers = threading.Lock(), []
     ranks: dict[int, subprocess.Popen[bytes]] = {}
-    settings = {**os.environ, **_meeting(args.meet), "WORLD_SIZE": str(args.nodes * args.ranks)}
-    if args.ranks > 1:
+    settings = {**os.environ, **_meeting(order["meet"]), "WORLD_SIZE": str(count * nodes)}
+    if count > 1:
         settings.setdefault("OMP_NUM_THREADS", "1")
-    for local in range(args.ranks):
-        rank = args.node * args.ranks + local
+    for local in range(count):
+        rank = node * count + local
         process = subprocess.Popen(
-            [sys.executable, "-P", "-u", "-m", args.module, *args.rest],
+            [sys.executable, "-P", "-u", "-m", module, *rest],
             env={**settings, "RANK": str(rank), "LOCAL_RANK": str(local)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -68,12 +62,12 @@ def main(argv: Sequence[str]) -> int:
         reader = threading.Thread(target=_pass_on, args=(process.stdout, prefix, lock), daemon=True)
         readers.append(reader)
         reader.start()
-    failures = _until_end(ranks, args.patience)
+    failures = _until_end(ranks, order["patience_s"])
     until = time.monotonic() + _LAST_WORDS_S  # a rank may have left something running
     for reader in readers:
         reader.join(max(0.0, until - time.monotonic()))
     with lock:
-        tell({"event": "ended", "node": args.node, "failures": failures})
+        tell({"event": "ended", "node": node, "failures": failures})
     return 1 if failures else 0
 
 
@@ -88,19 +82,19 @@ def _meeting(meet: str) -> dict[str, str]:
     return {STORE: store, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def _until_end(ranks: dict[int, subprocess.Popen[bytes]], patience: int) -> dict[str, Any]:
+def _until_end(ranks: dict[int, subprocess.Popen[bytes]], patience_s: float) -> dict[str, Any]:
     """Wait for all; those that are left some time after a first failure are killed. How ranks have
     failed, in this order: not those that are killed here."""
     failures: dict[str, Any] = {}
-    left, deadline = dict(ranks), float("inf")
-    while left and time.monotonic() < deadline:
+    left, first = dict(ranks), float("inf")
+    while left and (now := time.monotonic()) < first + patience_s:
         for rank, process in list(left.items()):
             if (code := process.poll()) is None:
                 continue
             del left[rank]
             if code:
-                failures[str(rank)] = {"code": code, "pid": process.pid}
-                deadline = min(deadline, time.monotonic() + patience)
+                first = min(first, now)
+                failures[str(rank)] = {"code": code, "pid": process.pid, "late_s": now - first}
         time.sleep(_POLL_S)
     for process in left.values():
         process.kill()

@@ -36,7 +36,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
@@ -84,6 +84,8 @@ _NO_MEETING = re.compile(
 )
 _ERROR_LINE = re.compile(r"^(\[rank \d+\] )?[\w.]*(Error|Exception|Interrupt)\b")
 _SHOWN = 6
+#: What kills a rank later than this after a first failure comes of that.
+_AT_ONCE_S = 1.0
 _POLL_S = 0.2
 _FENCE_S = 5.0
 #: How long what ranks have started (servers) may take to end after them.
@@ -287,7 +289,8 @@ class Ended:
     """Traces of a launch that did not end well.
 
     ``errors`` are pairs of rank and error, oldest first; ``failures`` the agents', by rank, oldest
-    first (``code``, ``pid``); ``lines`` the last that were printed; ``code`` is how an agent ended.
+    first (``code``, ``pid``, ``late_s`` after the first); ``lines`` the last that were printed;
+    ``code`` is how an agent ended.
     """
 
     errors: list[tuple[int, Exception]] = field(default_factory=list)
@@ -317,7 +320,8 @@ class Ended:
 
 def error_of(ended: Ended) -> Exception:
     """The error to raise."""
-    killed = [(rank, f) for rank, f in ended.failures.items() if f["code"] < 0]
+    failures = ended.failures.items()
+    killed = [(rank, f) for rank, f in failures if f["code"] < 0 and f["late_s"] <= _AT_ONCE_S]
     own = [error for _, error in ended.errors if not is_consequence(error)]
     hard = [(r, f) for r, f in killed if -f["code"] != signal.SIGABRT]
     if hard and not any(isinstance(error, Interrupted) for error in own):
@@ -395,7 +399,7 @@ def run_ranks(
     *,
     check_fence: Callable[[], None] = lambda: None,
     shutdown_s: int = 10,
-    meet: Callable[[], OtherNodes] | None = None,
+    nodes: OtherNodes | None = None,
 ) -> dict[str, Any]:
     """Launch the ranks and wait for their end.
 
@@ -409,8 +413,8 @@ def run_ranks(
         Raises if the attempt is no longer the newest.
     shutdown_s
         How long the other ranks may take to end when one has failed.
-    meet
-        Opens the way to the job's other nodes, where it has any.
+    nodes
+        The job's other nodes, where it has any.
 
     Raises
     ------
@@ -423,16 +427,14 @@ def run_ranks(
     """
     with ExitStack() as stack:
         bridge = stack.enter_context(Bridge(io))
-        nodes = stack.enter_context(meet()) if meet is not None else None
+        stack.enter_context(nodes or nullcontext())
         io.progress(Progress(0, 0, "starting ranks"))
         ended, mark = Ended(folder=folder), secrets.token_hex(16)
-        told = json.dumps({**order, "placement": asdict(placement)})
-        shared = {MARK: mark, ORDER: told, TALK: secrets.token_hex(32)}
-        meeting = "" if nodes is None else nodes.meeting
-        commands = [
-            agent_command(placement, module, node, meeting, shutdown_s)
-            for node in range(placement.nodes)
-        ]
+        meet_at = "" if nodes is None else nodes.meeting
+        told = {"placement": asdict(placement), "meet": meet_at, "patience_s": shutdown_s}
+        text = json.dumps({**order, **told})
+        shared = {MARK: mark, ORDER: text, TALK: secrets.token_hex(32)}
+        commands = [agent_command(module, node) for node in range(placement.nodes)]
         log.info("starting %d ranks on %d nodes", placement.world, placement.nodes)
         own = {**environment(), **rank_settings(placement), **shared, **bridge.environment}
         if nodes is not None:
@@ -450,13 +452,9 @@ def run_ranks(
         return bridge.report
 
 
-def agent_command(
-    placement: Placement, module: str, node: int, meeting: str = "", shutdown_s: int = 10
-) -> str:
+def agent_command(module: str, node: int) -> str:
     """The agent of one node, as a shell command."""
-    words = [sys.executable, "-P", "-m", "infra.ranks.agent", f"--node={node}"]
-    words += [f"--nodes={placement.nodes}", f"--ranks={placement.nproc_per_node}"]
-    words += [f"--patience={shutdown_s}", f"--meet={meeting}", module]
+    words = [sys.executable, "-P", "-m", "infra.ranks.agent", str(node), module]
     return "exec " + shlex.join(words)
 
 

@@ -25,24 +25,18 @@ from refiner_core.contract.types import (
 def check_window(
     requests: Sequence[GenerationRequest], params: SamplingParams, window: int | None
 ) -> int:
-    """Refuse empty prompts and samples that may not fit; returns the longest that may come.
+    """Refuse samples that may not fit; returns the longest that may come.
 
     Raises
     ------
     ConfigurationError
         With the numbers and the fields.
     """
-    lengths = [len(request.prompt_ids) for request in requests]
-    if min(lengths) == 0:
-        raise ConfigurationError(
-            f"Request {lengths.index(0)} has an empty prompt",
-            expected="at least one token",
-            fix="leave it out, or give it the template's generation prompt",
-        )
-    longest = max(lengths) + params.max_new_tokens
+    prompt = max(len(request.prompt_ids) for request in requests)
+    longest = prompt + params.max_new_tokens
     if window is not None and longest > window:
         raise ConfigurationError(
-            f"A prompt of {max(lengths)} tokens and up to {params.max_new_tokens} new ones "
+            f"A prompt of {prompt} tokens and up to {params.max_new_tokens} new ones "
             f"make {longest}, and the model's window has {window}",
             expected=f"at most {window} tokens together",
             fix="lower data.max_prompt_token_length or grpo.response_length",

@@ -254,7 +254,7 @@ class TransformersGenerator:
         Raises
         ------
         ConfigurationError
-            If a prompt is empty, or prompt and new tokens together exceed the model's window.
+            If prompt and new tokens together exceed the model's window.
         UnsupportedError
             If the model has layers that this backend cannot decode.
         StageFailed

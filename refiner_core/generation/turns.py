@@ -456,7 +456,7 @@ class TurnDecoding:
         Raises
         ------
         ConfigurationError
-            A context is empty, or exceeds the model's window with the turn's new tokens.
+            A context exceeds the model's window with the turn's new tokens.
         UnsupportedError
             The model has layers that this backend cannot decode.
         StageFailed

@@ -40,13 +40,6 @@ class Sample:
     loss_mask: tuple[bool, ...]
     start: int = 0
 
-    def __post_init__(self) -> None:
-        if len(self.response_ids) != len(self.loss_mask):
-            raise ValueError(
-                f"{len(self.response_ids)} response tokens, but a loss mask of "
-                f"{len(self.loss_mask)}"
-            )
-
     @property
     def length(self) -> int:
         """Tokens of the sample alone."""

@@ -61,7 +61,6 @@ from refiner_core.training.rollouts.policies import (
     OpenServers,
     Policy,
     ServedPolicy,
-    Servers,
 )
 from refiner_core.training.rollouts.rollout import RolloutBatch, TrainSample, own_tokens
 from refiner_core.training.steps.boundary import Boundary, Clock, curve, teller
@@ -69,6 +68,7 @@ from refiner_core.training.updates import GrpoUpdate
 
 if TYPE_CHECKING:
     from refiner_core.environments.protocol import Environment
+    from refiner_core.generation.vllm.client import VllmGenerator
 
 TRAIN_FILE = "rl_train.parquet"
 #: Metrics whose course the report keeps.
@@ -200,9 +200,11 @@ def _open_policy(
     )
 
 
-def _open(open_servers: OpenServers | None, engine: Engine, stack: ExitStack) -> Servers | None:
+def _open(
+    open_servers: OpenServers | None, engine: Engine, stack: ExitStack
+) -> VllmGenerator | None:
     """Rank 0's servers; where they cannot be started, that is an error of all ranks."""
-    servers: Servers | None = None
+    servers: VllmGenerator | None = None
     error: BaseException | None = None
     if engine.ranks.rank == 0:
         try:

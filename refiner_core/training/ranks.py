@@ -98,7 +98,7 @@ class TorchRanks(Ranks):
 
     The default group carries gradients (NCCL between GPUs, else gloo), a second one what is said
     here. Call it from the main thread only: collectives pair up by their order; another thread
-    takes a :meth:`line` of its own. Use it as a context manager, or call :meth:`close`.
+    takes a :meth:`line` of its own. Use it as a context manager.
 
     Parameters
     ----------
@@ -140,13 +140,10 @@ class TorchRanks(Ranks):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self.close(failed=kind is not None)
-
-    def close(self, *, failed: bool = False) -> None:
         """Leave the groups: together where all is well, else at once."""
-        if not failed:
+        if kind is None:
             self._dist.barrier(group=self._said)
-        if not (failed and self._cuda):  # NCCL would wait for kernels that never end
+        if kind is None or not self._cuda:  # NCCL would wait for kernels that never end
             self._dist.destroy_process_group()
 
     def broadcast(self, value: T | None) -> T:

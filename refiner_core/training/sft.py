@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from refiner_core.contract.config import RecipeConfig, SftConfig
-from refiner_core.contract.errors import ConfigurationError, DataError, HealthStop
+from refiner_core.contract.errors import DataError, HealthStop
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.placement import refuse_unsupported, sft_section
 from refiner_core.contract.types import DemonstrationRow, StageIO
@@ -128,13 +128,13 @@ class _SftRun:
         self.stage: str = stage
         self.sft, self.io, self.ranks = sft, RanksIO(io, ranks), ranks
         rows = load_demonstrations(data_dir / TRAIN_FILE)
-        self.samples = _samples(rows, sft.pack_length, stage)
+        self.samples = _samples(rows)
         self.steps = _plan(config.seed, sft, rows, stage)
         self.engine = open_engine(config, stage, model_ref, self.ranks)
         longest = max(len(row.input_ids) for row in rows)
         check_window(self.engine.model, longest)
         check_positions(self.engine.model.config, longest)
-        self.validation_packs = _validation_packs(data_dir / VALIDATION_FILE, sft, stage)
+        self.validation_packs = _validation_packs(data_dir / VALIDATION_FILE, sft)
         self.validation = self._batches(self.validation_packs)
         self.boundary = Boundary(
             *(self.io, self.engine, stage),
@@ -300,22 +300,12 @@ def _plan(seed: int, sft: SftConfig, rows: Sequence[DemonstrationRow], stage: st
     return steps
 
 
-def _samples(rows: Sequence[DemonstrationRow], pack_length: int, stage: str) -> list[Sample]:
-    long = [row for row in rows if len(row.input_ids) > pack_length]
-    if long:
-        longest = max(long, key=lambda row: len(row.input_ids))
-        raise ConfigurationError(
-            f"{len(long)} demonstrations are longer than a pack of {pack_length} tokens "
-            f"(the longest, {longest.sample_id}, has {len(longest.input_ids)})",
-            expected=f"{stage}.pack_length as long as the longest demonstration",
-            fix=f"set {stage}.pack_length={len(longest.input_ids)} or more",
-        )
+def _samples(rows: Sequence[DemonstrationRow]) -> list[Sample]:
     return [Sample((), row.input_ids, row.loss_mask) for row in rows]
 
 
-def _validation_packs(path: Path, sft: SftConfig, stage: str) -> list[Pack]:
+def _validation_packs(path: Path, sft: SftConfig) -> list[Pack]:
     if not path.exists():
         return []
-    samples = _samples(load_demonstrations(path), sft.pack_length, stage)
-    packs = pack_samples(samples, sft.pack_length)
+    packs = pack_samples(_samples(load_demonstrations(path)), sft.pack_length)
     return [pack for pack in packs if pack.target_T]

@@ -7,7 +7,6 @@ optimiser step on this rank), ``grpo_update`` (one step of GRPO).
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -208,15 +207,15 @@ class GrpoUpdate:
         samples, tokens = _placed(train_samples)
         whole = self._batches(samples)
         buffers = self._buffers(train_samples, whole, tokens)
-        totals = _Totals()
+        found: list[dict[str, float]] = []
         for epoch in range(grpo.num_epochs):
             if grpo.num_mini_batches == 1:
-                self._optimizer_step(samples, whole, buffers, step, factor, totals)
+                found.append(self._optimizer_step(samples, whole, buffers, factor))
                 continue
             for chosen in self._mini_batches(train_samples, samples, step, epoch):
                 batches = self._batches(chosen)
-                self._optimizer_step(chosen, batches, buffers, step, factor, totals)
-        return totals.metrics(len(train_samples), self.moved)
+                found.append(self._optimizer_step(chosen, batches, buffers, factor))
+        return self._metrics([one for one in found if one], len(train_samples))
 
     def _buffers(
         self, train_samples: Sequence[TrainSample], whole: _StepBatches, tokens: int
@@ -279,34 +278,38 @@ class GrpoUpdate:
                 yield chosen
 
     def _optimizer_step(
-        self,
-        samples: Sequence[Sample],
-        batches: _StepBatches,
-        buffers: _Buffers,
-        step: int,
-        factor: float,
-        totals: _Totals,
-    ) -> None:
+        self, samples: Sequence[Sample], batches: _StepBatches, buffers: _Buffers, factor: float
+    ) -> dict[str, float]:
+        """One optimiser step, if health lets it be made: sums over its tokens, its norm and packs;
+        nothing where these are not finite."""
         weight_F = self._weights(samples, buffers)
-        sums = _Sums()
+        sums: dict[str, torch.Tensor] = {}
         for batch in batches:
             self._backward(batch, buffers, weight_F, sums)
-        found = sums.over(self.engine)
-        norm, made = self._step(found, factor)
-        self.moved += made
-        if math.isfinite(found["loss/total_avg"]) and math.isfinite(norm):
-            totals.add(found, norm, batches.packs)
-
-    def _step(self, found: dict[str, float], factor: float) -> tuple[float, bool]:
-        """The optimiser step, if health lets it be made; the norm, and whether it was made."""
+        mine = torch.stack(list(sums.values())).tolist()
+        found = dict(zip(sums, self.engine.ranks.add(mine), strict=True))
         loss, tokens = found["loss/total_avg"], found["tokens"]
         entropy = found["policy/entropy_avg"] / tokens if tokens else None
         kl = found["objective/kl3_avg"] / tokens if "objective/kl3_avg" in found else None
         norm = self.engine.gradient_norm()
         if self.health.before_update(loss=loss, grad_norm=norm, entropy=entropy, kl=kl):
             self.engine.drop()
-            return norm, False
-        return self.engine.step(factor), True
+        else:
+            self.engine.step(factor)
+            self.moved += 1
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        return {**found, "grad_norm": norm, "packs": batches.packs} if finite else {}
+
+    def _metrics(self, steps: Sequence[dict[str, float]], samples: int) -> dict[str, float]:
+        """Means over the tokens or the number of optimiser steps."""
+        sums = {name: sum(found[name] for found in steps) for name in (steps[0] if steps else ())}
+        tokens, packs = sums.pop("tokens", 0.0), sums.pop("packs", 0.0)
+        out: dict[str, float] = {}
+        for name, value in sums.items():
+            count = len(steps) if name.startswith(("loss/", "grad_norm")) else tokens
+            if count:
+                out[name] = value / count
+        return {**out, "optimizer_steps": self.moved, "packed_ratio": packs / samples}
 
     def _weights(self, samples: Sequence[Sample], buffers: _Buffers) -> torch.Tensor:
         grpo = self.grpo
@@ -322,9 +325,19 @@ class GrpoUpdate:
         return weight_F
 
     def _backward(
-        self, batch: Batch, buffers: _Buffers, weight_F: torch.Tensor, sums: _Sums
+        self,
+        batch: Batch,
+        buffers: _Buffers,
+        weight_F: torch.Tensor,
+        sums: dict[str, torch.Tensor],
     ) -> None:
-        """Gradients of one batch's share of the loss; adds its parts to the sums."""
+        """Gradients of one batch's share of the loss; adds its parts to the sums, in double
+        precision, where the tensors are."""
+
+        def add(name: str, values: torch.Tensor) -> None:
+            value = values.detach().double().sum()
+            sums[name] = sums[name] + value if name in sums else value
+
         grpo, at = self.grpo, batch.flat_T
         mode: Literal["loss", "metric"] = "loss" if grpo.entropy_coefficient else "metric"
         scores = self.engine.score(batch, temperature=grpo.temperature, entropy=mode)
@@ -352,64 +365,22 @@ class GrpoUpdate:
         policy = (weight_T * importance_T * loss_T).sum()
         entropy = (weight_T * scores.entropy_T).sum()
         total = policy - grpo.entropy_coefficient * entropy
-        sums.add("loss/policy_avg", policy)
+        add("loss/policy_avg", policy)
         if buffers.reference_F is not None:
             estimates = kl_estimates(logprob_T, buffers.reference_F[at], ratio_T)
             kl = grpo.beta * (weight_T * estimates[grpo.kl_estimator]).sum()
             total = total + kl
-            sums.add("loss/kl_avg", kl)
+            add("loss/kl_avg", kl)
             for name in KL_NAMES:
-                sums.add(f"objective/{name}_avg", estimates[name])
+                add(f"objective/{name}_avg", estimates[name])
         self.engine.backward(total)
-        sums.tokens += len(at)
-        sums.add("policy/entropy_avg", scores.entropy_T)
-        sums.add("policy/clipfrac_avg", clipped_T)
-        sums.add("val/ratio", ratio_T)
-        sums.add("val/importance_weight", importance_T)
-        sums.add("val/sampler_logprob_gap", gap_T)
-        sums.add("loss/total_avg", total)
-
-
-class _Sums:
-    """Sums over the batches of one optimiser step, in double precision, where the tensors are."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._sums: dict[str, torch.Tensor] = {}
-
-    def add(self, name: str, values: torch.Tensor) -> None:
-        value = values.detach().double().sum()
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    def over(self, engine: Engine) -> dict[str, float]:
-        """The sums over all ranks, and ``tokens``."""
-        mine = torch.stack(list(self._sums.values())).tolist()
-        sums = engine.ranks.add([float(self.tokens), *mine])
-        return dict(zip(("tokens", *self._sums), sums, strict=True))
-
-
-class _Totals:
-    """Sums over the optimiser steps of one step."""
-
-    def __init__(self) -> None:
-        self.packs = self.updates = 0
-        self._sums: dict[str, float] = defaultdict(float)
-
-    def add(self, found: dict[str, float], norm: float, packs: int) -> None:
-        self.updates += 1
-        self.packs += packs
-        for name, value in {**found, "grad_norm": norm}.items():
-            self._sums[name] += value
-
-    def metrics(self, samples: int, moved: int) -> dict[str, float]:
-        sums = dict(self._sums)
-        tokens = sums.pop("tokens", 0.0)
-        out: dict[str, float] = {}
-        for name, value in sums.items():
-            count = self.updates if name.startswith(("loss/", "grad_norm")) else tokens
-            if count:
-                out[name] = value / count
-        return {**out, "optimizer_steps": moved, "packed_ratio": self.packs / samples}
+        add("tokens", torch.ones_like(logprob_T))
+        add("policy/entropy_avg", scores.entropy_T)
+        add("policy/clipfrac_avg", clipped_T)
+        add("val/ratio", ratio_T)
+        add("val/importance_weight", importance_T)
+        add("val/sampler_logprob_gap", gap_T)
+        add("loss/total_avg", total)
 
 
 def _placed(train_samples: Sequence[TrainSample]) -> tuple[list[Sample], int]:

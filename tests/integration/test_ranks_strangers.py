@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 import os
 import pickle
 import socket
@@ -19,7 +20,7 @@ import psutil
 import torch.distributed as dist
 
 from infra.ranks.launch import agent_command
-from infra.ranks.protocol import rank_settings
+from infra.ranks.protocol import ORDER, rank_settings
 from refiner_core.contract.placement import Placement
 from refiner_core.training.ranks import TALK
 from tests.support.command import ROOT, environment, wait_until
@@ -63,8 +64,14 @@ def opened(pids: Sequence[int]) -> list[str]:
 def test_another_user_finds_nothing_of_local_ranks_that_takes_a_word(tmp_path: Path) -> None:
     needs_users()
     placement = Placement(nodes=1, nproc_per_node=2)
-    command = f"{agent_command(placement, 'tests.support.talking_rank', 0)} {tmp_path}"
-    settings = {**environment(), **rank_settings(placement), TALK: "5a" * 32}
+    command = f"{agent_command('tests.support.talking_rank', 0)} {tmp_path}"
+    order = {"placement": vars(placement), "meet": "", "patience_s": 10}
+    settings = {
+        **environment(),
+        **rank_settings(placement),
+        TALK: "5a" * 32,
+        ORDER: json.dumps(order),
+    }
     settings |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(["/bin/sh", "-c", command], env=settings)
     try:

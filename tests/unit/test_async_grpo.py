@@ -30,7 +30,7 @@ from refiner_core.judges import LexicalJudge
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.model import loading
 from refiner_core.training.rollouts.pipeline import IN_FLIGHT
-from refiner_core.training.rollouts.policies import CopyPolicy, Servers
+from refiner_core.training.rollouts.policies import CopyPolicy
 from tests.support.stage_io import FolderStageIO
 from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
@@ -70,7 +70,7 @@ class Run:
             open_servers=self.open_servers,
         )
 
-    def served(self, servers: Servers) -> dict[str, Any]:
+    def served(self, servers) -> dict[str, Any]:
         """The run with what the servers sample."""
         self.open_servers = lambda engine: nullcontext(servers)
         return self(generation_backend="vllm")

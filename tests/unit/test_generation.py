@@ -316,10 +316,8 @@ def test_too_long_a_request_is_refused_with_its_numbers(generator: TransformersG
         )
 
 
-def test_an_empty_prompt_and_no_requests(generator: TransformersGenerator) -> None:
+def test_no_requests_have_no_completions(generator: TransformersGenerator) -> None:
     assert generator.generate([], SamplingParams()) == []
-    with pytest.raises(ConfigurationError, match="empty prompt"):
-        generator.generate([GenerationRequest((), seed=0)], SamplingParams(max_new_tokens=2))
 
 
 def test_weights_that_are_not_a_number_stop_the_run(model: Any) -> None:

@@ -328,8 +328,8 @@ def test_an_event_is_found_whatever_a_rank_prints_and_however_long_its_error_is(
 GONE = RuntimeError("[../gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:1")
 
 
-def failure(code: int) -> dict[str, Any]:
-    return {"code": code, "pid": 99}
+def failure(code: int, late_s: float = 0.0) -> dict[str, Any]:
+    return {"code": code, "pid": 99, "late_s": late_s}
 
 
 def test_a_consequence_is_not_the_cause_though_it_is_told_first() -> None:
@@ -355,6 +355,12 @@ def test_a_kill_from_outside_counts_before_what_others_say_of_it() -> None:
     assert isinstance(error, KilledError)
     assert "Rank 1 (process 99)" in str(error)
     assert classify(error).failure == "killed"
+
+
+def test_a_rank_that_was_killed_afterwards_is_not_the_cause() -> None:
+    cause = ConfigurationError("mine")
+    ended = Ended(errors=[(1, cause)], failures={1: failure(1), 0: failure(-11, late_s=3)})
+    assert error_of(ended) is cause
 
 
 def test_a_kill_while_the_kernel_was_short_of_memory_is_that() -> None:

@@ -11,7 +11,7 @@ import pytest
 from flows.ranks.training import engine_name, in_worker, resumed_on
 from flows.stages.work import StageWork
 from infra.jobs.protocol import JobRequest
-from infra.ranks.launch import agent_command, node_number
+from infra.ranks.launch import node_number
 from infra.ranks.protocol import node_settings, rank_settings
 from infra.slurm.profiles import Profile
 from infra.slurm.submission import Submission, Submitter
@@ -67,13 +67,6 @@ def test_another_node_makes_its_own_settings_of_the_same_placement(
     told = {"placement": {**vars(placement)}}
     settings = node_settings({"REFINER_RANKS_ORDER": json.dumps(told)})
     assert settings["CUDA_VISIBLE_DEVICES"] == "6,7"
-
-
-def test_every_node_is_told_its_number_and_where_to_meet() -> None:
-    one, two = (agent_command(Placement(2, 4), "m", node, "10.0.0.1:4000") for node in (0, 1))
-    assert "--node=0" in one
-    assert "--node=1 --nodes=2 --ranks=4" in two
-    assert "--meet=10.0.0.1:4000" in one
 
 
 @pytest.mark.parametrize(

@@ -587,12 +587,6 @@ def test_rft_is_sft_with_a_section_of_its_own(
     assert json.loads(progress.read_text())["stage"] == "rft"
 
 
-def test_errors_of_rft_name_its_own_fields(trained: Callable[..., dict[str, Any]]) -> None:
-    config = recipe()
-    with pytest.raises(ConfigurationError, match=r"rft\.pack_length"):
-        trained(replace(config, rft=replace(config.sft, pack_length=8)), "rft")
-
-
 def test_attempts_are_one_table_that_other_tools_read(straight: Bench) -> None:
     table = pq.read_table(straight.root / "out" / "attempts.parquet")
     assert table.num_rows == 28

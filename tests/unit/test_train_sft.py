@@ -113,10 +113,10 @@ def test_a_validation_set_is_not_needed(run):
     assert not any("loss/validation" in row for row in io.metrics())
 
 
-def test_a_demonstration_longer_than_a_pack_is_refused_with_the_number_to_set(run):
+def test_a_demonstration_longer_than_a_pack_is_refused(run):
     row = DemonstrationRow("giant", (5,) * 60, (False,) + (True,) * 59)
     write_demonstrations(run.root / "data/sft_train.parquet", [*demonstrations(3), row])
-    with pytest.raises(ConfigurationError, match=r"giant.*pack_length=60"):
+    with pytest.raises(ConfigurationError, match="does not fit in a pack"):
         run()
 
 

@@ -85,7 +85,7 @@ def test_a_head_that_stayed_old_is_found_and_the_server_replaced(tmp_path: Path)
 
             def load(weights: str) -> None:
                 body = {"method": "reload_weights", "kwargs": {"weights_path": weights}}
-                admin._post("/collective_rpc", body)
+                admin.post("/collective_rpc", body)
 
             admin.load = load  # type: ignore[method-assign]
             return admin

@@ -104,28 +104,16 @@ class Admin:
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
         self.endpoint, self._timeout_s = endpoint, timeout_s
 
-    def pause(self) -> None:
-        """Take up no request from now on. Nobody's is under way: the caller sees to that."""
-        self._post("/pause?mode=keep")
-
-    def resume(self) -> None:
-        """Take requests again."""
-        self._post("/resume")
-
     def load(self, weights: str) -> None:
         """Load a complete folder in place."""
         body = {"method": "refiner_load_weights", "kwargs": {"weights_path": weights}}
-        results = self._post("/collective_rpc", body).get("results")
+        results = self.post("/collective_rpc", body).get("results")
         if not isinstance(results, list) or not all(isinstance(r, dict) for r in results):
             raise Failed(f"its workers said {results!r} after loading (is the extension there?)")
 
-    def note_version(self, version: str) -> None:
-        """Tell it what its weights are called."""
-        self._post("/update_weight_version", {"new_version": version})
-
     def forget_prefixes(self) -> None:
         """Drop what was computed with other weights."""
-        if self._post("/reset_prefix_cache").get("success") is False:
+        if self.post("/reset_prefix_cache").get("success") is False:
             raise Failed("it could not drop its prefix cache: something still holds blocks of it")
 
     def difference(self, canary: Canary, version: str) -> float:
@@ -141,23 +129,8 @@ class Admin:
         found = json.loads(self._ask("GET", "/get_world_size", None))
         return int(found["world_size"])
 
-    def begin_transfer(self, init_info: Mapping[str, Any]) -> None:
-        """Open the channel over which weights come (once)."""
-        self._post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
-
-    def start_update(self) -> None:
-        """Make ready for weights."""
-        self._post("/start_weight_update")
-
-    def update(self, names: Sequence[str], update_info: Mapping[str, Any]) -> None:
-        """Receive the weights of these names; answers when they are there."""
-        self._post("/update_weights", {"update_info": {"names": list(names), **update_info}})
-
-    def finish_update(self) -> None:
-        """Put the received weights to use."""
-        self._post("/finish_weight_update", {})
-
-    def _post(self, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def post(self, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What a route answers."""
         raw = self._ask("POST", route, None if body is None else json.dumps(body).encode())
         try:
             found = json.loads(raw) if raw else {}

@@ -404,7 +404,7 @@ class VllmGenerator:
         Raises
         ------
         ConfigurationError
-            If a prompt is empty, or prompt and new tokens together exceed the servers' window.
+            If prompt and new tokens together exceed the servers' window.
         StageFailed
             If a server answers with what was not asked for, or refuses a request.
         KilledError

@@ -39,6 +39,8 @@ from refiner_core.generation.vllm.admin import Admin, Canary, Failed, make_canar
 from refiner_core.generation.vllm.transfer import Transfer, write_folder
 
 log = logging.getLogger(__name__)
+#: Take up no request from now on. Nobody's is under way: the fleet's lock sees to that.
+_PAUSE = "/pause?mode=keep"
 
 
 class WeightSync:
@@ -190,7 +192,7 @@ class WeightSync:
         admins = [self._admin(index) for index in range(len(self._endpoints))]
         try:
             for admin in admins:
-                admin.pause()
+                admin.post(_PAUSE)
             self._transfer.send(model, admins)
             failures = self._each(self._finish)
         except Failed as error:
@@ -211,7 +213,7 @@ class WeightSync:
     def _reload(self, index: int) -> str:
         admin = self._admin(index)
         try:
-            admin.pause()
+            admin.post(_PAUSE)
             admin.load(str(self._current))
         except Failed as error:
             return str(error)
@@ -221,9 +223,9 @@ class WeightSync:
         """After weights have come: make them count, lift the pause, and look whether they did."""
         admin = self._admin(index)
         try:
-            admin.note_version(self._coming)
+            admin.post("/update_weight_version", {"new_version": self._coming})
             admin.forget_prefixes()
-            admin.resume()
+            admin.post("/resume")
             return self._wrong(admin)
         except Failed as error:
             return str(error)

@@ -208,6 +208,8 @@ def _no_room(weights: list[tuple[str, Tensor]], folder: Path, why: str) -> NoSpa
 
 
 _POLL_S = 0.05
+#: Opens the channel over which weights come (once).
+_BEGIN = "/init_weight_transfer_engine"
 T = TypeVar("T")
 
 
@@ -243,8 +245,8 @@ class _NcclTransfer:
             self._group = self._open(model.device, admins)
         group = self._group
         for admin in admins:
-            admin.start_update()
-        calls = _side_by_side(admins, lambda admin: admin.update(*_described(weights)))
+            admin.post("/start_weight_update")
+        calls = _side_by_side(admins, lambda admin: _receive(admin, _described(weights)))
         group.after_current_stream()
         for _, value in weights:
             group.broadcast(value)
@@ -252,7 +254,7 @@ class _NcclTransfer:
         for call in calls:
             call.result()
         for admin in admins:
-            admin.finish_update()
+            admin.post("/finish_weight_update", {})
 
     def close(self) -> None:
         """Leave the group."""
@@ -267,9 +269,8 @@ class _NcclTransfer:
 
         def join(admin: Admin) -> None:
             offset = offsets[id(admin)]
-            admin.begin_transfer(
-                {"rank_offset": offset, "world_size": world, "nccl_unique_id_b64": group_id}
-            )
+            place = {"rank_offset": offset, "world_size": world, "nccl_unique_id_b64": group_id}
+            admin.post(_BEGIN, {"init_info": place})
 
         calls = _side_by_side(admins, join)
         making = _in_background(lambda: _Group(group_id, world, device))
@@ -298,13 +299,12 @@ class _IpcTransfer:
         # One set of handles per server: each is counted as opened and closed once.
         for admin in admins:
             handles = [{gpu: reduce_tensor(value)[1]} for _, value in weights]
-            names, info = _described(weights)
             if not self._opened:
-                admin.begin_transfer({"packed": False})
-            admin.start_update()
+                admin.post(_BEGIN, {"init_info": {"packed": False}})
+            admin.post("/start_weight_update")
             pickled = base64.b64encode(pickle.dumps(handles)).decode()
-            admin.update(names, {**info, "ipc_handles_pickled": pickled})
-            admin.finish_update()
+            _receive(admin, {**_described(weights), "ipc_handles_pickled": pickled})
+            admin.post("/finish_weight_update", {})
         self._opened = True
         torch.cuda.ipc_collect()
 
@@ -318,11 +318,16 @@ class _IpcTransfer:
 Transfer = _NcclTransfer | _IpcTransfer
 
 
-def _described(weights: Sequence[tuple[str, Tensor]]) -> tuple[list[str], dict[str, Any]]:
+def _described(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
     """Names, and types and shapes in their order."""
     types = [str(value.dtype).removeprefix("torch.") for _, value in weights]
     shapes = [list(value.shape) for _, value in weights]
-    return [name for name, _ in weights], {"dtype_names": types, "shapes": shapes}
+    return {"names": [name for name, _ in weights], "dtype_names": types, "shapes": shapes}
+
+
+def _receive(admin: Admin, described: dict[str, Any]) -> None:
+    """Have a server receive weights; it answers when they are there."""
+    admin.post("/update_weights", {"update_info": described})
 
 
 def _side_by_side(admins: Sequence[Admin], step: Callable[[Admin], None]) -> list[Future[None]]:

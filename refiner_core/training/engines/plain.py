@@ -18,18 +18,12 @@ from typing import Any
 import torch
 
 from refiner_core.contract.config import ModelConfig, RecipeConfig, Resources, SftConfig
-from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.placement import TrainingStage, section_of
 from refiner_core.generation.load import device_for
 from refiner_core.training.batches import Batch, seed_random
 from refiner_core.training.engines.protocol import Engine, ParameterState, evaluating
 from refiner_core.training.model import loading
-from refiner_core.training.model.loading import (
-    SavedTensors,
-    copy_weights,
-    model_tensors,
-    shapes_of,
-)
+from refiner_core.training.model.loading import SavedTensors, model_tensors
 from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
 from refiner_core.training.model.optim import (
     ADAM_STATE,
@@ -137,15 +131,6 @@ class PlainEngine(Engine):
         with evaluating(self.model):
             yield self.model
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of all weights."""
-        return shapes_of(model_tensors(self.model))
-
-    def weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """The weights themselves."""
-        for name, tensor in model_tensors(self.model).items():
-            yield name, tensor if wanted(name) else None
-
     def states(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ParameterState]]:
         """Live tensors of each parameter, by kind; nothing of one that has never been updated, but
         for its master."""
@@ -156,9 +141,11 @@ class PlainEngine(Engine):
                     own.update(optimizer.state.get(master, {}))
                 yield name, own
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def set_weights(self, weights: SavedTensors) -> None:
         """Copy weights in."""
-        copy_weights(model_tensors(self.model), weights)
+        for name, tensor in model_tensors(self.model).items():
+            tensor.copy_(weights[name])
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def set_states(self, state_of: Callable[[str], ParameterState]) -> None:
@@ -207,13 +194,6 @@ def open_engine(
     ranks = ranks or Ranks()
     device = device_of(section.resources, ranks)
     if section.deepspeed_stage:
-        if muon is not None:
-            raise UnsupportedError(
-                f"Muon needs whole matrices, and {stage}.deepspeed_stage={muon.deepspeed_stage} "
-                "shares them out",
-                expected=f"{stage}.optimizer=adamw, or {stage}.deepspeed_stage 0 or null",
-                fix=f"set {stage}.optimizer=adamw",
-            )
         from refiner_core.training.engines.zero import open_zero_engine
 
         return open_zero_engine(section, config.model, model_ref, ranks, device)

@@ -45,8 +45,8 @@ import math
 import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,7 @@ from refiner_core.training.model.loading import (
     model_tensors,
     read_pickled,
     reading,
+    whole_shape,
 )
 from refiner_core.training.model.logprobs import Entropy, TokenScores
 from refiner_core.training.model.optim import ADAM_STATE, MUON_STATE
@@ -179,13 +180,19 @@ class Engine(ABC):
 
     # ------------------------------------------------------------ state
 
-    @abstractmethod
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and whole shapes of all that :meth:`weights` gives."""
+    def gathered(
+        self, tensors: Sequence[Any], *, changed: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Context in which parameters are whole; with ``changed`` rank 0's values go to all at its
+        end."""
+        return nullcontext()
 
-    @abstractmethod
     def weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Whole parameters and persistent buffers; None where this rank does not want them."""
+        """Whole parameters and persistent buffers, one at a time; None where this rank does not
+        want them."""
+        for name, tensor in model_tensors(self.model).items():
+            with self.gathered([tensor]):
+                yield name, tensor.detach() if wanted(name) else None
 
     @abstractmethod
     def states(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ParameterState]]:
@@ -207,7 +214,8 @@ class Engine(ABC):
         first = ranks.rank == 0
         head = {"format": FORMAT_VERSION, WRITTEN_BY: self._writer()}
         text = json.dumps({**head, **progress}, allow_nan=False)
-        sizes = {name: math.prod(shape) for name, shape in self.shapes().items()}
+        tensors = model_tensors(self.model)
+        sizes = {name: math.prod(whole_shape(tensor)) for name, tensor in tensors.items()}
         mine = set(shares(sizes, ranks.world)[ranks.rank])
         weights = {
             name: self._copied(f"weight.{name}", tensor)
@@ -271,7 +279,7 @@ class Engine(ABC):
                 fix="remove the checkpoint, or use the version of refiner that wrote it",
             )
         weights = SavedTensors([folder / WEIGHTS], files)
-        check_shapes(self.shapes(), weights)
+        check_shapes(self.model, weights)
         with reading(folder / PROGRESS):
             world = int(progress[WRITTEN_BY]["world"])
         saved = SavedTensors([folder / state_file(rank, world) for rank in range(world)], files)
@@ -339,6 +347,7 @@ def require_equal_weights(model: Any, ranks: Ranks) -> None:
         )
 
 
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def _fingerprint(model: Any) -> int:
     """The same for the same bits (and hardly ever for others): sums of the bits as integers."""
     sums = [

@@ -24,7 +24,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -35,7 +35,7 @@ from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.batches import Batch
 from refiner_core.training.engines.protocol import Engine, ParameterState, evaluating
 from refiner_core.training.model import loading
-from refiner_core.training.model.loading import SavedTensors
+from refiner_core.training.model.loading import SavedTensors, model_tensors
 from refiner_core.training.model.logprobs import Entropy, ScoringModel, TokenScores
 from refiner_core.training.model.optim import adamw, parameter_groups, trainable
 from refiner_core.training.ranks import Ranks
@@ -99,24 +99,6 @@ def _combined(norms: Any) -> float:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@contextmanager
-def gathered(tensors: list[Any], *, changed: bool = False) -> Iterator[None]:
-    """Whole weights of ZeRO-3 parameters on every rank; others are whole already. With ``changed``
-    rank 0's values go to all at the end."""
-    partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
-    if not partitioned:
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if changed else None):
-        yield
-
-
-def _shape(tensor: Any) -> Any:
-    return getattr(tensor, "ds_shape", tensor.shape)
-
-
 def _share(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole tensor, padded like DeepSpeed's."""
     import torch.distributed as dist
@@ -126,11 +108,6 @@ def _share(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
     start = min(len(flat), dist.get_rank() * size)
     part = flat[start : start + size]
     return torch.cat([part, part.new_zeros(size - len(part))])
-
-
-def _keep(state: dict[str, Any], kind: str, whole: Any, wanted: bool) -> None:
-    if wanted and whole is not None:
-        state[kind] = whole
 
 
 log = logging.getLogger(__name__)
@@ -285,18 +262,24 @@ class _ZeroEngine(Engine):
         ZeRO-3 it takes the memory of all weights on every rank."""
         self._run_pending(last=False)
         parameters = list(self.model.parameters())
-        with gathered(parameters), _without_hooks(self._wrapped.module), evaluating(self.model):
+        with (
+            self.gathered(parameters),
+            _without_hooks(self._wrapped.module),
+            evaluating(self.model),
+        ):
             yield self.model
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and whole shapes of all weights."""
-        return {name: tuple(_shape(tensor)) for name, tensor in self._tensors().items()}
+    @contextmanager
+    def gathered(self, tensors: Sequence[Any], *, changed: bool = False) -> Iterator[None]:
+        """Whole weights of ZeRO-3 parameters on every rank; others are whole already."""
+        partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+        if not partitioned:
+            yield
+            return
+        import deepspeed
 
-    def weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Whole weights, one at a time."""
-        for name, tensor in self._tensors().items():
-            with gathered([tensor]):
-                yield name, tensor.detach() if wanted(name) else None
+        with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if changed else None):
+            yield
 
     def states(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ParameterState]]:
         """Whole masters and moments, one parameter at a time."""
@@ -306,24 +289,22 @@ class _ZeroEngine(Engine):
         if steps is not None:
             self._link_moments()
         for name, parameter in trainable(self.model).items():
-            state: dict[str, torch.Tensor] = {}
+            state: dict[str, torch.Tensor | None] = {"step": steps}
             if parameter.dtype != torch.float32:
-                _keep(state, "master", safe_get_full_fp32_param(parameter), wanted(name))
+                state["master"] = safe_get_full_fp32_param(parameter)
             if steps is not None:
                 for kind in _MOMENTS:
-                    whole = safe_get_full_optimizer_state(parameter, kind)
-                    _keep(state, kind, whole, wanted(name))
-                state["step"] = steps
+                    state[kind] = safe_get_full_optimizer_state(parameter, kind)
             if wanted(name):
-                yield name, state
+                yield name, {kind: part for kind, part in state.items() if part is not None}
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def set_weights(self, weights: SavedTensors) -> None:
         """Copy weights in; under ZeRO-3 rank 0 reads and the others get their share."""
         import torch.distributed as dist
 
-        for name, tensor in self._tensors().items():
-            with gathered([tensor], changed=True):
+        for name, tensor in model_tensors(self.model).items():
+            with self.gathered([tensor], changed=True):
                 if not self.partitioned or dist.get_rank() == 0:
                     tensor.copy_(weights[name])
         if not self.partitioned:
@@ -338,7 +319,7 @@ class _ZeroEngine(Engine):
             self._wrapped.basic_optimizer.state.pop(flat, None)
         for name, parameter in trainable(self.model).items():
             state = state_of(name)
-            with gathered([parameter]):
+            with self.gathered([parameter]):
                 weight = parameter.detach().float()
                 self._set(parameter, None, state.get("master", weight))
             if all(kind in state for kind in (*_MOMENTS, "step")):
@@ -372,13 +353,6 @@ class _ZeroEngine(Engine):
             safe_set_local_fp32_param(parameter, share)
         else:
             safe_set_local_optimizer_state(parameter, share, kind)
-
-    def _tensors(self) -> dict[str, Any]:
-        """Parameters and persistent buffers, as they lie here."""
-        tensors: dict[str, Any] = dict(self.model.named_parameters())
-        names = self.model.state_dict(keep_vars=True).keys()
-        tensors.update((n, b) for n, b in self.model.named_buffers() if n in names)
-        return tensors
 
     # ------------------------------------------------------------ flat partitions
 

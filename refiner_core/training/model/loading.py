@@ -46,20 +46,14 @@ def load_weights(folder: Path, model: Any) -> None:
     WorkspaceError
         If they are those of another model, or cannot be read.
     """
-    with ExitStack() as files:
-        tensors, saved = model_tensors(model), SavedTensors([folder / WEIGHTS], files)
-        check_shapes(shapes_of(tensors), saved)
-        copy_weights(tensors, saved)
-
-
-def copy_weights(tensors: Mapping[str, torch.Tensor], saved: SavedTensors) -> None:
-    """Copy saved tensors into those of the same names."""
-    with torch.no_grad():
-        for name, tensor in tensors.items():
+    with ExitStack() as files, torch.no_grad():
+        saved = SavedTensors([folder / WEIGHTS], files)
+        check_shapes(model, saved)
+        for name, tensor in model_tensors(model).items():
             tensor.copy_(saved[name])
 
 
-def check_shapes(shapes: Mapping[str, tuple[int, ...]], saved: SavedTensors) -> None:
+def check_shapes(model: Any, saved: SavedTensors) -> None:
     """Refuse weights of another model.
 
     Raises
@@ -67,6 +61,7 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], saved: SavedTensors) -> 
     WorkspaceError
         Names one that differs.
     """
+    shapes = {name: whole_shape(tensor) for name, tensor in model_tensors(model).items()}
     found = saved.shapes()
     different = sorted(n for n in shapes.keys() | found.keys() if shapes.get(n) != found.get(n))
     if different:
@@ -78,16 +73,15 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], saved: SavedTensors) -> 
 
 
 def model_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters (a tied one under its first name) and persistent buffers."""
-    named = dict(model.named_parameters())
+    """Parameters (a tied one under its first name) and persistent buffers, as they lie here."""
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
     persistent = model.state_dict(keep_vars=True).keys()
-    named.update((name, b) for name, b in model.named_buffers() if name in persistent)
-    return {name: tensor.detach() for name, tensor in named.items()}
+    return named | {name: b for name, b in model.named_buffers() if name in persistent}
 
 
-def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+def whole_shape(tensor: Any) -> tuple[int, ...]:
+    """The shape of a tensor, also where DeepSpeed keeps a part of it here."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 class SavedTensors(Mapping[str, torch.Tensor]):

@@ -15,10 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
-
-import numpy as np
 
 from refiner_core.contract.config import GrpoConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
@@ -54,21 +51,17 @@ from refiner_core.training.rollouts.lane import Attempts, Lane, sampled
 from refiner_core.training.rollouts.policies import Policy
 from refiner_core.training.rollouts.rollout import (
     GroupAdvantages,
-    Normalization,
     RolloutBatch,
     Sampled,
     TrainSample,
+    TurnAdvantages,
     batch_metrics,
-    equal_rewards,
     group_advantages,
+    group_turn_advantages,
     means,
-    normalized,
     own_tokens,
     rollout_rows,
 )
-
-#: Advantages of an episode's turns, in order.
-TurnAdvantages = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -184,33 +177,6 @@ def turn_rewards(record: EpisodeRecord, total: float | None, alpha: float) -> li
         rewards.append(alpha * (now - known))
         known = now
     return rewards
-
-
-def group_turn_advantages(
-    rewards: Sequence[Sequence[float] | None], normalization: Normalization = "standard"
-) -> tuple[GroupAdvantages, list[TurnAdvantages | None]]:
-    """Advantages of the turns of one group's episodes, from their rewards.
-
-    The group's own values are those of first turns: what the whole of an episode was worth.
-    """
-    scored = [episode for episode in rewards if episode is not None]
-    flat = np.array([reward for episode in scored for reward in episode], dtype=np.float64)
-    if len(scored) < 2 or not len(flat):
-        return GroupAdvantages((None,) * len(rewards), "too_few_scored"), [None] * len(rewards)
-    if equal_rewards(flat):
-        values = tuple(None if episode is None else 0.0 for episode in rewards)
-        none = [None if episode is None else (0.0,) * len(episode) for episode in rewards]
-        return GroupAdvantages(values, "zero_std"), none
-    left = iter(normalized(flat, normalization).tolist())
-    turns: list[TurnAdvantages | None] = []
-    for episode in rewards:
-        if episode is None:
-            turns.append(None)
-            continue
-        own = [next(left) for _ in episode]
-        turns.append(tuple(accumulate(reversed(own)))[::-1])
-    values = tuple(None if t is None else t[0] if t else 0.0 for t in turns)
-    return GroupAdvantages(values), turns
 
 
 def spread_over_tokens(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from refiner_core.contract.config import GrpoConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import (
     Completion,
@@ -24,11 +23,7 @@ from refiner_core.contract.types import (
 )
 from refiner_core.generation.completions import closing_ids, completion_text
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
-from refiner_core.samples import (
-    Wanted,
-    check_room,
-    sample_answers,
-)
+from refiner_core.samples import Wanted, sample_answers
 from refiner_core.training.rollouts.policies import Policy
 from refiner_core.training.rollouts.rollout import (
     RolloutBatch,
@@ -53,8 +48,7 @@ class Lane:
         self.config, self.grpo, self._judge = config, config.grpo, judge
 
     def check(self, prompts: Sequence[PromptRow]) -> None:
-        """Refuse, before anything is sampled, prompts that do not fit."""
-        check_lengths(prompts, self.grpo)
+        """Nothing more: the configuration has room for every prompt that the data stage keeps."""
 
     @property
     def longest(self) -> int:
@@ -150,27 +144,6 @@ def sampled(
 ) -> Sampled:
     """What was made of what was wanted."""
     return Sampled(wanted.prompt_index, wanted.number, wanted.prompt, completion, text, closing)
-
-
-def check_lengths(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> None:
-    """Refuse, before anything is sampled, prompts that leave no room or would not fit a pack.
-
-    Raises
-    ------
-    ConfigurationError
-        Names the field to change.
-    """
-    longest = check_room(prompts, grpo)
-    length = len(longest.prompt_ids)
-    limit = min(grpo.response_length, grpo.max_token_length - length)
-    packed = length + limit + bool(grpo.stop_strings)  # a token may be appended after a stop string
-    if packed > grpo.pack_length:
-        raise ConfigurationError(
-            f"Prompt {longest.sample_id} ({length} tokens) and {limit} sampled tokens do not fit "
-            f"in grpo.pack_length={grpo.pack_length}",
-            expected="packs as long as the longest prompt with its response",
-            fix=f"set grpo.pack_length={packed} or more",
-        )
 
 
 def longest_of(lane: Lane, prompts: Sequence[PromptRow], grpo: GrpoConfig) -> int:

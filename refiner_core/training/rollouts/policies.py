@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from refiner_core.contract.types import (
 from refiner_core.generation.completions import turn_generator
 from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.model.loading import model_tensors
+
+if TYPE_CHECKING:
+    from refiner_core.generation.vllm.client import VllmGenerator
 
 #: A generator over a model: ``(model, called after every token)``.
 MakeGenerator = Callable[[Any, Callable[[int, int], None]], Generator]
@@ -95,16 +98,9 @@ class Policy:
         return self._generator
 
 
-class Servers(Generator, Protocol):
-    """Servers that sample, as far as training knows them; rank 0 alone talks to them."""
-
-    def sync(self, whole: AbstractContextManager[Any], version: str) -> None:
-        """Give them the weights of a model; ``whole`` yields it, and is entered once."""
-
-
 #: Starts servers for an engine's model, and ends them with its block. Who knows about processes and
 #: GPUs gives it to rank 0.
-OpenServers = Callable[[Engine], AbstractContextManager[Servers]]
+OpenServers = Callable[[Engine], "AbstractContextManager[VllmGenerator]"]
 
 
 class Cancelled(Exception):
@@ -137,10 +133,10 @@ class ServedPolicy(Policy):
 
     beside, every_rank = True, False
 
-    def __init__(self, servers: Servers | None) -> None:
+    def __init__(self, servers: VllmGenerator | None) -> None:
         super().__init__(servers)
         self._servers = servers
-        if servers is not None and hasattr(servers, "on_step"):
+        if servers is not None:
             servers.on_step = lambda *_: self.stop_if_cancelled()
 
     def sync(self, engine: Engine, version: int) -> None:

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,10 @@ EPSILON = 1e-8
 #: Rewards that differ by no more than this (relative to their size) are equal: dividing rounding
 #: noise by its own deviation would make full-size advantages of nothing.
 EQUAL_REWARDS = 1e-9
+
+
+#: Advantages of an episode's turns, in order.
+TurnAdvantages = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,34 @@ def group_advantages(
     ``standard``: (r - mean) / (population std + 1e-8), the GRPO paper's (Shao et al. 2024, eq. 2);
     ``centered``: r - mean (Liu et al. 2025, "Dr. GRPO"); ``sample_std``: with the n - 1 deviation.
     """
-    scored = np.array([r for r in rewards if r is not None], dtype=np.float64)
-    if len(scored) < 2:
-        return GroupAdvantages((None,) * len(rewards), "too_few_scored")
-    if equal_rewards(scored):
-        return GroupAdvantages(tuple(None if r is None else 0.0 for r in rewards), "zero_std")
-    values = iter(normalized(scored, normalization).tolist())
-    return GroupAdvantages(tuple(None if r is None else float(next(values)) for r in rewards))
+    return group_turn_advantages([None if r is None else [r] for r in rewards], normalization)[0]
+
+
+def group_turn_advantages(
+    rewards: Sequence[Sequence[float] | None], normalization: Normalization = "standard"
+) -> tuple[GroupAdvantages, list[TurnAdvantages | None]]:
+    """Advantages of the turns of one group's episodes, from their rewards.
+
+    The group's own values are those of first turns: what the whole of an episode was worth.
+    """
+    scored = [episode for episode in rewards if episode is not None]
+    flat = np.array([reward for episode in scored for reward in episode], dtype=np.float64)
+    if len(scored) < 2 or not len(flat):
+        return GroupAdvantages((None,) * len(rewards), "too_few_scored"), [None] * len(rewards)
+    if equal_rewards(flat):
+        values = tuple(None if episode is None else 0.0 for episode in rewards)
+        none = [None if episode is None else (0.0,) * len(episode) for episode in rewards]
+        return GroupAdvantages(values, "zero_std"), none
+    left = iter(normalized(flat, normalization).tolist())
+    turns: list[TurnAdvantages | None] = []
+    for episode in rewards:
+        if episode is None:
+            turns.append(None)
+            continue
+        own = [next(left) for _ in episode]
+        turns.append(tuple(accumulate(reversed(own)))[::-1])
+    values = tuple(None if t is None else t[0] if t else 0.0 for t in turns)
+    return GroupAdvantages(values), turns
 
 
 def equal_rewards(rewards_N: np.ndarray) -> bool:

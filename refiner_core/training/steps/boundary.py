@@ -145,9 +145,17 @@ class Boundary:
 
     # ------------------------------------------------------------ saving
 
-    def save(self, step: int, progress: Mapping[str, Any], attachments: Attachments = dict) -> None:
+    def save(
+        self,
+        step: int,
+        progress: Mapping[str, Any],
+        attachments: Attachments = dict,
+        *,
+        beside: bool = False,
+    ) -> None:
         """Checkpoint after ``step``, unless that is done already or nothing has happened yet. It is
-        complete when this returns.
+        complete when this returns; ``beside`` training, the state is copied when this returns, and
+        the rest happens in a thread.
 
         ``attachments`` gives further files of rank 0, by name: what is in flight between two steps.
         A disk that fills up in the middle costs a wait, not the steps since the last checkpoint:
@@ -162,29 +170,16 @@ class Boundary:
         if step <= self.saved_step:
             return
         began = time.monotonic()
-        snapshot, files = self._taken(progress, attachments)
-        self._write(self.io, step, snapshot, files)
-        self.saved_step = step
+        state = self.engine.snapshot({"stage": self.stage, **progress}), dict(attachments())
+        if beside:
+            thread = ThreadPoolExecutor(1, f"save of step {step}")
+            saving = thread.submit(self._write, self._saving_io, step, *state)
+            thread.shutdown(wait=False)
+            self._under_way = (step, saving)
+        else:
+            self._write(self.io, step, *state)
+            self.saved_step = step
         self._stalled(began)
-
-    def _begin_save(self, step: int, progress: Mapping[str, Any], attachments: Attachments) -> None:
-        """Copy the state; the rest happens in a thread."""
-        self._wait()
-        if step <= self.saved_step:
-            return
-        began = time.monotonic()
-        snapshot, files = self._taken(progress, attachments)
-        thread = ThreadPoolExecutor(1, f"save of step {step}")
-        saving = thread.submit(self._write, self._saving_io, step, snapshot, files)
-        thread.shutdown(wait=False)
-        self._under_way = (step, saving)
-        self._stalled(began)
-
-    def _taken(
-        self, progress: Mapping[str, Any], attachments: Attachments
-    ) -> tuple[StateSnapshot, Mapping[str, bytes]]:
-        snapshot = self.engine.snapshot({"stage": self.stage, **progress})
-        return snapshot, dict(attachments())
 
     def _write(
         self, io: StageIO, step: int, snapshot: StateSnapshot, files: Mapping[str, bytes]
@@ -257,10 +252,9 @@ class Boundary:
         self._look()
         self.stop_if_asked(step, progress, attachments)
         due = step % max(1, self.save_freq) == 0 or step == self.first_save
-        if step >= self.total_steps or (due and not self.async_save):
-            self.save(step, progress, attachments)
-        elif due:
-            self._begin_save(step, progress, attachments)
+        last = step >= self.total_steps
+        if due or last:
+            self.save(step, progress, attachments, beside=self.async_save and not last)
 
     def stop_if_asked(
         self, step: int, progress: Mapping[str, Any], attachments: Attachments = dict
