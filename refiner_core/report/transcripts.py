@@ -253,23 +253,16 @@ _REFUSED = {
 }
 
 
-@dataclass(frozen=True)
-class Turn:
+def _said(who: str, label: str, text: str, trouble: str = "", again: str = "") -> Row:
     """One thing in a transcript. ``who`` is the user, the agent, a call or a tool, ``label`` its
-    name; ``trouble`` what was wrong with it; ``other`` is what was sampled beside it where a turn
-    was sampled twice, and ``other_label`` says which."""
-
-    who: str
-    label: str
-    text: str
-    trouble: str = ""
-    other: str = ""
-    other_label: str = ""
+    name; ``trouble`` what was wrong with it; ``again`` is what was sampled beside it where a turn
+    was sampled twice."""
+    return {"who": who, "label": label, "text": text, "trouble": trouble, "again": again}
 
 
 def conversation(episode: Mapping[str, Any]) -> dict[str, Any]:
     """An attempt as it is shown; ``left_out`` counts the messages that do not fit."""
-    everything = list(_said(episode))
+    everything = list(_everything(episode))
     ends = itertools.accumulate(map(_size, everything))
     fitting = [turn for turn, end in zip(everything, ends, strict=True) if end <= MOST_OF_EPISODE]
     kept = fitting or everything[:1]
@@ -287,13 +280,13 @@ def conversation(episode: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _size(said: Turn) -> int:
-    return min(len(said.text), MOST_OF_MESSAGE) + min(len(said.other), MOST_OF_MESSAGE)
+def _size(said: Row) -> int:
+    return sum(min(len(said[name]), MOST_OF_MESSAGE) for name in ("text", "again"))
 
 
 def size_of(episode: Mapping[str, Any]) -> int:
     """Characters that an attempt takes on a page, about."""
-    found = sum(_size(said) + 120 for said in _said(episode))
+    found = sum(_size(said) + 120 for said in _everything(episode))
     return min(found, MOST_OF_EPISODE) + 120 * len(episode.get("checks") or ())
 
 
@@ -311,7 +304,7 @@ def verdict_of(episode: Mapping[str, Any]) -> tuple[str, str]:
     return "failed", f"{failure}: {FAILURE_WORDS.get(str(failure), 'no reason is given')}{ended}"
 
 
-def _said(episode: Mapping[str, Any]) -> Iterator[Turn]:
+def _everything(episode: Mapping[str, Any]) -> Iterator[Row]:
     yield from _messages(episode.get("first_messages") or ())
     for place, turn in enumerate(episode.get("turns") or (), start=1):
         messages = turn.get("messages") or ()
@@ -319,31 +312,27 @@ def _said(episode: Mapping[str, Any]) -> Iterator[Turn]:
         yield from _messages(messages)
 
 
-def _messages(messages: Iterable[Sequence[str]]) -> Iterator[Turn]:
+def _messages(messages: Iterable[Sequence[str]]) -> Iterator[Row]:
     for role, content in messages:
         who = "user" if role == "user" else "tool"
-        yield Turn(who, who.capitalize(), content)
+        yield _said(who, who.capitalize(), content)
 
 
-def _turn(label: str, turn: Mapping[str, Any], answered_by: set[str]) -> Turn:
+def _turn(label: str, turn: Mapping[str, Any], answered_by: set[str]) -> Row:
     call = turn.get("call")
     if call is None:
-        other = str(turn.get("retried") or "")
-        told = "sampled once more, which was no call either" if other else ""
         status = str(turn.get("status") or "ok")
-        trouble = _TURN_WORDS.get(status, status)
-        return Turn("agent", label, str(turn.get("text")), trouble, other, told)
-    other = str(turn.get("repaired") or "")
-    told = "sampled again: what came first was no call" if other else ""
-    error = str(turn.get("tool_error") or "")
+        trouble, again = _TURN_WORDS.get(status, status), str(turn.get("retried") or "")
+        return _said("agent", label, str(turn.get("text")), trouble, again)
+    error, again = str(turn.get("tool_error") or ""), str(turn.get("repaired") or "")
     trouble = _REFUSED.get(error, error)
     name, arguments = str(call.get("name")), call.get("arguments") or {}
     spoken = next(iter(arguments.values()), None)
     if len(arguments) == 1 and isinstance(spoken, str) and spoken and answered_by == {"user"}:
         # A call that has nothing but words.
-        return Turn("agent", f"{label}, to the user ({name})", spoken, trouble, other, told)
+        return _said("agent", f"{label}, to the user ({name})", spoken, trouble, again)
     said = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
-    return Turn("call", label, f"{name}({said})", trouble, other, told)
+    return _said("call", label, f"{name}({said})", trouble, again)
 
 
 def attempts_of(answers: Iterable[Row]) -> list[int]:
