@@ -33,7 +33,7 @@ from refiner_core.contract.records import SweepRecord, TrialRecord
 from refiner_core.evaluation.metrics import weighed
 from refiner_core.evaluation.results import load_results
 from refiner_core.report.sweep.comparing import SHOWN
-from refiner_core.report.sweep.document import Row, TrialRow
+from refiner_core.report.sweep.document import Row
 from refiner_core.report.sweep.evidence import (
     Evidence,
     Measured,
@@ -47,7 +47,7 @@ from refiner_core.report.sweep.evidence import (
 _EVALUATE = "evaluate-"
 _THREADS = 4
 #: What of a trial and of its use a report shows.
-_OF_STANDING = ("arm", "seed", "run", "state", "reason", "progress", "shared")
+_OF_STANDING = ("arm", "seed", "run", "state", "reason", "progress")
 _OF_USE = (
     *("seconds", "gpu_hours", "cpu_hours", "queue_seconds", "lost_seconds", "lost_steps"),
     *("attempts", "judge_calls"),
@@ -195,17 +195,17 @@ class _Read:
             self.tracked[stage] = tracked_address(paths.tracker) or ""
         return bool(self.trainings[stage].metrics)
 
-    def _row(self, trial: TrialRecord, standing: TrialStanding) -> TrialRow:
+    def _row(self, trial: TrialRecord, standing: TrialStanding) -> Row:
         published = trial.stages.get("publish")
         result = self.workspace.read_result(published) if published is not None else None
         target = str(result.report.get("target") or "") if result is not None else ""
         trained = (self.tracked.get(trial.stages.get(name, ""), "") for name in TRAINED[::-1])
-        return TrialRow(
+        return {
             **{name: getattr(standing, name) for name in _OF_STANDING},
             **{name: getattr(standing.use, name) for name in _OF_USE},
-            tracked=next(filter(None, trained), ""),
-            published=target,
-        )
+            **{"shared": standing.shared, "tracked": next(filter(None, trained), "")},
+            **{"card": "", "published": target},
+        }
 
     # ------------------------------------------------------------ texts
 
@@ -287,7 +287,7 @@ def _mixed(
         found: dict[str, list[str]] = {}
         for trial in trials:
             for made in sorted({made_with[stage][place] for stage in trial.evaluations}):
-                found.setdefault(made, []).append(f"{trial.row.arm}/seed{trial.row.seed}")
+                found.setdefault(made, []).append("{}/seed{}".format(*trial.place))
         if len(found) < 2:
             continue
         few, many = min(found.values(), key=len), max(found.values(), key=len)

@@ -19,8 +19,9 @@ from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import Outcome
 from refiner_core.report.drawing import kind_of, timeline
-from refiner_core.report.run.document import AttemptRow, Row, RunReport, StageRow
+from refiner_core.report.run.document import Row, RunReport, StageRow
 from tests.support.recorded_run import RecordedRun
+from tests.support.run_reports import attempt_row
 
 MODELS = "evaluate.models=[base,sft,grpo]"
 
@@ -109,9 +110,10 @@ def test_every_stage_stands_with_its_attempts_times_and_inputs(report: RunReport
     assert names[:3] == ["data", "sft", "grpo"]
     grpo = row_of(report, "grpo")
     assert grpo.inputs == ("data", "sft")
-    assert next((a.number, a.outcome, a.seconds) for a in grpo.attempts) == (1, "preempted", 30.0)
-    assert grpo.attempts[1].outcome == "done"
-    assert grpo.attempts[0].text == "the node was taken away"
+    first = grpo.attempts[0]
+    assert (first["number"], first["outcome"], first["seconds"]) == (1, "preempted", 30.0)
+    assert grpo.attempts[1]["outcome"] == "done"
+    assert grpo.attempts[0]["text"] == "the node was taken away"
     assert grpo.seconds is not None
     assert grpo.seconds >= 30.0
     assert grpo.output_bytes
@@ -256,14 +258,14 @@ def test_a_run_that_goes_on_says_how_far_it_is(tmp_path: Path) -> None:
     assert (report.state, report.ended_at) == ("running", "")
     assert report.state_text.startswith("2 of 3 stages done")
     (attempt,) = row_of(report, "grpo").attempts
-    assert (attempt.outcome, kind_of(attempt)) == ("under way", "running")
+    assert (attempt["outcome"], kind_of(attempt)) == ("under way", "running")
     assert [c["values"] for c in report.curves if c["metric"] == "scores"] == [(1.0, 2.0)]
     assert any("--watch" in command for command in report.next_commands)
     assert written.page.exists()
 
 
 def test_an_attempt_that_died_without_a_word_ends_when_it_was_last_seen() -> None:
-    gone = AttemptRow(1, "2026-03-01T10:00:00+00:00", "", 90.0, "killed")
+    gone = attempt_row(1, "2026-03-01T10:00:00+00:00", "", 90.0, "killed")
     row = StageRow("sft", "sft", "sft-0", "0", "killed", attempts=(gone,))
     drawn = timeline([row], "2026-03-01T09:59:00+00:00", "2026-03-08T10:00:00+00:00")
     assert kind_of(gone) == "bad"

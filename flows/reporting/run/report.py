@@ -167,8 +167,8 @@ def cost_of_run(reading: RunReading, rows: Sequence[StageRow]) -> Cost:
 
 def _share(row: StageRow, began_at: str) -> float:
     """Share of a stage's work that was done since the run began."""
-    seconds = sum(a.seconds or 0.0 for a in row.attempts)
-    since = sum(a.seconds or 0.0 for a in row.attempts if a.began_at >= began_at)
+    seconds = sum(a["seconds"] or 0.0 for a in row.attempts)
+    since = sum(a["seconds"] or 0.0 for a in row.attempts if a["began_at"] >= began_at)
     return since / seconds if seconds else 1.0
 
 

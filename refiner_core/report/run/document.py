@@ -18,32 +18,16 @@ UNDER_WAY = "under way"
 
 
 @dataclass(frozen=True)
-class AttemptRow:
-    """One attempt at a stage. Times are the writers' own, ISO 8601 in UTC; seconds of work.
-
-    ``outcome`` is ``done``, a failure class, or :data:`UNDER_WAY`; of an attempt that nobody has
-    recorded an end of, and that is not at work either, how its stage stands (``killed``, …).
-    """
-
-    number: int
-    began_at: str
-    ended_at: str
-    seconds: float | None
-    outcome: str
-    text: str = ""
-    node: str = ""
-    job_id: str = ""
-    log: str = ""
-    reached_step: int | None = None
-
-
-@dataclass(frozen=True)
 class StageRow:
     """One stage of the run.
 
     ``state`` is that of ``refiner status``, or ``unreadable`` where its records are damaged, which
     ``reason`` then explains. ``skipped``: it was there before the run began, made by
     ``made_by``. ``seconds`` are of all its attempts. ``output_bytes`` is what its output takes.
+
+    Of each of ``attempts`` times are the writers' own, ISO 8601 in UTC, and ``seconds`` of work;
+    ``outcome`` is ``done``, a failure class, or :data:`UNDER_WAY`; of an attempt that nobody has
+    recorded an end of, and that is not at work either, how its stage stands (``killed``, …).
     """
 
     name: str
@@ -62,7 +46,7 @@ class StageRow:
     cpu_hours: float | None = None
     step: int | None = None
     total: int | None = None
-    attempts: tuple[AttemptRow, ...] = ()
+    attempts: tuple[Row, ...] = ()
     output: str = ""
     output_bytes: int | None = None
 

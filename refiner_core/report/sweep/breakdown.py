@@ -115,8 +115,8 @@ def _trained_by(evidence: Evidence, model: str) -> dict[str, tuple[object, objec
     found: dict[str, tuple[object, object]] = {}
     for trial in evidence.trials:
         own = evidence.evaluations.get(trial.stages.get(f"evaluate-{model}", ""))
-        if own and trial.row.arm not in found:
-            found[trial.row.arm] = _asked(evidence.protocols.get(own[0].protocol, {}))
+        if own and trial.row["arm"] not in found:
+            found[trial.row["arm"]] = _asked(evidence.protocols.get(own[0].protocol, {}))
     return found
 
 

@@ -26,7 +26,7 @@ from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.records import SweepRecord
 from refiner_core.evaluation.metric_names import domain_of, of_domain
 from refiner_core.evaluation.metrics import in_order, of_tasks, weighed
-from refiner_core.report.sweep.document import Row, TrialRow
+from refiner_core.report.sweep.document import Row
 
 Floats = npt.NDArray[np.float64]
 
@@ -111,7 +111,7 @@ class TrialEvidence:
     ``missing`` names evaluations that are planned and not done.
     """
 
-    row: TrialRow
+    row: Row
     stages: Mapping[str, str]
     evaluations: tuple[str, ...] = ()
     trainings: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class TrialEvidence:
     @property
     def place(self) -> tuple[str, int]:
         """Arm and seed."""
-        return self.row.arm, self.row.seed
+        return self.row["arm"], self.row["seed"]
 
 
 class RubricScores(NamedTuple):
