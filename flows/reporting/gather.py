@@ -38,8 +38,6 @@ from refiner_core.report.sweep.evidence import (
     Evidence,
     Measured,
     PromptMeans,
-    Question,
-    RubricScores,
     Training,
     TrialEvidence,
 )
@@ -175,7 +173,7 @@ class _Read:
             row=self._row(trial, standing),
             stages=trial.stages,
             evaluations=tuple(i for i in planned.values() if i in self.evaluations),
-            trainings=tuple(trial.stages[n] for n in trained),
+            trainings={n: trial.stages[n] for n in trained},
             missing=tuple(n for n, i in planned.items() if i not in self.evaluations),
         )
 
@@ -188,12 +186,12 @@ class _Read:
             # The newest attempt's file tells the whole story.
             paths = self.workspace.layout.attempt(stage, numbers[-1])
             try:
-                self.trainings[stage] = read_training(name, paths.metrics)
+                self.trainings[stage] = read_training(paths.metrics)
             except WorkspaceError as error:
                 self.warnings.append(f"The curves of {name} ({stage}) are left out: {error}")
-                self.trainings[stage] = Training(name, {})
+                self.trainings[stage] = {}
             self.tracked[stage] = tracked_address(paths.tracker) or ""
-        return bool(self.trainings[stage].metrics)
+        return bool(self.trainings[stage])
 
     def _row(self, trial: TrialRecord, standing: TrialStanding) -> Row:
         published = trial.stages.get("publish")
@@ -218,14 +216,14 @@ class _Read:
 
     def rubrics(
         self, measured: Measured, names: Sequence[tuple[str, str]] | None = None
-    ) -> RubricScores | None:
+    ) -> tuple[tuple[tuple[str, str], ...], Any] | None:
         """Credit per rubric."""
         try:
             return self.samples.rubrics(measured.samples, names)
         except DataError:
             return None
 
-    def questions(self, stage: str, prompts: Sequence[str]) -> dict[str, Question]:
+    def questions(self, stage: str, prompts: Sequence[str]) -> dict[str, dict[str, str]]:
         """From the prepared rows that the evaluation has read."""
         result = self.workspace.read_result(stage)
         if result is None:
@@ -242,18 +240,17 @@ def _only(means: PromptMeans, entries: Sequence[Mapping[str, Any]]) -> PromptMea
     return PromptMeans(means.prompts, tuple(means.metrics[i] for i in kept), means.values[kept])
 
 
-def read_training(name: str, path: Path) -> Training:
+def read_training(path: Path) -> Training:
     """The shown metrics of a ``metrics.jsonl``; a step's later line goes before an earlier one."""
     found: dict[str, dict[int, float]] = {}
     for step, metrics in read_metrics(path, SHOWN):
         for metric, value in metrics.items():
             if value is not None:
                 found.setdefault(metric, {})[step] = value
-    arrays = {
+    return {
         metric: (np.array([*points], np.int64), np.array([*points.values()], np.float64))
         for metric, points in found.items()
     }
-    return Training(name, arrays)
 
 
 def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tuple[Row, ...]:

@@ -59,7 +59,7 @@ def shown_example(prompt: str, answers: Sequence[Row], name: str, of: int) -> di
     return {"evidence": evidence.markup, "said": said, "left_out": left_out}
 
 
-def _shown(said: Row, evidence: Evidence) -> dict[str, Any]:
+def _shown(said: Row, evidence: _Evidence) -> dict[str, Any]:
     """An answer or an attempt as it is shown."""
     kept = said["judgements"][:MOST_JUDGEMENTS]
     claims: dict[Any, dict[str, Any]] = {}
@@ -87,7 +87,7 @@ def _shown(said: Row, evidence: Evidence) -> dict[str, Any]:
     }
 
 
-class Span(NamedTuple):
+class _Span(NamedTuple):
     """A piece of a text: in a snippet (``ids`` are those it names, perhaps none) or not (None);
     ``before`` and ``after`` are the snippet's own tags."""
 
@@ -97,7 +97,7 @@ class Span(NamedTuple):
     after: str = ""
 
 
-def spans(text: str, *, any_case: bool = False) -> Iterator[Span]:
+def spans(text: str, *, any_case: bool = False) -> Iterator[_Span]:
     """A text cut at its snippet tags, as an answer's claims are cut; put together again, the
     pieces are the text. A tag that is broken, that closes nothing or (but with ``any_case``, as
     prompts are read) is not in lower case is text."""
@@ -108,20 +108,20 @@ def spans(text: str, *, any_case: bool = False) -> Iterator[Span]:
             continue
         raw, inside = text[tag.start : tag.end], text[at : tag.start]
         if opened is not None:
-            yield Span(inside, *opened, raw if tag.closing else "")
+            yield _Span(inside, *opened, raw if tag.closing else "")
         elif tag.closing:
             continue
         elif inside:
-            yield Span(inside)
+            yield _Span(inside)
         opened = None if tag.closing else (read_attributes(tag.attributes).ids, raw)
         at = tag.end
     if opened is not None:
-        yield Span(text[at:], *opened)
+        yield _Span(text[at:], *opened)
     elif text[at:]:
-        yield Span(text[at:])
+        yield _Span(text[at:])
 
 
-def tagged(span: Span) -> Markup:
+def tagged(span: _Span) -> Markup:
     """A span with its tags, as they were written."""
     kind = Markup('<span class="tag">{}</span>')
     before, after = (kind.format(t) if t else Markup("") for t in (span.before, span.after))
@@ -145,7 +145,7 @@ _UNCITED = Markup(
 
 
 @dataclass(frozen=True)
-class Evidence:
+class _Evidence:
     """A prompt as it is shown: ``anchors`` are the elements of its snippets by id; ``known`` is
     every id that may be cited."""
 
@@ -154,7 +154,7 @@ class Evidence:
     known: frozenset[str]
 
 
-def evidence_of(prompt: str, answers: Iterable[str], name: str) -> Evidence:
+def evidence_of(prompt: str, answers: Iterable[str], name: str) -> _Evidence:
     """The prompt with its snippets marked, those that an answer cites more strongly; ``name``
     keeps anchors of prompts apart. A web page's opening tag may be cited too."""
     known = frozenset(parse_evidence(prompt).texts)
@@ -187,10 +187,10 @@ def evidence_of(prompt: str, answers: Iterable[str], name: str) -> Evidence:
             at = tag.end
         parts.append(escape(text[at:]))
     whole = Markup("").join([*parts, left_out(len(prompt) - MOST_OF_PROMPT)])
-    return Evidence(whole, anchors, known)
+    return _Evidence(whole, anchors, known)
 
 
-def answer_markup(text: str, evidence: Evidence) -> Markup:
+def answer_markup(text: str, evidence: _Evidence) -> Markup:
     """An answer with its claims numbered as its judgements number them."""
     shown, body = plain(text[:MOST_OF_ANSWER]), parse_answer(text).body
     start = end = 0
@@ -217,7 +217,7 @@ def _opens_answer(tag: Tag) -> bool:
     return tag.name == "answer" and not tag.closing and plainly
 
 
-def _claim(span: Span, evidence: Evidence, number: int) -> Markup:
+def _claim(span: _Span, evidence: _Evidence, number: int) -> Markup:
     ids = span.ids or ()
     anchors = list(dict.fromkeys(evidence.anchors[i] for i in ids if i in evidence.anchors))
     missing = [i for i in ids if i not in evidence.known]

@@ -66,8 +66,6 @@ class MadeSweep:
         self.protocols: dict[str, Mapping[str, Any]] = {}
         self.evaluations: dict[str, tuple[Measured, ...]] = {}
         self.of_trial: dict[tuple[str, int], list[str]] = {}
-        self.trainings: dict[str, Any] = {}
-        self.trained: dict[tuple[str, int], list[str]] = {}
 
     def add(
         self,
@@ -124,7 +122,6 @@ class MadeSweep:
             trials=tuple(self._trial(*place) for place in trials),
             evaluations=self.evaluations,
             protocols=self.protocols,
-            trainings=self.trainings,
             stored=stored,
         )
 
@@ -135,7 +132,6 @@ class MadeSweep:
             row=trial_row(arm, seed, f"run-{arm}-{seed}", state, reason=reason),
             stages=_stages(arm, seed),
             evaluations=tuple(found),
-            trainings=tuple(self.trained.get((arm, seed), ())),
             missing=() if found else ("evaluate-grpo",),
         )
 

@@ -12,9 +12,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from refiner_core.report.run.document import (
+    NO_COST,
+    NO_DISK,
     RUN_REPORT_VERSION,
-    Cost,
-    DiskUse,
     Row,
     RunReport,
     StageRow,
@@ -77,13 +77,15 @@ def full_report() -> RunReport:
         numbers=_numbers(),
         changes=_changes(),
         examples=_examples(),
-        disk=DiskUse(
+        disk=dict(
+            NO_DISK,
             used={"checkpoints": 41_200_000_000, "models": 16_400_000_000, "rollouts": 310_000_000,
                   "evaluations": 45_000_000, "logs": 1_900_000},
             free_bytes=212_000_000_000, limit_bytes=500_000_000_000, source="quota of /scratch",
             reclaimed_bytes=96_000_000_000,
         ),
-        cost=Cost(
+        cost=dict(
+            NO_COST,
             seconds=19_800, gpu_hours=41.5, cpu_hours=88.0, money=83.0, currency="EUR",
             lost_seconds=1_260, lost_steps=11,
             judge={"calls": 53_760, "prompt_tokens": 41_873_112, "cached_share": 0.18},
@@ -160,7 +162,7 @@ def hostile_report() -> RunReport:
         numbers=(odd, *made.numbers), warnings=(bad,), settings={HOSTILE: bad, bad: [bad]},
         provenance={HOSTILE: {bad: [bad, {bad: 1}]}}, next_commands=(f"echo {bad}",),
         curves=(curve(HOSTILE, bad, (1, 2), (1.0, float("nan")), (2,)),),
-        disk=DiskUse({bad: 3}, source=bad), published=(published(bad, bad, bad),),
+        disk={**NO_DISK, "used": {bad: 3}, "source": bad}, published=(published(bad, bad, bad),),
         overrides=(bad,),
     )  # fmt: skip
 

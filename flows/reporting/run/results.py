@@ -39,7 +39,6 @@ from refiner_core.report.drawing import kept_places
 from refiner_core.report.printing import finite
 from refiner_core.report.run.document import Row
 from refiner_core.report.sweep.comparing import SHOWN
-from refiner_core.report.sweep.evidence import Question
 from refiner_core.rewards.combine import F1_SHARE, FORMAT_SHARE, reward_terms
 
 
@@ -448,10 +447,10 @@ def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[
     )
 
 
-def _example(asked: Mapping[str, Question], sample_id: str, **more: Any) -> Row:
-    question = asked.get(sample_id, Question("", ""))
-    prompt = clip(question.prompt, MOST_OF_PROMPT)
-    return {"sample_id": sample_id, "question": question.question, "prompt": prompt, **more}
+def _example(asked: Mapping[str, Row], sample_id: str, **more: Any) -> Row:
+    known = asked.get(sample_id) or {"question": "", "prompt": ""}
+    prompt = clip(known["prompt"], MOST_OF_PROMPT)
+    return {"sample_id": sample_id, "question": known["question"], "prompt": prompt, **more}
 
 
 def _sample_files(shown: Sequence[Evaluated]) -> list[str]:

@@ -51,29 +51,15 @@ class StageRow:
     output_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class DiskUse:
-    """Disk that the run takes, by kind of file, and that is left. Bytes."""
-
-    used: Mapping[str, int] = field(default_factory=dict)
-    free_bytes: int | None = None
-    limit_bytes: int | None = None
-    source: str = ""
-    reclaimed_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Cost of attempts at the run's own stages since it began; None where nobody knows."""
-
-    seconds: float | None = None
-    gpu_hours: float | None = None
-    cpu_hours: float | None = None
-    money: float | None = None
-    currency: str = ""
-    lost_seconds: float = 0.0
-    lost_steps: int = 0
-    judge: Mapping[str, float] = field(default_factory=dict)
+#: Of a run whose disk, or whose work, nobody has looked at.
+NO_DISK: Row = {
+    **{"used": {}, "free_bytes": None, "limit_bytes": None},
+    **{"source": "", "reclaimed_bytes": 0},
+}
+NO_COST: Row = {
+    **dict.fromkeys(("seconds", "gpu_hours", "cpu_hours", "money")),
+    **{"currency": "", "lost_seconds": 0.0, "lost_steps": 0, "judge": {}},
+}
 
 
 @dataclass(frozen=True)
@@ -109,6 +95,8 @@ class RunReport:
       ``parts`` are those of its reward: the raw ``value``, the ``weight``, and the ``share`` that
       it added; shares add up to the reward, where they are known; a part of weight 0 was measured
       only.
+    - ``disk``: what the run takes by kind of file (``used``), and what is left; bytes.
+    - ``cost``: of attempts at the run's own stages since it began; None where nobody knows.
     - ``published``: checkpoints, by stage, with ``target``, ``card`` and ``step``.
     """
 
@@ -130,8 +118,8 @@ class RunReport:
     numbers: tuple[Row, ...] = ()
     changes: tuple[Row, ...] = ()
     examples: tuple[Row, ...] = ()
-    disk: DiskUse = field(default_factory=DiskUse)
-    cost: Cost = field(default_factory=Cost)
+    disk: Row = field(default_factory=lambda: NO_DISK)
+    cost: Row = field(default_factory=lambda: NO_COST)
     published: tuple[Row, ...] = ()
     overrides: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)

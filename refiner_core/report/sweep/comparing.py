@@ -60,9 +60,9 @@ def make_curves(evidence: Evidence) -> tuple[Row, ...]:
     """Curves by stage and metric, arms in the order of the sweep."""
     by_stage: dict[str, dict[str, dict[int, Training]]] = {}
     for trial in evidence.trials:
-        for stage in trial.trainings:
+        for name, stage in trial.trainings.items():
             training = evidence.trainings[stage]
-            arms = by_stage.setdefault(training.name, {})
+            arms = by_stage.setdefault(name, {})
             arms.setdefault(trial.row["arm"], {})[trial.row["seed"]] = training
     found = [
         (name, metric, arm, seeds)
@@ -70,7 +70,7 @@ def make_curves(evidence: Evidence) -> tuple[Row, ...]:
         if not _shared(arms)
         for metric in SHOWN
         for arm, seeds in arms.items()
-        if any(metric in t.metrics for t in seeds.values())
+        if any(metric in t for t in seeds.values())
     ]
     lines = sum(3 + len(seeds) for *_, seeds in found)
     most = min(_MOST, max(_FEWEST, _ALL_POINTS // max(1, lines)))
@@ -85,7 +85,7 @@ def _shared(arms: Mapping[str, Mapping[int, Training]]) -> bool:
 
 
 def _curve(stage: str, metric: str, arm: str, seeds: Mapping[int, Training], most: int) -> Row:
-    logged = {s: t.metrics[metric] for s, t in sorted(seeds.items()) if metric in t.metrics}
+    logged = {s: t[metric] for s, t in sorted(seeds.items()) if metric in t}
     steps = np.unique(np.concatenate([at for at, _ in logged.values()]))
     if len(steps) > most:
         steps = steps[np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))]
