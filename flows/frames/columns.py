@@ -41,6 +41,22 @@ class Column(NamedTuple):
     unit: str = ""
 
 
+#: What several frames have.
+_PROTOCOL = {
+    "protocol": Column("text", "fingerprint: only numbers of one protocol can be compared"),
+    "protocol_name": Column("text", "the same for people"),
+    "decoding": Column("text", "greedy or sampled"),
+}
+_ANSWER = {
+    "sample_index": Column("whole", "place among the samples of its prompt, from 0"),
+    "response_text": Column("text", "the answer"),
+    "finish_reason": Column("text", "stop, or length where it was cut"),
+    "status": Column("text", "scored, malformed (0 by rule) or unscored (the judge failed)"),
+}
+_ENDS = {
+    "low": Column("number", "lower end of its 95 % interval"),
+    "high": Column("number", "upper end of its 95 % interval"),
+}
 #: The columns of each frame that are always there, in order.
 TABLES: Mapping[str, Mapping[str, Column]] = {
     "stages": {
@@ -70,11 +86,8 @@ TABLES: Mapping[str, Mapping[str, Column]] = {
         "step": Column("whole", "training step that it was sampled for"),
         "sample_id": Column("text", "the prompt's id in the data stage's rl_train.parquet"),
         "prompt_index": Column("whole", "the prompt's row there"),
-        "sample_index": Column("whole", "place among the samples of its prompt, from 0"),
-        "response_text": Column("text", "the answer"),
+        **_ANSWER,
         "response_tokens": Column("whole", "length of the answer", "tokens"),
-        "finish_reason": Column("text", "stop, or length where it was cut"),
-        "status": Column("text", "scored, malformed (0 by rule) or unscored (the judge failed)"),
         "reward": Column("number", "total reward; missing where it is unscored"),
         "advantage": Column("number", "within its group; missing where it was not trained on"),
         "judgements_scored": Column("whole", "judgements that gave a score"),
@@ -86,25 +99,17 @@ TABLES: Mapping[str, Mapping[str, Column]] = {
     "samples": {
         "stage": Column("text", "name of the evaluate stage"),
         "model": Column("text", "the model that answered: base, sft, rft, grpo, …, random_copier"),
-        "protocol": Column("text", "fingerprint of how it was measured (of all but the reward)"),
-        "protocol_name": Column("text", "the same for people"),
-        "decoding": Column("text", "greedy or sampled"),
+        **_PROTOCOL,
         "sample_id": Column("text", "the prompt's id in the data stage's rl_test.parquet"),
-        "sample_index": Column("whole", "place among the samples of its prompt, from 0"),
-        "response_text": Column("text", "the answer"),
-        "finish_reason": Column("text", "stop, or length where it was cut"),
-        "status": Column("text", "scored, malformed (0 by rule) or unscored (the judge failed)"),
+        **_ANSWER,
     },
     "evaluations": {
         "stage": Column("text", "name of the evaluate stage"),
         "model": Column("text", "the model that was measured; random_copier is the floor"),
-        "protocol": Column("text", "fingerprint: only numbers of one protocol can be compared"),
-        "protocol_name": Column("text", "the same for people"),
-        "decoding": Column("text", "greedy or sampled"),
+        **_PROTOCOL,
         "metric": Column("text", "what was measured"),
         "value": Column("number", "the mean over prompts"),
-        "low": Column("number", "lower end of its 95 % interval"),
-        "high": Column("number", "upper end of its 95 % interval"),
+        **_ENDS,
         "n": Column("whole", "prompts behind it"),
         "interval": Column("text", "how the interval was made"),
         "under": Column("text", "the protocol file, empty for the recipe's own"),
@@ -144,20 +149,16 @@ TABLES: Mapping[str, Mapping[str, Column]] = {
     },
     "comparisons": {
         "model": Column("text", "the model that was measured"),
-        "protocol": Column("text", "fingerprint that all arms of a comparison share"),
-        "protocol_name": Column("text", "the same for people"),
-        "decoding": Column("text", "greedy or sampled"),
+        **_PROTOCOL,
         "metric": Column("text", "what was measured"),
         "primary": Column("yes_no", "whether this answers the sweep's question"),
         "higher_is_better": Column("yes_no", "missing where neither is, as of a length"),
         "arm": Column("text", "name of the arm"),
         "baseline": Column("yes_no", "whether this is the arm that others are compared with"),
         "value": Column("number", "mean over seeds and prompts"),
-        "low": Column("number", "lower end of its 95 % interval"),
-        "high": Column("number", "upper end of its 95 % interval"),
+        **_ENDS,
         "difference": Column("number", "arm minus baseline, paired over seeds and prompts"),
-        "difference_low": Column("number", "lower end of its 95 % interval"),
-        "difference_high": Column("number", "upper end of its 95 % interval"),
+        **{f"difference_{end}": column for end, column in _ENDS.items()},
         "p": Column("number", "two-sided p-value of the difference"),
         "p_adjusted": Column("number", "the same for all arms of this number together (Holm)"),
         "n": Column("whole", "prompts that entered"),

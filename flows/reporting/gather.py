@@ -33,13 +33,11 @@ from refiner_core.contract.records import SweepRecord, TrialRecord
 from refiner_core.evaluation.metrics import weighed
 from refiner_core.evaluation.results import load_results
 from refiner_core.report.sweep.comparing import SHOWN
-from refiner_core.report.sweep.document import Row, TrialRow
+from refiner_core.report.sweep.document import Row
 from refiner_core.report.sweep.evidence import (
     Evidence,
     Measured,
     PromptMeans,
-    Question,
-    RubricScores,
     Training,
     TrialEvidence,
 )
@@ -47,7 +45,7 @@ from refiner_core.report.sweep.evidence import (
 _EVALUATE = "evaluate-"
 _THREADS = 4
 #: What of a trial and of its use a report shows.
-_OF_STANDING = ("arm", "seed", "run", "state", "reason", "progress", "shared")
+_OF_STANDING = ("arm", "seed", "run", "state", "reason", "progress")
 _OF_USE = (
     *("seconds", "gpu_hours", "cpu_hours", "queue_seconds", "lost_seconds", "lost_steps"),
     *("attempts", "judge_calls"),
@@ -175,7 +173,7 @@ class _Read:
             row=self._row(trial, standing),
             stages=trial.stages,
             evaluations=tuple(i for i in planned.values() if i in self.evaluations),
-            trainings=tuple(trial.stages[n] for n in trained),
+            trainings={n: trial.stages[n] for n in trained},
             missing=tuple(n for n, i in planned.items() if i not in self.evaluations),
         )
 
@@ -188,24 +186,24 @@ class _Read:
             # The newest attempt's file tells the whole story.
             paths = self.workspace.layout.attempt(stage, numbers[-1])
             try:
-                self.trainings[stage] = read_training(name, paths.metrics)
+                self.trainings[stage] = read_training(paths.metrics)
             except WorkspaceError as error:
                 self.warnings.append(f"The curves of {name} ({stage}) are left out: {error}")
-                self.trainings[stage] = Training(name, {})
+                self.trainings[stage] = {}
             self.tracked[stage] = tracked_address(paths.tracker) or ""
-        return bool(self.trainings[stage].metrics)
+        return bool(self.trainings[stage])
 
-    def _row(self, trial: TrialRecord, standing: TrialStanding) -> TrialRow:
+    def _row(self, trial: TrialRecord, standing: TrialStanding) -> Row:
         published = trial.stages.get("publish")
         result = self.workspace.read_result(published) if published is not None else None
         target = str(result.report.get("target") or "") if result is not None else ""
         trained = (self.tracked.get(trial.stages.get(name, ""), "") for name in TRAINED[::-1])
-        return TrialRow(
+        return {
             **{name: getattr(standing, name) for name in _OF_STANDING},
             **{name: getattr(standing.use, name) for name in _OF_USE},
-            tracked=next(filter(None, trained), ""),
-            published=target,
-        )
+            **{"shared": standing.shared, "tracked": next(filter(None, trained), "")},
+            **{"card": "", "published": target},
+        }
 
     # ------------------------------------------------------------ texts
 
@@ -218,14 +216,14 @@ class _Read:
 
     def rubrics(
         self, measured: Measured, names: Sequence[tuple[str, str]] | None = None
-    ) -> RubricScores | None:
+    ) -> tuple[tuple[tuple[str, str], ...], Any] | None:
         """Credit per rubric."""
         try:
             return self.samples.rubrics(measured.samples, names)
         except DataError:
             return None
 
-    def questions(self, stage: str, prompts: Sequence[str]) -> dict[str, Question]:
+    def questions(self, stage: str, prompts: Sequence[str]) -> dict[str, dict[str, str]]:
         """From the prepared rows that the evaluation has read."""
         result = self.workspace.read_result(stage)
         if result is None:
@@ -242,18 +240,17 @@ def _only(means: PromptMeans, entries: Sequence[Mapping[str, Any]]) -> PromptMea
     return PromptMeans(means.prompts, tuple(means.metrics[i] for i in kept), means.values[kept])
 
 
-def read_training(name: str, path: Path) -> Training:
+def read_training(path: Path) -> Training:
     """The shown metrics of a ``metrics.jsonl``; a step's later line goes before an earlier one."""
     found: dict[str, dict[int, float]] = {}
     for step, metrics in read_metrics(path, SHOWN):
         for metric, value in metrics.items():
             if value is not None:
                 found.setdefault(metric, {})[step] = value
-    arrays = {
+    return {
         metric: (np.array([*points], np.int64), np.array([*points.values()], np.float64))
         for metric, points in found.items()
     }
-    return Training(name, arrays)
 
 
 def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tuple[Row, ...]:
@@ -287,7 +284,7 @@ def _mixed(
         found: dict[str, list[str]] = {}
         for trial in trials:
             for made in sorted({made_with[stage][place] for stage in trial.evaluations}):
-                found.setdefault(made, []).append(f"{trial.row.arm}/seed{trial.row.seed}")
+                found.setdefault(made, []).append("{}/seed{}".format(*trial.place))
         if len(found) < 2:
             continue
         few, many = min(found.values(), key=len), max(found.values(), key=len)

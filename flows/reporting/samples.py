@@ -25,7 +25,7 @@ from flows.stored import HELD_OUT, prompts_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import DataError
 from refiner_core.evaluation.metrics import metric_columns
-from refiner_core.report.sweep.evidence import PromptMeans, Question, RubricScores
+from refiner_core.report.sweep.evidence import PromptMeans
 
 #: A rubric that so many prompts share is shown by itself; others are one with those of their kind.
 _SHARED_BY = 5
@@ -65,7 +65,7 @@ class SamplesReader:
 
     def rubrics(
         self, path: Path, names: Sequence[tuple[str, str]] | None = None
-    ) -> RubricScores | None:
+    ) -> tuple[tuple[tuple[str, str], ...], Any] | None:
         """Credit per rubric and prompt; None where nothing was judged by rubrics.
 
         ``names`` are the rubrics wanted, as another evaluation has them; by default those that
@@ -87,7 +87,7 @@ class SamplesReader:
         whole = means.reindex(
             pd.MultiIndex.from_tuples(names), columns=sorted({*rows["sample_id"]})
         )
-        return RubricScores(tuple(names), whole.to_numpy())
+        return tuple(names), whole.to_numpy()
 
     def rows(self, path: Path, prompts: Sequence[str]) -> list[dict[str, Any]]:
         """First samples of these prompts, whole; of agents the first attempts."""
@@ -146,7 +146,7 @@ def credit_of(judgement: Mapping[str, Any]) -> float:
 
 def questions_of(
     workspace: Workspace, stage_id: str, attempt: int, prompts: Sequence[str], file: str = HELD_OUT
-) -> dict[str, Question]:
+) -> dict[str, dict[str, str]]:
     """Questions of these prompts, by the prepared rows that an attempt at a stage has read; nothing
     where those are gone: numbers and answers do without."""
     _, path = prompts_of(workspace, workspace.layout.attempt(stage_id, attempt), file)
@@ -159,5 +159,6 @@ def questions_of(
         return {}
     asked = table.filter(pc.field("sample_id").isin(list(prompts)))
     return {
-        row["sample_id"]: Question(row["question"], row["prompt_text"]) for row in asked.to_pylist()
+        row["sample_id"]: {"question": row["question"], "prompt": row["prompt_text"]}
+        for row in asked.to_pylist()
     }

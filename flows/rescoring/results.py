@@ -239,7 +239,6 @@ def _matrix(planned: Planned, scores: ScoresOf) -> dict[str, Any] | None:
         return None
     metric = planned.metric
     names = [s.name for s in planned.settings]
-    names.sort(key=lambda name: name != planned.baseline)  # it is what others differ from
     return make_matrix(
         metric,
         {p.name: p.rollouts for p in planned.policies},

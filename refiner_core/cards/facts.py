@@ -8,7 +8,6 @@ here, so that no table is built on them.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,8 @@ from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.records import Attempt
+from refiner_core.report.printing import MISSING as MISSING
+from refiner_core.report.printing import finite as finite
 
 _REQUIRED = ("stage", "protocol", "decoding", "metric", "n")
 #: Base of a model whose trainer has not said what it started from.
@@ -258,13 +259,6 @@ def file_digest(text: str) -> str:
     return text if _SHA256.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()
 
 
-def finite(value: Any) -> float | None:
-    """The number, or None for what is no finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
 def is_local(text: str) -> bool:
     """True if a configured name is a path of some machine and not a public name."""
     return text.startswith(("/", "~", "./", "../")) or "\\" in text
@@ -280,8 +274,6 @@ def is_hub_id(text: str | None) -> bool:
     return text is not None and not is_local(text) and _HUB_ID.fullmatch(text) is not None
 
 
-#: What stands where there is no number.
-MISSING = "—"
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
 #: What no card may hold: characters that end a line where no reader of the source sees one, turn
 #: the direction of text, or command a terminal.

@@ -36,6 +36,7 @@ from refiner_core.contract.kinds import KINDS, TRAINED, TRAINED_HERE, card_words
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.placement import sft_section
 from refiner_core.contract.planned import stage_changes
+from refiner_core.report.printing import clock
 
 _UNITS = ("gpu_hours", "core_hours")
 #: What stands for a line end within a line: the command of another trainer may have several.
@@ -131,7 +132,7 @@ class Sentences:
         known = [stage for stage in seconds if finite(seconds[stage]) is not None]
         place = {name: kind.order for name, kind in KINDS.items()}
         known.sort(key=lambda stage: (place.get(stage, sys.maxsize), stage))
-        return [(stage, duration(seconds[stage])) for stage in known]
+        return [(stage, clock(seconds[stage])) for stage in known]
 
     def _later_attempt(self, place: int) -> int | None:
         """Place of the next attempt at the same stage."""
@@ -190,15 +191,6 @@ def _moving_names(facts: CardFacts) -> list[str]:
 
 def _amount(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
-
-
-def duration(seconds: float) -> str:
-    """``2 h 02 min``, ``3 min 05 s``, ``4.1 s``."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 # ---------------------------------------------------------------- curves

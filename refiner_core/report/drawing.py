@@ -19,7 +19,6 @@ from typing import Any
 from refiner_core.report.printing import MINUS, duration, finite, moment, number
 from refiner_core.report.run.document import (
     UNDER_WAY,
-    AttemptRow,
     Row,
     StageRow,
 )
@@ -256,7 +255,7 @@ def timeline(stages: Sequence[StageRow], began_at: str, made_at: str) -> dict[st
     without bars, why nothing of it lies in this run."""
     own = [s for s in stages if not s.skipped]
     now = _time(made_at)
-    times = [t for s in own for a in s.attempts for t in (_time(a.began_at), _ended(a, now))]
+    times = [t for s in own for a in s.attempts for t in (_time(a["began_at"]), _ended(a, now))]
     known = [t for t in [_time(began_at) if times else None, *times] if t is not None]
     if not times or not known:
         return None
@@ -280,7 +279,7 @@ def _lane(
     bars, said = [], []
     before = None
     for attempt in stage.attempts[:MOST_BARS]:
-        began = _time(attempt.began_at)
+        began = _time(attempt["began_at"])
         if began is None:
             continue
         ended = _ended(attempt, last)
@@ -302,31 +301,32 @@ def _lane(
     return bars, label
 
 
-def _ended(attempt: AttemptRow, now: float | None) -> float | None:
+def _ended(attempt: Row, now: float | None) -> float | None:
     """End of an attempt; of one that is gone without a word, when it last showed that it lived."""
-    if attempt.ended_at:
-        return _time(attempt.ended_at)
+    if attempt["ended_at"]:
+        return _time(attempt["ended_at"])
     if kind_of(attempt) == "running":
         return now
-    began = _time(attempt.began_at)
-    return None if began is None else began + (attempt.seconds or 0.0)
+    began = _time(attempt["began_at"])
+    return None if began is None else began + (attempt["seconds"] or 0.0)
 
 
-def _attempt_said(attempt: AttemptRow) -> str:
-    step = f", to step {attempt.reached_step}" if attempt.reached_step is not None else ""
-    text = f" ({attempt.text[:160]})" if attempt.text else ""
-    word = attempt.outcome or UNDER_WAY
-    took = f" after {duration(attempt.seconds)}" if attempt.seconds is not None else ""
-    return f"attempt {attempt.number} from {moment(attempt.began_at)}: {word}{took}{step}{text}"
+def _attempt_said(attempt: Row) -> str:
+    step, seconds, text = attempt["reached_step"], attempt["seconds"], attempt["text"]
+    said = attempt["outcome"] or UNDER_WAY
+    said += "" if seconds is None else f" after {duration(seconds)}"
+    said += "" if step is None else f", to step {step}"
+    said += f" ({text[:160]})" if text else ""
+    return f"attempt {attempt['number']} from {moment(attempt['began_at'])}: {said}"
 
 
-def kind_of(attempt: AttemptRow) -> str:
+def kind_of(attempt: Row) -> str:
     """Manner in which an attempt is drawn: done, running, stop (it was ended from outside), bad."""
-    if not attempt.ended_at and attempt.outcome in ("", UNDER_WAY):
+    if not attempt["ended_at"] and attempt["outcome"] in ("", UNDER_WAY):
         return "running"
-    if attempt.outcome in ("done", "none", "finished"):
+    if attempt["outcome"] in ("done", "none", "finished"):
         return "done"
-    return "stop" if attempt.outcome in _FROM_OUTSIDE else "bad"
+    return "stop" if attempt["outcome"] in _FROM_OUTSIDE else "bad"
 
 
 def _time(text: str) -> float | None:

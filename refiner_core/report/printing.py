@@ -21,9 +21,10 @@ _MOST_DECIMALS = 6
 _SPECIAL = re.compile(r"([\\`*|~#]|\[(?=[^\]]*\][(\[])|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z]))")
 
 
-def finite(value: float | None) -> float | None:
-    """The number, or None for one that is none."""
-    return value if value is not None and math.isfinite(value) else None
+def finite(value: Any) -> float | None:
+    """The number, or None for what is no finite number."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if known else None
 
 
 def decimals_for(width: float | None, value: float | None = None) -> int:

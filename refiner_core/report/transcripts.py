@@ -59,7 +59,7 @@ def shown_example(prompt: str, answers: Sequence[Row], name: str, of: int) -> di
     return {"evidence": evidence.markup, "said": said, "left_out": left_out}
 
 
-def _shown(said: Row, evidence: Evidence) -> dict[str, Any]:
+def _shown(said: Row, evidence: _Evidence) -> dict[str, Any]:
     """An answer or an attempt as it is shown."""
     kept = said["judgements"][:MOST_JUDGEMENTS]
     claims: dict[Any, dict[str, Any]] = {}
@@ -87,7 +87,7 @@ def _shown(said: Row, evidence: Evidence) -> dict[str, Any]:
     }
 
 
-class Span(NamedTuple):
+class _Span(NamedTuple):
     """A piece of a text: in a snippet (``ids`` are those it names, perhaps none) or not (None);
     ``before`` and ``after`` are the snippet's own tags."""
 
@@ -97,7 +97,7 @@ class Span(NamedTuple):
     after: str = ""
 
 
-def spans(text: str, *, any_case: bool = False) -> Iterator[Span]:
+def spans(text: str, *, any_case: bool = False) -> Iterator[_Span]:
     """A text cut at its snippet tags, as an answer's claims are cut; put together again, the
     pieces are the text. A tag that is broken, that closes nothing or (but with ``any_case``, as
     prompts are read) is not in lower case is text."""
@@ -108,20 +108,20 @@ def spans(text: str, *, any_case: bool = False) -> Iterator[Span]:
             continue
         raw, inside = text[tag.start : tag.end], text[at : tag.start]
         if opened is not None:
-            yield Span(inside, *opened, raw if tag.closing else "")
+            yield _Span(inside, *opened, raw if tag.closing else "")
         elif tag.closing:
             continue
         elif inside:
-            yield Span(inside)
+            yield _Span(inside)
         opened = None if tag.closing else (read_attributes(tag.attributes).ids, raw)
         at = tag.end
     if opened is not None:
-        yield Span(text[at:], *opened)
+        yield _Span(text[at:], *opened)
     elif text[at:]:
-        yield Span(text[at:])
+        yield _Span(text[at:])
 
 
-def tagged(span: Span) -> Markup:
+def tagged(span: _Span) -> Markup:
     """A span with its tags, as they were written."""
     kind = Markup('<span class="tag">{}</span>')
     before, after = (kind.format(t) if t else Markup("") for t in (span.before, span.after))
@@ -145,7 +145,7 @@ _UNCITED = Markup(
 
 
 @dataclass(frozen=True)
-class Evidence:
+class _Evidence:
     """A prompt as it is shown: ``anchors`` are the elements of its snippets by id; ``known`` is
     every id that may be cited."""
 
@@ -154,7 +154,7 @@ class Evidence:
     known: frozenset[str]
 
 
-def evidence_of(prompt: str, answers: Iterable[str], name: str) -> Evidence:
+def evidence_of(prompt: str, answers: Iterable[str], name: str) -> _Evidence:
     """The prompt with its snippets marked, those that an answer cites more strongly; ``name``
     keeps anchors of prompts apart. A web page's opening tag may be cited too."""
     known = frozenset(parse_evidence(prompt).texts)
@@ -187,10 +187,10 @@ def evidence_of(prompt: str, answers: Iterable[str], name: str) -> Evidence:
             at = tag.end
         parts.append(escape(text[at:]))
     whole = Markup("").join([*parts, left_out(len(prompt) - MOST_OF_PROMPT)])
-    return Evidence(whole, anchors, known)
+    return _Evidence(whole, anchors, known)
 
 
-def answer_markup(text: str, evidence: Evidence) -> Markup:
+def answer_markup(text: str, evidence: _Evidence) -> Markup:
     """An answer with its claims numbered as its judgements number them."""
     shown, body = plain(text[:MOST_OF_ANSWER]), parse_answer(text).body
     start = end = 0
@@ -217,7 +217,7 @@ def _opens_answer(tag: Tag) -> bool:
     return tag.name == "answer" and not tag.closing and plainly
 
 
-def _claim(span: Span, evidence: Evidence, number: int) -> Markup:
+def _claim(span: _Span, evidence: _Evidence, number: int) -> Markup:
     ids = span.ids or ()
     anchors = list(dict.fromkeys(evidence.anchors[i] for i in ids if i in evidence.anchors))
     missing = [i for i in ids if i not in evidence.known]
@@ -253,23 +253,16 @@ _REFUSED = {
 }
 
 
-@dataclass(frozen=True)
-class Turn:
+def _said(who: str, label: str, text: str, trouble: str = "", again: str = "") -> Row:
     """One thing in a transcript. ``who`` is the user, the agent, a call or a tool, ``label`` its
-    name; ``trouble`` what was wrong with it; ``other`` is what was sampled beside it where a turn
-    was sampled twice, and ``other_label`` says which."""
-
-    who: str
-    label: str
-    text: str
-    trouble: str = ""
-    other: str = ""
-    other_label: str = ""
+    name; ``trouble`` what was wrong with it; ``again`` is what was sampled beside it where a turn
+    was sampled twice."""
+    return {"who": who, "label": label, "text": text, "trouble": trouble, "again": again}
 
 
 def conversation(episode: Mapping[str, Any]) -> dict[str, Any]:
     """An attempt as it is shown; ``left_out`` counts the messages that do not fit."""
-    everything = list(_said(episode))
+    everything = list(_everything(episode))
     ends = itertools.accumulate(map(_size, everything))
     fitting = [turn for turn, end in zip(everything, ends, strict=True) if end <= MOST_OF_EPISODE]
     kept = fitting or everything[:1]
@@ -287,13 +280,13 @@ def conversation(episode: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _size(said: Turn) -> int:
-    return min(len(said.text), MOST_OF_MESSAGE) + min(len(said.other), MOST_OF_MESSAGE)
+def _size(said: Row) -> int:
+    return sum(min(len(said[name]), MOST_OF_MESSAGE) for name in ("text", "again"))
 
 
 def size_of(episode: Mapping[str, Any]) -> int:
     """Characters that an attempt takes on a page, about."""
-    found = sum(_size(said) + 120 for said in _said(episode))
+    found = sum(_size(said) + 120 for said in _everything(episode))
     return min(found, MOST_OF_EPISODE) + 120 * len(episode.get("checks") or ())
 
 
@@ -311,7 +304,7 @@ def verdict_of(episode: Mapping[str, Any]) -> tuple[str, str]:
     return "failed", f"{failure}: {FAILURE_WORDS.get(str(failure), 'no reason is given')}{ended}"
 
 
-def _said(episode: Mapping[str, Any]) -> Iterator[Turn]:
+def _everything(episode: Mapping[str, Any]) -> Iterator[Row]:
     yield from _messages(episode.get("first_messages") or ())
     for place, turn in enumerate(episode.get("turns") or (), start=1):
         messages = turn.get("messages") or ()
@@ -319,31 +312,27 @@ def _said(episode: Mapping[str, Any]) -> Iterator[Turn]:
         yield from _messages(messages)
 
 
-def _messages(messages: Iterable[Sequence[str]]) -> Iterator[Turn]:
+def _messages(messages: Iterable[Sequence[str]]) -> Iterator[Row]:
     for role, content in messages:
         who = "user" if role == "user" else "tool"
-        yield Turn(who, who.capitalize(), content)
+        yield _said(who, who.capitalize(), content)
 
 
-def _turn(label: str, turn: Mapping[str, Any], answered_by: set[str]) -> Turn:
+def _turn(label: str, turn: Mapping[str, Any], answered_by: set[str]) -> Row:
     call = turn.get("call")
     if call is None:
-        other = str(turn.get("retried") or "")
-        told = "sampled once more, which was no call either" if other else ""
         status = str(turn.get("status") or "ok")
-        trouble = _TURN_WORDS.get(status, status)
-        return Turn("agent", label, str(turn.get("text")), trouble, other, told)
-    other = str(turn.get("repaired") or "")
-    told = "sampled again: what came first was no call" if other else ""
-    error = str(turn.get("tool_error") or "")
+        trouble, again = _TURN_WORDS.get(status, status), str(turn.get("retried") or "")
+        return _said("agent", label, str(turn.get("text")), trouble, again)
+    error, again = str(turn.get("tool_error") or ""), str(turn.get("repaired") or "")
     trouble = _REFUSED.get(error, error)
     name, arguments = str(call.get("name")), call.get("arguments") or {}
     spoken = next(iter(arguments.values()), None)
     if len(arguments) == 1 and isinstance(spoken, str) and spoken and answered_by == {"user"}:
         # A call that has nothing but words.
-        return Turn("agent", f"{label}, to the user ({name})", spoken, trouble, other, told)
+        return _said("agent", f"{label}, to the user ({name})", spoken, trouble, again)
     said = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
-    return Turn("call", label, f"{name}({said})", trouble, other, told)
+    return _said("call", label, f"{name}({said})", trouble, again)
 
 
 def attempts_of(answers: Iterable[Row]) -> list[int]:

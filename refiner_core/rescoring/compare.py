@@ -25,15 +25,13 @@ Rewards that differ by rounding alone are equal, as they are in training.
 
 Where two judges judged the same thing, their agreement is told by criterion (:func:`judges_agree`).
 Policies that were asked the same prompts make a judge x policy matrix (:func:`make_matrix`): a mean
-with an interval per cell, each setting's ranking of the policies, and the pairs of policies that
-two settings put in different orders, with paired differences.
+with an interval per cell, and each setting's ranking of the policies.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -45,7 +43,6 @@ from refiner_core.evaluation.statistics import (
     CONFIDENCE,
     Estimate,
     estimate,
-    paired_difference_over_seeds,
 )
 from refiner_core.judge_report.measures import agreement, plain
 from refiner_core.rescoring.rollouts import METRICS, Scores, StoredRollout, described, groups_of
@@ -300,14 +297,10 @@ def make_matrix(
     *,
     resamples: int = RESAMPLES,
 ) -> dict[str, Any]:
-    """The matrix of a metric. Settings stand in the order in which the first policy has them; the
-    first of them is the one whose ranking the others are compared with.
+    """The matrix of a metric. Settings stand in the order in which the first policy has them.
 
-    ``cells`` are by policy, then setting; ``ranks`` by setting, then policy, best first: 1 is the
-    best, and policies of one mean have one rank. ``reversals`` are pairs of policies that ``under``
-    puts in another order than ``than`` does, by their means, the first one ahead; the differences
-    are first policy minus second, paired on prompts that both have a value for. ``clear`` where the
-    one is above 0 and the other below with their whole intervals: more than luck.
+    ``cells`` are by policy, then setting, with their intervals; ``ranks`` by setting, then policy,
+    best first: 1 is the best, and policies of one mean have one rank.
 
     Parameters
     ----------
@@ -318,44 +311,17 @@ def make_matrix(
     values
         By policy and setting, one value per rollout; None where there is none.
     """
-    rows = {
-        (name, setting): [
-            {"sample_id": rollout.prompt.sample_id, "value": value}
-            for rollout, value in zip(policies[name], found, strict=True)
-        ]
-        for name, of_policy in values.items()
-        for setting, found in of_policy.items()
-    }
+    cells: dict[str, dict[str, Estimate | None]] = {}
+    for name, rollouts in policies.items():
+        prompts_in = [rollout.prompt.sample_id for rollout in rollouts]
+        for setting, found in values[name].items():
+            pairs = zip(prompts_in, found, strict=True)
+            rows = [{"sample_id": prompt, "value": value} for prompt, value in pairs]
+            cells.setdefault(name, {})[setting] = estimate(rows, "value", resamples=resamples)
     settings = list(next(iter(values.values())))
-    cells = {
-        name: {s: estimate(rows[name, s], "value", resamples=resamples) for s in settings}
-        for name in policies
-    }
     ranks = {s: _ranks({name: cells[name][s] for name in policies}) for s in settings}
-    than, *others = settings
-    reversals = []
-    for under in others:
-        for pair in combinations(ranks[than], 2):
-            if not _turned(pair, ranks[than], ranks[under]):
-                continue
-            before, after = (
-                paired_difference_over_seeds([rows[pair[0], s]], [rows[pair[1], s]], "value")
-                for s in (than, under)
-            )
-            ends = (before.low, after.high)
-            names = {"policies": pair, "than": than, "under": under}
-            both = {"difference_than": before, "difference_under": after}
-            clear = None not in ends and before.low > 0 > after.high  # type: ignore[operator]
-            reversals.append({**names, **both, "clear": clear})
     prompts = len(prompts_of(next(iter(policies.values()))))
-    found = {"metric": metric, "prompts": prompts, "cells": cells, "ranks": ranks}
-    return {**found, "reversals": reversals}
-
-
-def _turned(pair: tuple[str, str], one: Mapping[str, int], other: Mapping[str, int]) -> bool:
-    """True if both rankings have the two, in opposite orders."""
-    a, b = pair
-    return {a, b} <= other.keys() and (one[a] - one[b]) * (other[a] - other[b]) < 0
+    return {"metric": metric, "prompts": prompts, "cells": cells, "ranks": ranks}
 
 
 def _ranks(column: Mapping[str, Estimate | None]) -> dict[str, int]:

@@ -14,8 +14,6 @@ from refiner_core.report.printing import MISSING, Section, measured, piped, tabl
 
 #: Version of ``rescore.json``. Raised when an older reader would misread it.
 DOCUMENT_VERSION = 1
-#: So many changes of order that may be chance are told; the rest are counted.
-_BY_CHANCE = 3
 _COMPARISON = (
     *("setting", "rank correlation", "best changes", "sign changes", "no signal", "mean total"),
     "unscored",
@@ -47,7 +45,7 @@ def sections(document: Mapping[str, Any]) -> Iterator[Section]:
     if (matrix := document["matrix"]) is not None:
         title = f"Policies under each setting (mean {matrix['metric']})"
         header = ("policy", *matrix["ranks"])
-        yield Section(title, tuple(reversal_lines(matrix)), header, tuple(_matrix_rows(matrix)))
+        yield Section(title, (), header, tuple(_matrix_rows(matrix)))
     if document["judging"]:
         header = ("judge", *_COUNTED, "tokens", "cost")
         rows = tuple(map(_judging_row, document["judging"]))
@@ -107,27 +105,6 @@ def _matrix_rows(matrix: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     for policy, cells in matrix["cells"].items():
         ranks = {s: f"  #{r[policy]}" if policy in r else "" for s, r in matrix["ranks"].items()}
         yield (policy, *(measured(cells[s] or {}, MISSING) + rank for s, rank in ranks.items()))
-
-
-def reversal_lines(matrix: Mapping[str, Any]) -> list[str]:
-    """Pairs of policies that settings put in different orders, in sentences: what is clear first;
-    of what may be chance, the first few."""
-    if not matrix["reversals"]:
-        return ["All settings put the policies in the same order."]
-    found = sorted(matrix["reversals"], key=lambda one: not one["clear"])
-    clear = sum(one["clear"] for one in found)
-    lines = []
-    for one in found[: clear + _BY_CHANCE]:
-        first, second = one["policies"]
-        than, under = one["difference_than"]["value"], one["difference_under"]["value"]
-        luck = "both differences are clear" if one["clear"] else "not beyond chance"
-        lines.append(
-            f"{first} is ahead of {second} under {one['than']} ({than:+.3f}), behind under "
-            f"{one['under']} ({under:+.3f}): {luck}."
-        )
-    if (more := len(found) - clear - _BY_CHANCE) > 0:
-        lines.append(f"Changes that are not beyond chance: {more} more (rescore.json).")
-    return lines
 
 
 def fidelity_line(name: str, found: Mapping[str, Any]) -> str:

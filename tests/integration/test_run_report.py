@@ -19,8 +19,9 @@ from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import Outcome
 from refiner_core.report.drawing import kind_of, timeline
-from refiner_core.report.run.document import AttemptRow, Row, RunReport, StageRow
+from refiner_core.report.run.document import Row, RunReport, StageRow
 from tests.support.recorded_run import RecordedRun
+from tests.support.run_reports import attempt_row
 
 MODELS = "evaluate.models=[base,sft,grpo]"
 
@@ -109,9 +110,10 @@ def test_every_stage_stands_with_its_attempts_times_and_inputs(report: RunReport
     assert names[:3] == ["data", "sft", "grpo"]
     grpo = row_of(report, "grpo")
     assert grpo.inputs == ("data", "sft")
-    assert next((a.number, a.outcome, a.seconds) for a in grpo.attempts) == (1, "preempted", 30.0)
-    assert grpo.attempts[1].outcome == "done"
-    assert grpo.attempts[0].text == "the node was taken away"
+    first = grpo.attempts[0]
+    assert (first["number"], first["outcome"], first["seconds"]) == (1, "preempted", 30.0)
+    assert grpo.attempts[1]["outcome"] == "done"
+    assert grpo.attempts[0]["text"] == "the node was taken away"
     assert grpo.seconds is not None
     assert grpo.seconds >= 30.0
     assert grpo.output_bytes
@@ -133,7 +135,7 @@ def test_what_went_wrong_stands_with_how_it_ended(report: RunReport) -> None:
     (incident,) = report.incidents
     assert (incident["stage"], incident["resolved"]) == ("grpo", True)
     assert incident["text"].startswith("preempted")
-    assert report.cost.lost_steps == 3
+    assert report.cost["lost_steps"] == 3
 
 
 def test_curves_have_gaps_where_a_value_was_not_finite(report: RunReport) -> None:
@@ -193,12 +195,12 @@ def test_samples_of_the_last_step_are_shown_the_best_and_the_worst(report: RunRe
 
 def test_cost_counts_devices_money_and_the_judge(report: RunReport) -> None:
     grpo = row_of(report, "grpo")
-    assert report.cost.gpu_hours == pytest.approx((grpo.seconds or 0.0) * 2 / 3600)
-    assert report.cost.money == pytest.approx(2.5 * (report.cost.gpu_hours or 0.0))
-    assert report.cost.judge["asked"] == 40
-    assert report.disk.used["rollouts"] > 0
-    assert report.disk.reclaimed_bytes == 5000
-    assert report.disk.free_bytes
+    assert report.cost["gpu_hours"] == pytest.approx((grpo.seconds or 0.0) * 2 / 3600)
+    assert report.cost["money"] == pytest.approx(2.5 * (report.cost["gpu_hours"] or 0.0))
+    assert report.cost["judge"]["asked"] == 40
+    assert report.disk["used"]["rollouts"] > 0
+    assert report.disk["reclaimed_bytes"] == 5000
+    assert report.disk["free_bytes"]
 
 
 def test_settings_are_those_that_are_not_defaults_and_no_secrets(report: RunReport) -> None:
@@ -220,7 +222,7 @@ def test_what_was_there_before_says_who_made_it_and_costs_nothing(
     report = report_of_run(second.run.run, second.workspace.root)
     assert report.state == "done"
     assert all(row.skipped and row.made_by == finished.run.run for row in report.stages)
-    assert (report.cost.seconds, report.cost.judge, report.incidents) == (None, {}, ())
+    assert (report.cost["seconds"], report.cost["judge"], report.incidents) == (None, {}, ())
     assert report.numbers
     assert report.curves
     assert report.examples
@@ -232,15 +234,15 @@ def test_what_an_earlier_run_has_lost_is_no_cost_of_a_later_one(tmp_path: Path) 
     first.data()
     first.fail("sft", Outcome("preempted", "resume", "taken away", step=2), 1000.0)
     cost = report_of_run(first.run.run, first.workspace.root).cost
-    assert cost.seconds is not None
-    assert cost.seconds >= 1000.0
+    assert cost["seconds"] is not None
+    assert cost["seconds"] >= 1000.0
     time.sleep(1.1)  # ids of runs, and times of records, are told apart by it
     second = RecordedRun(first.workspace.root, "stages=[data,sft]")
     second.train("sft")
     report = report_of_run(second.run.run, second.workspace.root)
-    assert report.cost.seconds is not None
-    assert report.cost.seconds < 100.0
-    assert (report.cost.lost_seconds, report.cost.lost_steps) == (0.0, 0)
+    assert report.cost["seconds"] is not None
+    assert report.cost["seconds"] < 100.0
+    assert (report.cost["lost_seconds"], report.cost["lost_steps"]) == (0.0, 0)
     assert row_of(report, "sft").seconds == pytest.approx(1000.0, abs=100.0), "of all attempts"
 
 
@@ -256,14 +258,14 @@ def test_a_run_that_goes_on_says_how_far_it_is(tmp_path: Path) -> None:
     assert (report.state, report.ended_at) == ("running", "")
     assert report.state_text.startswith("2 of 3 stages done")
     (attempt,) = row_of(report, "grpo").attempts
-    assert (attempt.outcome, kind_of(attempt)) == ("under way", "running")
+    assert (attempt["outcome"], kind_of(attempt)) == ("under way", "running")
     assert [c["values"] for c in report.curves if c["metric"] == "scores"] == [(1.0, 2.0)]
     assert any("--watch" in command for command in report.next_commands)
     assert written.page.exists()
 
 
 def test_an_attempt_that_died_without_a_word_ends_when_it_was_last_seen() -> None:
-    gone = AttemptRow(1, "2026-03-01T10:00:00+00:00", "", 90.0, "killed")
+    gone = attempt_row(1, "2026-03-01T10:00:00+00:00", "", 90.0, "killed")
     row = StageRow("sft", "sft", "sft-0", "0", "killed", attempts=(gone,))
     drawn = timeline([row], "2026-03-01T09:59:00+00:00", "2026-03-08T10:00:00+00:00")
     assert kind_of(gone) == "bad"
@@ -309,7 +311,7 @@ def test_a_run_that_nobody_began_is_stopped_and_has_nothing(tmp_path: Path) -> N
     run = RecordedRun(tmp_path / "runs")
     report = report_of_run(run.run.run, run.workspace.root)
     assert report.state == "stopped"
-    assert (report.cost.seconds, report.numbers, report.examples) == (None, (), ())
+    assert (report.cost["seconds"], report.numbers, report.examples) == (None, (), ())
     assert "refiner resume" in report.next_commands[0]
 
 

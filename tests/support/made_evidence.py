@@ -15,7 +15,7 @@ import numpy as np
 
 from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.records import ArmRecord, SweepRecord, TrialRecord
-from refiner_core.report.sweep.document import TrialRow, TrialState
+from refiner_core.report.sweep.document import Row, TrialState
 from refiner_core.report.sweep.evidence import (
     Evidence,
     Measured,
@@ -31,6 +31,15 @@ PROTOCOL: dict[str, Any] = {
     "rubrics": {"source": "instance+static", "static": "v3"},
     "reward": None,
 }
+
+
+def trial_row(arm: str, seed: int, run: str, state: TrialState, **more: Any) -> Row:
+    """A trial as a report shows it, of which nothing more is known."""
+    unknown = dict.fromkeys(("gpu_hours", "cpu_hours", "queue_seconds", "judge_calls"))
+    nothing = {"seconds": 0.0, "lost_seconds": 0.0, "lost_steps": 0, "attempts": 0}
+    empty = dict.fromkeys(("reason", "progress", "tracked", "card", "published"), "")
+    named = {"arm": arm, "seed": seed, "run": run, "state": state, "shared": ()}
+    return {**named, **unknown, **nothing, **empty, **more}
 
 
 def prompt_names(count: int) -> tuple[str, ...]:
@@ -57,8 +66,6 @@ class MadeSweep:
         self.protocols: dict[str, Mapping[str, Any]] = {}
         self.evaluations: dict[str, tuple[Measured, ...]] = {}
         self.of_trial: dict[tuple[str, int], list[str]] = {}
-        self.trainings: dict[str, Any] = {}
-        self.trained: dict[tuple[str, int], list[str]] = {}
 
     def add(
         self,
@@ -115,7 +122,6 @@ class MadeSweep:
             trials=tuple(self._trial(*place) for place in trials),
             evaluations=self.evaluations,
             protocols=self.protocols,
-            trainings=self.trainings,
             stored=stored,
         )
 
@@ -123,10 +129,9 @@ class MadeSweep:
         state, reason = self.states.get((arm, seed), ("done", ""))
         found = self.of_trial.get((arm, seed), [])
         return TrialEvidence(
-            row=TrialRow(arm, seed, f"run-{arm}-{seed}", state, reason),
+            row=trial_row(arm, seed, f"run-{arm}-{seed}", state, reason=reason),
             stages=_stages(arm, seed),
             evaluations=tuple(found),
-            trainings=tuple(self.trained.get((arm, seed), ())),
             missing=() if found else ("evaluate-grpo",),
         )
 

@@ -12,10 +12,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from refiner_core.report.run.document import (
+    NO_COST,
+    NO_DISK,
     RUN_REPORT_VERSION,
-    AttemptRow,
-    Cost,
-    DiskUse,
     Row,
     RunReport,
     StageRow,
@@ -78,13 +77,15 @@ def full_report() -> RunReport:
         numbers=_numbers(),
         changes=_changes(),
         examples=_examples(),
-        disk=DiskUse(
+        disk=dict(
+            NO_DISK,
             used={"checkpoints": 41_200_000_000, "models": 16_400_000_000, "rollouts": 310_000_000,
                   "evaluations": 45_000_000, "logs": 1_900_000},
             free_bytes=212_000_000_000, limit_bytes=500_000_000_000, source="quota of /scratch",
             reclaimed_bytes=96_000_000_000,
         ),
-        cost=Cost(
+        cost=dict(
+            NO_COST,
             seconds=19_800, gpu_hours=41.5, cpu_hours=88.0, money=83.0, currency="EUR",
             lost_seconds=1_260, lost_steps=11,
             judge={"calls": 53_760, "prompt_tokens": 41_873_112, "cached_share": 0.18},
@@ -113,7 +114,7 @@ def running_report() -> RunReport:
         replace(s, state="waiting", attempts=(), seconds=None, reason="waits for grpo")
         if s.name in ("evaluate-grpo", "publish")
         else replace(s, state="running", step=52,
-                     attempts=(*s.attempts[:2], replace(s.attempts[2], ended_at="", outcome="")))
+                     attempts=(*s.attempts[:2], {**s.attempts[2], "ended_at": "", "outcome": ""}))
         if s.name == "grpo" else s
         for s in made.stages
     )  # fmt: skip
@@ -150,7 +151,8 @@ def hostile_report() -> RunReport:
                       float("nan"))  # fmt: skip
     stage = replace(
         made.stages[2], name=f"grpo{HOSTILE}", state=HOSTILE, reason=bad, made_by=HOSTILE,
-        attempts=(AttemptRow(1, _at(0), "not a time", None, HOSTILE, bad, HOSTILE, HOSTILE, bad),),
+        attempts=(attempt_row(1, _at(0), "not a time", None, HOSTILE, text=bad, node=HOSTILE,
+                              job_id=HOSTILE, log=bad),),
     )  # fmt: skip
     odd = number(HOSTILE, HOSTILE, bad, bad, HOSTILE, float("nan"), None, float("inf"), None)
     return replace(
@@ -160,7 +162,7 @@ def hostile_report() -> RunReport:
         numbers=(odd, *made.numbers), warnings=(bad,), settings={HOSTILE: bad, bad: [bad]},
         provenance={HOSTILE: {bad: [bad, {bad: 1}]}}, next_commands=(f"echo {bad}",),
         curves=(curve(HOSTILE, bad, (1, 2), (1.0, float("nan")), (2,)),),
-        disk=DiskUse({bad: 3}, source=bad), published=(published(bad, bad, bad),),
+        disk={**NO_DISK, "used": {bad: 3}, "source": bad}, published=(published(bad, bad, bad),),
         overrides=(bad,),
     )  # fmt: skip
 
@@ -180,7 +182,7 @@ def huge_report() -> RunReport:
     rng = random.Random(5)
     values = tuple(rng.random() if i % 977 else None for i in steps)
     curves = tuple(curve("grpo", f"metric/{i}", steps, values, (5_000,)) for i in range(30))
-    attempts = tuple(replace(made.stages[2].attempts[0], number=i) for i in range(1, 2_001))
+    attempts = tuple({**made.stages[2].attempts[0], "number": i} for i in range(1, 2_001))
     stages = (*made.stages[:2], replace(made.stages[2], attempts=attempts), *made.stages[3:])
     return replace(
         made, examples=examples, curves=curves, stages=stages, incidents=made.incidents * 2_000,
@@ -234,10 +236,19 @@ def _at(minutes: float) -> str:
     return (BEGAN + timedelta(minutes=minutes)).isoformat(timespec="milliseconds")
 
 
-def _attempt(number: int, start: float, end: float, outcome: str, **more: Any) -> AttemptRow:
+def attempt_row(
+    number: int, began_at: str, ended_at: str, seconds: float | None, outcome: str, **more: Any
+) -> Row:
+    """An attempt as a report shows it."""
+    times = {"number": number, "began_at": began_at, "ended_at": ended_at, "seconds": seconds}
+    empty = dict.fromkeys(("text", "node", "job_id", "log"), "")
+    return {**times, "outcome": outcome, **empty, "reached_step": None, **more}
+
+
+def _attempt(number: int, start: float, end: float, outcome: str, **more: Any) -> Row:
     log = f"{_WORKSPACE}/stages/grpo-7db9abc4f3ba/attempts/{number:04}/log.txt"
-    return AttemptRow(number, _at(start), _at(end), (end - start) * 60, outcome, node="n1",
-                      job_id=f"81{number}", log=log, **more)  # fmt: skip
+    return attempt_row(number, _at(start), _at(end), (end - start) * 60, outcome, node="n1",
+                       job_id=f"81{number}", log=log, **more)  # fmt: skip
 
 
 def _stages() -> tuple[StageRow, ...]:

@@ -18,9 +18,9 @@ from refiner_core.report.sweep.document import (
     Key,
     Row,
     SweepReport,
-    TrialRow,
     Verdict,
 )
+from tests.support.made_evidence import trial_row
 
 SETS = ("static", "mixed", "instance")
 WEIGHTS = ("0", "0.2")
@@ -193,7 +193,7 @@ def one_arm_report() -> SweepReport:
 def nothing_done_report() -> SweepReport:
     """A sweep that has just begun."""
     made = full_report()
-    trials = tuple(TrialRow(t.arm, t.seed, "", "waiting") for t in made.trials)
+    trials = tuple(trial_row(t["arm"], t["seed"], "", "waiting") for t in made.trials)
     return replace(
         made,
         state="running",
@@ -213,7 +213,7 @@ def running_report() -> SweepReport:
     """As :func:`full_report`, while half of it is still at work."""
     made = full_report()
     trials = tuple(
-        t if t.seed == 1 else replace(t, state="running", progress="grpo 12/80 rollouts")
+        t if t["seed"] == 1 else {**t, "state": "running", "progress": "grpo 12/80 rollouts"}
         for t in made.trials
     )
     return replace(made, state="running", trials=trials)
@@ -351,13 +351,13 @@ class _Made:
 
     # ------------------------------------------------------------ all else
 
-    def trials(self) -> tuple[TrialRow, ...]:
+    def trials(self) -> tuple[Row, ...]:
         rows = []
         for seed in self.seeds:
             for i, arm in enumerate(self.arms):
                 failed, gone = arm == self.failed, (arm, seed) == self.missing
                 rows.append(
-                    TrialRow(
+                    trial_row(
                         arm, seed, f"20261120-10{i % 60:02d}-{seed}",
                         "failed" if failed else "interrupted" if gone else "done",
                         reason="No room left on the disk." if failed else "cancelled by mb" if gone

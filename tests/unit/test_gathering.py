@@ -55,7 +55,7 @@ def test_a_report_is_made_from_records_alone(made: RecordedSweep) -> None:
     assert verdicts == {
         "base": None, "more": "better", "lenient": "judge moved", "gone": "missing"
     }  # fmt: skip
-    assert {t.state for t in report.trials} == {"done", "waiting"}
+    assert {t["state"] for t in report.trials} == {"done", "waiting"}
     assert report.state == "stopped"
     assert report.provenance["evaluations read"] == 16
     assert {c["arm"] for c in report.curves} == {"base", "more", "lenient"}

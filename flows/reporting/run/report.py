@@ -42,12 +42,13 @@ from infra.orchestrator.timeline import incidents_of
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import walk
+from refiner_core.contract.records import picked
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import total
 from refiner_core.report.run.document import (
+    NO_COST,
+    NO_DISK,
     RUN_REPORT_VERSION,
-    Cost,
-    DiskUse,
     Row,
     RunReport,
     StageRow,
@@ -132,7 +133,7 @@ _OF_JUDGE = (
 )
 
 
-def cost_of_run(reading: RunReading, rows: Sequence[StageRow]) -> Cost:
+def cost_of_run(reading: RunReading, rows: Sequence[StageRow]) -> Row:
     """Sums over the stages that this run has worked on, from when it began: what an earlier run
     has tried in vain at one of them was that run's cost."""
     began_at = reading.run.started_at
@@ -155,20 +156,18 @@ def cost_of_run(reading: RunReading, rows: Sequence[StageRow]) -> Cost:
         lost_steps += sum(i.lost_steps or 0 for i in since)
     price, hours = reading.config.publish.price_per_gpu_hour, sums["gpu_hours"]
     money = None if price is None or hours is None else price * hours
-    return Cost(
+    return {
+        **NO_COST,
         **sums,
-        money=money,
-        currency="" if money is None else reading.config.publish.currency,
-        lost_seconds=lost_seconds,
-        lost_steps=lost_steps,
-        judge=_judge_use(reading),
-    )
+        **{"money": money, "currency": "" if money is None else reading.config.publish.currency},
+        **{"lost_seconds": lost_seconds, "lost_steps": lost_steps, "judge": _judge_use(reading)},
+    }
 
 
 def _share(row: StageRow, began_at: str) -> float:
     """Share of a stage's work that was done since the run began."""
-    seconds = sum(a.seconds or 0.0 for a in row.attempts)
-    since = sum(a.seconds or 0.0 for a in row.attempts if a.began_at >= began_at)
+    seconds = sum(a["seconds"] or 0.0 for a in row.attempts)
+    since = sum(a["seconds"] or 0.0 for a in row.attempts if a["began_at"] >= began_at)
     return since / seconds if seconds else 1.0
 
 
@@ -186,7 +185,7 @@ def _judge_use(reading: RunReading) -> dict[str, float]:
 # ---------------------------------------------------------------- the disk
 
 
-def disk_of_run(reading: RunReading) -> DiskUse:
+def disk_of_run(reading: RunReading) -> Row:
     """Files in the folders of the run's stages by kind, and the room that is left."""
     used = reading.tried("What the run takes on the disk", _used, reading) or {}
     events = (e for e in reading.events if e.get("event") == "reclaimed")
@@ -194,9 +193,8 @@ def disk_of_run(reading: RunReading) -> DiskUse:
     room = reading.tried(
         "The room on the disk", lambda: DiskKeeper(reading.workspace, reading.config.disk).room()
     )
-    if room is None:
-        return DiskUse(used=used, reclaimed_bytes=reclaimed)
-    return DiskUse(used, room.free_bytes, room.limit_bytes, room.source, reclaimed)
+    left = {} if room is None else picked(room, "free_bytes", "limit_bytes", "source")
+    return {**NO_DISK, "used": used, **left, "reclaimed_bytes": reclaimed}
 
 
 def _used(reading: RunReading) -> dict[str, int]:

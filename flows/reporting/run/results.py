@@ -39,7 +39,6 @@ from refiner_core.report.drawing import kept_places
 from refiner_core.report.printing import finite
 from refiner_core.report.run.document import Row
 from refiner_core.report.sweep.comparing import SHOWN
-from refiner_core.report.sweep.evidence import Question
 from refiner_core.rewards.combine import F1_SHARE, FORMAT_SHARE, reward_terms
 
 
@@ -284,10 +283,10 @@ def _said(
         "text": "" if episode is not None else clip(str(row["response_text"]), MOST_OF_ANSWER),
         "status": str(row.get("status") or ""),
         "finish_reason": str(row.get("finish_reason") or ""),
-        "reward": _finite(row.get("reward")),
+        "reward": finite(row.get("reward")),
         "parts": tuple(parts),
         "judgements": tuple(clipped(j, MOST_OF_JUDGEMENT) for j in judgements),
-        "metrics": {k: _finite(v) for k, v in metrics.items()},
+        "metrics": {k: finite(v) for k, v in metrics.items()},
         "episode": episode,
         "failed": _failed(row, judgements, episode),
     }
@@ -315,7 +314,7 @@ def _parts(
     row: Mapping[str, Any], components: Mapping[str, float | None], reward: RewardConfig
 ) -> tuple[Row, ...]:
     """The terms of the reward, weighed as the total has them."""
-    total = _finite(row.get("reward"))
+    total = finite(row.get("reward"))
     if reward.non_stop_penalty and row.get("finish_reason") != "stop":
         value = reward.non_stop_penalty_value
         return (_part("did not stop", 1.0, value),)
@@ -338,11 +337,11 @@ def _episode_parts(
     parts = [_part("reward", components.get("reward"), 1.0 if counts else 0.0)]
     if components.get("partial") is not None:
         parts.append(_part("partial", components["partial"], alpha if counts else 0.0))
-    return _checked(parts, _finite(row.get("reward")))
+    return _checked(parts, finite(row.get("reward")))
 
 
 def _part(name: str, value: float | None, weight: float) -> Row:
-    value, weighs = _finite(value), _finite(weight)
+    value, weighs = finite(value), finite(weight)
     share = None if value is None or weighs is None else value * weighs
     return {"name": name, "value": value, "weight": weighs, "share": share}
 
@@ -353,11 +352,6 @@ def _checked(parts: Sequence[Row], total: float | None) -> tuple[Row, ...]:
     if total is not None and abs(shares - total) <= _NEAR * max(1.0, abs(total)):
         return tuple(parts)
     return tuple({**part, "weight": None, "share": None} for part in parts)
-
-
-def _finite(value: Any) -> float | None:
-    known = isinstance(value, int | float) and math.isfinite(value)
-    return float(value) if known else None
 
 
 # ---------------------------------------------------------------- long texts
@@ -453,10 +447,10 @@ def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[
     )
 
 
-def _example(asked: Mapping[str, Question], sample_id: str, **more: Any) -> Row:
-    question = asked.get(sample_id, Question("", ""))
-    prompt = clip(question.prompt, MOST_OF_PROMPT)
-    return {"sample_id": sample_id, "question": question.question, "prompt": prompt, **more}
+def _example(asked: Mapping[str, Row], sample_id: str, **more: Any) -> Row:
+    known = asked.get(sample_id) or {"question": "", "prompt": ""}
+    prompt = clip(known["prompt"], MOST_OF_PROMPT)
+    return {"sample_id": sample_id, "question": known["question"], "prompt": prompt, **more}
 
 
 def _sample_files(shown: Sequence[Evaluated]) -> list[str]:

@@ -32,7 +32,7 @@ from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.records import Attempt, RunRecord, StageResult, from_json
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import counted
-from refiner_core.report.run.document import UNDER_WAY, AttemptRow, Row, StageRow
+from refiner_core.report.run.document import UNDER_WAY, Row, StageRow
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -225,9 +225,7 @@ def _with_use(row: StageRow, use: Use, history: StageHistory) -> StageRow:
     )
 
 
-def _attempt(
-    reading: RunReading, history: StageHistory, attempt: Attempt, state: str
-) -> AttemptRow:
+def _attempt(reading: RunReading, history: StageHistory, attempt: Attempt, state: str) -> Row:
     """``state``: how the stage stands; says what became of an attempt without an outcome."""
     outcome = attempt.outcome
     seconds = attempt.seconds
@@ -238,18 +236,18 @@ def _attempt(
     result = history.record.result
     if (outcome is None or outcome.failure == "none") and result is not None:
         ended = "done" if attempt.number == result.attempt else ended
-    return AttemptRow(
-        number=attempt.number,
-        began_at=attempt.started_at or attempt.claimed_at,
-        ended_at=attempt.ended_at or "",
-        seconds=None if seconds is None else round(float(seconds), 1),
-        outcome=ended,
-        text="" if outcome is None else masked(first_line(outcome.message, _WORD)),
-        node=attempt.node,
-        job_id=attempt.job_id or "",
-        log=str(reading.workspace.layout.attempt(history.stage_id, attempt.number).log),
-        reached_step=last_step(history, attempt),
-    )
+    return {
+        "number": attempt.number,
+        "began_at": attempt.started_at or attempt.claimed_at,
+        "ended_at": attempt.ended_at or "",
+        "seconds": None if seconds is None else round(float(seconds), 1),
+        "outcome": ended,
+        "text": "" if outcome is None else masked(first_line(outcome.message, _WORD)),
+        "node": attempt.node,
+        "job_id": attempt.job_id or "",
+        "log": str(reading.workspace.layout.attempt(history.stage_id, attempt.number).log),
+        "reached_step": last_step(history, attempt),
+    }
 
 
 # ---------------------------------------------------------------- who made what was there
@@ -309,7 +307,8 @@ def standing_of(status: RunStatus | None, rows: Sequence[StageRow]) -> tuple[Run
     failed = [r for r in working if r.state in ("failed", "unreadable")]
     if failed:
         # A row's reason is cut to the width of a table; what its attempt has said is longer.
-        said = next((a.text for a in reversed(failed[0].attempts) if a.text), failed[0].reason)
+        told = [a["text"] for a in failed[0].attempts if a["text"]]
+        said = told[-1] if told else failed[0].reason
         names = ", ".join(r.name for r in failed)
         text = f"{names} failed: {said}" if said else f"{names} failed"
         return "failed", text if text.endswith((".", "…")) else f"{text}."
@@ -319,6 +318,6 @@ def standing_of(status: RunStatus | None, rows: Sequence[StageRow]) -> tuple[Run
 
 def last_event(reading: RunReading, rows: Sequence[StageRow]) -> str:
     """Time of the last thing that the run's records tell of."""
-    times = [a.ended_at for r in rows if not r.skipped for a in r.attempts]
+    times = [a["ended_at"] for r in rows if not r.skipped for a in r.attempts]
     times += [str(event.get("at") or "") for event in reading.events[-1:]]
     return max(filter(None, times), default="")

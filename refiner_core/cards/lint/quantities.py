@@ -193,7 +193,7 @@ Role = Literal["own", "base", ""]
 _UNEVEN = re.compile(r"fewer than (\d+) valid attempts", re.IGNORECASE)
 
 
-class Metric(NamedTuple):
+class _Metric(NamedTuple):
     """Measure behind a number. ``drawn`` is k of pass@k and pass^k; ``yes_no`` says that each case
     counts as 0 or 1, ``once`` that it was tried once."""
 
@@ -203,20 +203,20 @@ class Metric(NamedTuple):
     once: bool = False
 
 
-def metric_of(label: str) -> Metric | None:
+def metric_of(label: str) -> _Metric | None:
     """The metric that a label names; None where it names none that is known, or a difference."""
     if _CHANGE.search(label):
         return None
     if _FIRST.search(label):
-        return Metric("pass@1_first", yes_no=True, once=True)
+        return _Metric("pass@1_first", yes_no=True, once=True)
     if found := _PASS.search(label):
         k = min(int(found[2]), _MOST_TRIES)
-        return Metric(f"pass{found[1]}{k}", k, yes_no=True)
+        return _Metric(f"pass{found[1]}{k}", k, yes_no=True)
     if yes_no := _YES_NO.search(label):
         key = yes_no.group().lower()
-        return Metric("accuracy" if key == "acc" else key, yes_no=True)
+        return _Metric("accuracy" if key == "acc" else key, yes_no=True)
     if share := _SHARE.search(label):
-        return Metric(share.group().lower())
+        return _Metric(share.group().lower())
     return None
 
 
@@ -301,7 +301,7 @@ class Quantity:
         Number of cases and the line that says so; None where nobody does.
     """
 
-    metric: Metric
+    metric: _Metric
     name: frozenset[str]
     label: str
     figure: Figure

@@ -18,32 +18,16 @@ UNDER_WAY = "under way"
 
 
 @dataclass(frozen=True)
-class AttemptRow:
-    """One attempt at a stage. Times are the writers' own, ISO 8601 in UTC; seconds of work.
-
-    ``outcome`` is ``done``, a failure class, or :data:`UNDER_WAY`; of an attempt that nobody has
-    recorded an end of, and that is not at work either, how its stage stands (``killed``, …).
-    """
-
-    number: int
-    began_at: str
-    ended_at: str
-    seconds: float | None
-    outcome: str
-    text: str = ""
-    node: str = ""
-    job_id: str = ""
-    log: str = ""
-    reached_step: int | None = None
-
-
-@dataclass(frozen=True)
 class StageRow:
     """One stage of the run.
 
     ``state`` is that of ``refiner status``, or ``unreadable`` where its records are damaged, which
     ``reason`` then explains. ``skipped``: it was there before the run began, made by
     ``made_by``. ``seconds`` are of all its attempts. ``output_bytes`` is what its output takes.
+
+    Of each of ``attempts`` times are the writers' own, ISO 8601 in UTC, and ``seconds`` of work;
+    ``outcome`` is ``done``, a failure class, or :data:`UNDER_WAY`; of an attempt that nobody has
+    recorded an end of, and that is not at work either, how its stage stands (``killed``, …).
     """
 
     name: str
@@ -62,34 +46,20 @@ class StageRow:
     cpu_hours: float | None = None
     step: int | None = None
     total: int | None = None
-    attempts: tuple[AttemptRow, ...] = ()
+    attempts: tuple[Row, ...] = ()
     output: str = ""
     output_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class DiskUse:
-    """Disk that the run takes, by kind of file, and that is left. Bytes."""
-
-    used: Mapping[str, int] = field(default_factory=dict)
-    free_bytes: int | None = None
-    limit_bytes: int | None = None
-    source: str = ""
-    reclaimed_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Cost of attempts at the run's own stages since it began; None where nobody knows."""
-
-    seconds: float | None = None
-    gpu_hours: float | None = None
-    cpu_hours: float | None = None
-    money: float | None = None
-    currency: str = ""
-    lost_seconds: float = 0.0
-    lost_steps: int = 0
-    judge: Mapping[str, float] = field(default_factory=dict)
+#: Of a run whose disk, or whose work, nobody has looked at.
+NO_DISK: Row = {
+    **{"used": {}, "free_bytes": None, "limit_bytes": None},
+    **{"source": "", "reclaimed_bytes": 0},
+}
+NO_COST: Row = {
+    **dict.fromkeys(("seconds", "gpu_hours", "cpu_hours", "money")),
+    **{"currency": "", "lost_seconds": 0.0, "lost_steps": 0, "judge": {}},
+}
 
 
 @dataclass(frozen=True)
@@ -125,6 +95,8 @@ class RunReport:
       ``parts`` are those of its reward: the raw ``value``, the ``weight``, and the ``share`` that
       it added; shares add up to the reward, where they are known; a part of weight 0 was measured
       only.
+    - ``disk``: what the run takes by kind of file (``used``), and what is left; bytes.
+    - ``cost``: of attempts at the run's own stages since it began; None where nobody knows.
     - ``published``: checkpoints, by stage, with ``target``, ``card`` and ``step``.
     """
 
@@ -146,8 +118,8 @@ class RunReport:
     numbers: tuple[Row, ...] = ()
     changes: tuple[Row, ...] = ()
     examples: tuple[Row, ...] = ()
-    disk: DiskUse = field(default_factory=DiskUse)
-    cost: Cost = field(default_factory=Cost)
+    disk: Row = field(default_factory=lambda: NO_DISK)
+    cost: Row = field(default_factory=lambda: NO_COST)
     published: tuple[Row, ...] = ()
     overrides: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)

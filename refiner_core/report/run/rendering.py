@@ -91,21 +91,21 @@ def _change(row: Row | None) -> str:
 def cost_text(report: RunReport) -> str:
     """``5 min 24 s of work, 0.09 core-hours; 3 steps (12 s) done twice.``"""
     cost = report.cost
-    if cost.seconds is None:
+    if cost["seconds"] is None:
         return "Nothing has been worked on."
-    parts = [f"{duration(cost.seconds)} of work"]
-    if cost.gpu_hours:
-        parts.append(f"{hours(cost.gpu_hours)} GPU-hours")
-    elif cost.cpu_hours is not None:
-        parts.append(f"{hours(cost.cpu_hours)} core-hours")
-    if cost.money is not None:
-        parts.append(f"about {cost.money:,.2f} {cost.currency}")
-    if asked := cost.judge.get("asked"):
+    parts = [f"{duration(cost['seconds'])} of work"]
+    if cost["gpu_hours"]:
+        parts.append(f"{hours(cost['gpu_hours'])} GPU-hours")
+    elif cost["cpu_hours"] is not None:
+        parts.append(f"{hours(cost['cpu_hours'])} core-hours")
+    if cost["money"] is not None:
+        parts.append(f"about {cost['money']:,.2f} {cost['currency']}")
+    if asked := cost["judge"].get("asked"):
         parts.append(f"{counted(int(asked), 'judgement')}")
     text = ", ".join(parts)
-    if cost.lost_steps or cost.lost_seconds >= 1:
-        steps = f"{counted(cost.lost_steps, 'step')}, " if cost.lost_steps else ""
-        text += f"; done again: {steps}{duration(cost.lost_seconds)}"
+    if cost["lost_steps"] or cost["lost_seconds"] >= 1:
+        steps = f"{counted(cost['lost_steps'], 'step')}, " if cost["lost_steps"] else ""
+        text += f"; done again: {steps}{duration(cost['lost_seconds'])}"
     return text + "."
 
 

@@ -28,7 +28,7 @@ from refiner_core.evaluation.metrics import EPISODE_METRICS, METRICS
 from refiner_core.evaluation.statistics import two_way_means
 from refiner_core.report.printing import finite
 from refiner_core.report.sweep.document import Comparison, Row
-from refiner_core.report.sweep.evidence import Evidence, Group, Question, judge_and_rubrics
+from refiner_core.report.sweep.evidence import Evidence, Group, judge_and_rubrics
 from refiner_core.report.sweep.numbers import paired_layouts
 
 METRIC = "rubric_score"
@@ -115,8 +115,8 @@ def _trained_by(evidence: Evidence, model: str) -> dict[str, tuple[object, objec
     found: dict[str, tuple[object, object]] = {}
     for trial in evidence.trials:
         own = evidence.evaluations.get(trial.stages.get(f"evaluate-{model}", ""))
-        if own and trial.row.arm not in found:
-            found[trial.row.arm] = _asked(evidence.protocols.get(own[0].protocol, {}))
+        if own and trial.row["arm"] not in found:
+            found[trial.row["arm"]] = _asked(evidence.protocols.get(own[0].protocol, {}))
     return found
 
 
@@ -171,8 +171,8 @@ def make_rubrics(
             found = evidence.stored.rubrics(cell, names)
             if found is None:
                 continue
-            names = names or found.rubrics
-            by_arm.setdefault(arm, {})[seed] = found.values
+            names = names or found[0]
+            by_arm.setdefault(arm, {})[seed] = found[1]
     if names is None or baseline not in by_arm:
         return ()
     rows = [_rubric_row(name, i, by_arm, baseline) for i, name in enumerate(names)]
@@ -217,6 +217,8 @@ def _largest(row: Row) -> float:
 #: Flips of an arm, where arms are few, and of all arms together.
 _PER_ARM, _ALL = 10, 240
 _SHOWN_FLIPS, _SHOWN_AT_RANDOM, _SHOWN_ARMS = 8, 4, 12
+#: Of a prompt that is stored no more.
+_NONE: Row = {"question": "", "prompt": ""}
 #: A smaller change is none.
 _NO_CHANGE = 1e-9
 
@@ -243,10 +245,7 @@ def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Row, ...]
             agreed = {"seeds_agree": int(agree[place]), "seeds": len(changes)}
             found.append({"arm": arm, "sample_id": prompts[place], **change, **agreed})
     questions = _questions(evidence, group, [flip["sample_id"] for flip in found])
-    none = Question("", "")
-    return tuple(
-        {**flip, "question": questions.get(flip["sample_id"], none).question} for flip in found
-    )
+    return tuple({**f, "question": questions.get(f["sample_id"], _NONE)["question"]} for f in found)
 
 
 def _mean_at(group: Group, arm: str, seeds: Sequence[int], metric: str, place: int) -> float:
@@ -254,12 +253,12 @@ def _mean_at(group: Group, arm: str, seeds: Sequence[int], metric: str, place: i
     return float(np.mean([row[place] for row in rows if row is not None]))
 
 
-def _questions(evidence: Evidence, group: Group, prompts: Sequence[str]) -> dict[str, Question]:
+def _questions(evidence: Evidence, group: Group, prompts: Sequence[str]) -> dict[str, Row]:
     if evidence.stored is None or not prompts:
         return {}
     baseline = evidence.sweep.baseline
     cell = group.cells[baseline, group.seeds_of(baseline)[0]]
-    found: dict[str, Question] = evidence.stored.questions(cell.stage, list(dict.fromkeys(prompts)))
+    found: dict[str, Row] = evidence.stored.questions(cell.stage, list(dict.fromkeys(prompts)))
     return found
 
 
@@ -284,9 +283,8 @@ def make_side_by_side(evidence: Evidence, group: Group, flips: Sequence[Row]) ->
         for row in evidence.stored.answers(cell, prompts):
             if row["sample_id"] in answers:
                 answers[row["sample_id"]].append(_answer(arm, seed, row))
-    none = Question("", "")
     return tuple(
-        {"sample_id": p, **questions.get(p, none)._asdict(), "answers": found}
+        {"sample_id": p, **questions.get(p, _NONE), "answers": found}
         for p, found in answers.items()
         if found
     )

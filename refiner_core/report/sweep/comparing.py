@@ -60,17 +60,17 @@ def make_curves(evidence: Evidence) -> tuple[Row, ...]:
     """Curves by stage and metric, arms in the order of the sweep."""
     by_stage: dict[str, dict[str, dict[int, Training]]] = {}
     for trial in evidence.trials:
-        for stage in trial.trainings:
+        for name, stage in trial.trainings.items():
             training = evidence.trainings[stage]
-            arms = by_stage.setdefault(training.name, {})
-            arms.setdefault(trial.row.arm, {})[trial.row.seed] = training
+            arms = by_stage.setdefault(name, {})
+            arms.setdefault(trial.row["arm"], {})[trial.row["seed"]] = training
     found = [
         (name, metric, arm, seeds)
         for name, arms in by_stage.items()
         if not _shared(arms)
         for metric in SHOWN
         for arm, seeds in arms.items()
-        if any(metric in t.metrics for t in seeds.values())
+        if any(metric in t for t in seeds.values())
     ]
     lines = sum(3 + len(seeds) for *_, seeds in found)
     most = min(_MOST, max(_FEWEST, _ALL_POINTS // max(1, lines)))
@@ -85,7 +85,7 @@ def _shared(arms: Mapping[str, Mapping[int, Training]]) -> bool:
 
 
 def _curve(stage: str, metric: str, arm: str, seeds: Mapping[int, Training], most: int) -> Row:
-    logged = {s: t.metrics[metric] for s, t in sorted(seeds.items()) if metric in t.metrics}
+    logged = {s: t[metric] for s, t in sorted(seeds.items()) if metric in t}
     steps = np.unique(np.concatenate([at for at, _ in logged.values()]))
     if len(steps) > most:
         steps = steps[np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))]
@@ -287,20 +287,20 @@ def _setting(
     absent = {
         trial.place: _why_absent(trial, group)
         for trial in evidence.trials
-        if trial.row.arm in shown and trial.place not in group.cells
+        if trial.row["arm"] in shown and trial.place not in group.cells
     }
     return Setting(sweep.baseline, arms, sweep.seeds, absent), missing
 
 
 def _why_absent(trial: TrialEvidence, group: Group) -> str:
     row = trial.row
-    if row.state == "done" and not trial.missing:
+    if row["state"] == "done" and not trial.missing:
         return "it was not measured in this way"
     names = [name for name in trial.missing if f"-{group.model}" in name]
-    if row.state == "done":  # so every stage is, and what there is of them could not be read
+    if row["state"] == "done":  # so every stage is, and what there is of them could not be read
         return f"{names[0] if names else 'its evaluation'} is left out: see the warnings"
     what = f"{names[0]} is not done" if names else "it is not done"
-    return f"{what}, the trial is {row.state}" + (f" ({row.reason})" if row.reason else "")
+    return f"{what}, the trial is {row['state']}" + (f" ({row['reason']})" if row["reason"] else "")
 
 
 def _warnings(evidence: Evidence, groups: Sequence[Group]) -> list[str]:
@@ -311,9 +311,10 @@ def _warnings(evidence: Evidence, groups: Sequence[Group]) -> list[str]:
             "at least three seeds."
         )
     for trial in evidence.trials:
-        if trial.row.state == "failed":
-            why = f": {trial.row.reason}" if trial.row.reason else ""
-            found.append(f"{trial.row.arm}, seed {trial.row.seed}, has failed{why}.")
+        row = trial.row
+        if row["state"] == "failed":
+            why = f": {row['reason']}" if row["reason"] else ""
+            found.append(f"{row['arm']}, seed {row['seed']}, has failed{why}.")
     last = _last_model(evidence, groups)
     own = [g for g in groups if g.model == last and not g.reward]
     arms = {a for g in own for a in g.arms}

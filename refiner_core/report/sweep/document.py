@@ -78,35 +78,6 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class TrialRow:
-    """One trial: its state, and what it has cost.
-
-    Seconds are of work of its own stages; a stage that trials share is counted with the first of
-    them (``shared`` names these). ``lost_seconds`` and ``lost_steps`` had to be done again;
-    ``queue_seconds`` were waited in the scheduler's queue. None: nobody knows.
-    """
-
-    arm: str
-    seed: int
-    run: str
-    state: TrialState
-    reason: str = ""
-    progress: str = ""
-    seconds: float = 0.0
-    gpu_hours: float | None = None
-    cpu_hours: float | None = None
-    queue_seconds: float | None = None
-    lost_seconds: float = 0.0
-    lost_steps: int = 0
-    attempts: int = 0
-    judge_calls: int | None = None
-    shared: tuple[str, ...] = ()
-    tracked: str = ""
-    card: str = ""
-    published: str = ""
-
-
-@dataclass(frozen=True)
 class SweepReport:
     """Everything about a sweep at one moment.
 
@@ -117,6 +88,10 @@ class SweepReport:
 
     Rows that are only shown are mappings, as ``report.json`` has them:
 
+    - ``trials``: the ``state`` of a trial, and what it has cost. Seconds are of work of its own
+      stages; a stage that trials share is counted with the first of them (``shared`` names these).
+      ``lost_seconds`` and ``lost_steps`` had to be done again; ``queue_seconds`` were waited in the
+      scheduler's queue. None: nobody knows.
     - ``curves``: a ``metric`` of a training ``stage`` over ``steps``, per arm: the mean over seeds
       and the band of all seeds, which is their range and no interval. ``steps``, ``mean``, ``low``
       and ``high`` have one length; ``by_seed`` maps a seed to values at these steps (None where it
@@ -152,7 +127,7 @@ class SweepReport:
     seeds: tuple[int, ...]
     factors: Mapping[str, tuple[str, ...]]
     arm_levels: Mapping[str, Mapping[str, str]]
-    trials: tuple[TrialRow, ...]
+    trials: tuple[Row, ...]
     comparisons: tuple[Comparison, ...]
     curves: tuple[Row, ...] = ()
     matrix: tuple[Row, ...] = ()

@@ -26,7 +26,7 @@ from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.records import SweepRecord
 from refiner_core.evaluation.metric_names import domain_of, of_domain
 from refiner_core.evaluation.metrics import in_order, of_tasks, weighed
-from refiner_core.report.sweep.document import Row, TrialRow
+from refiner_core.report.sweep.document import Row
 
 Floats = npt.NDArray[np.float64]
 
@@ -96,49 +96,28 @@ class Measured:
     episodes: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Training:
-    """Log of a training stage: metric -> (steps, values), steps ascending."""
-
-    name: str
-    metrics: Mapping[str, tuple[npt.NDArray[np.int64], Floats]]
+#: Log of a training stage: metric -> (steps, values), steps ascending.
+Training = Mapping[str, tuple[npt.NDArray[np.int64], Floats]]
 
 
 @dataclass(frozen=True)
 class TrialEvidence:
-    """One trial: how it stands, and ids of its evaluations and training stages that are there.
+    """One trial: how it stands, and ids of its evaluations and (by name) training stages that are
+    there.
 
     ``missing`` names evaluations that are planned and not done.
     """
 
-    row: TrialRow
+    row: Row
     stages: Mapping[str, str]
     evaluations: tuple[str, ...] = ()
-    trainings: tuple[str, ...] = ()
+    trainings: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
 
     @property
     def place(self) -> tuple[str, int]:
         """Arm and seed."""
-        return self.row.arm, self.row.seed
-
-
-class RubricScores(NamedTuple):
-    """Credit per rubric and prompt, [rubrics, prompts]; NaN where it was not judged.
-
-    Credit is the score of a positive rubric and 1 - score of a negative one. ``rubrics`` are
-    (title, kind), where kind is the source and the polarity: ``static-v3, negative``.
-    """
-
-    rubrics: tuple[tuple[str, str], ...]
-    values: Floats
-
-
-class Question(NamedTuple):
-    """Question of a prompt, and the whole of it."""
-
-    question: str
-    prompt: str
+        return self.row["arm"], self.row["seed"]
 
 
 @dataclass(frozen=True)

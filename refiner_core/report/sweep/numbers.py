@@ -124,7 +124,7 @@ BySeed = Mapping[int, tuple[float | None, int]]
 
 
 @dataclass
-class Side:
+class _Side:
     """One arm of a comparison, as it is put together."""
 
     arm: str
@@ -161,7 +161,7 @@ _MANY_EXCLUDED = 0.2
 _NOTHING: Any = Difference(None, None, None, 0, 0, 0, None, "none")  # type: ignore[arg-type]
 
 
-def said_number(side: Side, base: Side | None, metric: str, setting: Setting) -> ArmNumber:
+def said_number(side: _Side, base: _Side | None, metric: str, setting: Setting) -> ArmNumber:
     """One arm's row."""
     mean, found = side.mean or _NOTHING, side.found or _NOTHING
     basis = side.found or mean
@@ -186,7 +186,7 @@ def said_number(side: Side, base: Side | None, metric: str, setting: Setting) ->
     )
 
 
-def _verdict(side: Side, base: Side | None, metric: str) -> Verdict | None:
+def _verdict(side: _Side, base: _Side | None, metric: str) -> Verdict | None:
     if side.refused:
         return "not comparable"
     if side.mean is None:
@@ -208,7 +208,7 @@ def _verdict(side: Side, base: Side | None, metric: str) -> Verdict | None:
     return "better" if (found.value > 0) == good else "worse"
 
 
-def _points(side: Side, setting: Setting) -> tuple[Row, ...]:
+def _points(side: _Side, setting: Setting) -> tuple[Row, ...]:
     nothing = (None, 0)
     points = []
     for seed in setting.seeds:
@@ -219,7 +219,7 @@ def _points(side: Side, setting: Setting) -> tuple[Row, ...]:
     return tuple(points)
 
 
-def _notes(side: Side, base: Side | None, setting: Setting, is_base: bool) -> list[str]:
+def _notes(side: _Side, base: _Side | None, setting: Setting, is_base: bool) -> list[str]:
     notes = [side.refused] if side.refused else []
     notes += [
         f"seed {seed} is missing: {setting.absent[side.arm, seed]}"
@@ -242,7 +242,7 @@ def _notes(side: Side, base: Side | None, setting: Setting, is_base: bool) -> li
     return notes + _of_few(side) + _of_drift(side.drift, agents=side.agents)
 
 
-def _of_few(side: Side) -> list[str]:
+def _of_few(side: _Side) -> list[str]:
     found = side.found
     if found is None:
         return []
@@ -283,7 +283,7 @@ def _seeds(seeds: Sequence[int]) -> str:
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
-def said_warnings(base: Side | None, sides: Sequence[Side], setting: Setting) -> tuple[str, ...]:
+def said_warnings(base: _Side | None, sides: Sequence[_Side], setting: Setting) -> tuple[str, ...]:
     """Warnings that hold of the whole comparison."""
     found = []
     if base is None and sides:
@@ -320,7 +320,7 @@ def _compare(
     if base is not None:
         _differences(group, metric, base, sides)
         _adjust(sides)
-    everybody = [*sides, *(Side(arm, absent=True) for arm in missing)]
+    everybody = [*sides, *(_Side(arm, absent=True) for arm in missing)]
     numbers = [said_number(side, base, metric, setting) for side in everybody]
     order = {arm: i for i, arm in enumerate(setting.arms)}
     return Comparison(
@@ -345,13 +345,13 @@ def paired_layouts(group: Group, metric: str, baseline: str) -> dict[str, Floats
 # ---------------------------------------------------------------- what there is
 
 
-def _sides(group: Group, metric: str, baseline: str) -> list[Side]:
+def _sides(group: Group, metric: str, baseline: str) -> list[_Side]:
     """Arms of the group with their values; those that were asked other prompts are refused."""
     first = baseline if baseline in group.arms else group.arms[0]
     asked = group.cells[first, group.seeds_of(first)[0]].means.prompts
     sides = []
     for arm in group.arms:
-        side = Side(arm, group.seeds_of(arm), agents=group.agents)
+        side = _Side(arm, group.seeds_of(arm), agents=group.agents)
         refusals = (_other_prompts(group, (arm, seed), asked, first) for seed in side.seeds)
         side.refused = next(filter(None, refusals), "")
         rows = {
@@ -366,7 +366,7 @@ def _sides(group: Group, metric: str, baseline: str) -> list[Side]:
     return sides
 
 
-def _base(sides: Sequence[Side], baseline: str) -> Side | None:
+def _base(sides: Sequence[_Side], baseline: str) -> _Side | None:
     """The baseline, if it has values on one set of prompts."""
     fitting = (s for s in sides if s.arm == baseline and not s.refused)
     return next((s for s in fitting if s.values is not None), None)
@@ -391,7 +391,7 @@ def _other_prompts(group: Group, place: tuple[str, int], asked: tuple[str, ...],
 # ---------------------------------------------------------------- estimates
 
 
-def _means(sides: Sequence[Side], metric: str) -> None:
+def _means(sides: Sequence[_Side], metric: str) -> None:
     """The mean of each arm over its seeds and prompts."""
     for together, stacked in _stacked(sides, "values"):
         found = zip(together, two_way_means(stacked), _by_seed(stacked), strict=True)
@@ -424,7 +424,7 @@ def _bounded(found: Difference, metric: str) -> Difference:
     return found._replace(low=max(0.0, found.low), high=min(1.0, found.high))
 
 
-def _differences(group: Group, metric: str, base: Side, sides: Sequence[Side]) -> None:
+def _differences(group: Group, metric: str, base: _Side, sides: Sequence[_Side]) -> None:
     """Paired differences to the baseline over the seeds that both have, and what the reference says
     of them."""
     for together, stacked in _stacked(_pair(base, sides), "differences"):
@@ -436,7 +436,7 @@ def _differences(group: Group, metric: str, base: Side, sides: Sequence[Side]) -
             _look_at_reference(group, metric, base, side)
 
 
-def _pair(base: Side, sides: Sequence[Side]) -> list[Side]:
+def _pair(base: _Side, sides: Sequence[_Side]) -> list[_Side]:
     """Put arm minus baseline into the sides that can be compared; these."""
     at = {seed: i for i, seed in enumerate(base.seeds)}
     ready = []
@@ -451,7 +451,7 @@ def _pair(base: Side, sides: Sequence[Side]) -> list[Side]:
     return ready
 
 
-def _one_against_one(group: Group, metric: str, side: Side) -> None:
+def _one_against_one(group: Group, metric: str, side: _Side) -> None:
     """Of a yes or no with one sample per prompt and one seed, McNemar's exact test."""
     single = is_yes_no(metric) and once_per_prompt(metric, group.decoding)
     if len(side.shared) != 1 or not single or side.found is None or side.differences is None:
@@ -461,7 +461,7 @@ def _one_against_one(group: Group, metric: str, side: Side) -> None:
     side.found = side.found._replace(p_value=p_value, interval="t over prompts, p by McNemar")
 
 
-def _look_at_reference(group: Group, metric: str, base: Side, side: Side) -> None:
+def _look_at_reference(group: Group, metric: str, base: _Side, side: _Side) -> None:
     if base_of(metric) in ("judge_failed", "episode_error"):  # an outage is nobody's opinion
         return
     assert side.differences is not None, "it is compared"
@@ -486,10 +486,10 @@ def _shift(one: PromptMeans | None, other: PromptMeans | None, metric: str) -> F
     return None if a is None or b is None else a - b
 
 
-def _stacked(sides: Sequence[Side], name: str) -> Iterator[tuple[list[Side], Floats]]:
+def _stacked(sides: Sequence[_Side], name: str) -> Iterator[tuple[list[_Side], Floats]]:
     """Sides whose ``values`` or ``differences`` have one shape, with these [sides, seeds,
     prompts]."""
-    found: dict[tuple[int, ...], list[Side]] = {}
+    found: dict[tuple[int, ...], list[_Side]] = {}
     for side in sides:
         if getattr(side, name) is not None:
             found.setdefault(getattr(side, name).shape, []).append(side)
@@ -497,7 +497,7 @@ def _stacked(sides: Sequence[Side], name: str) -> Iterator[tuple[list[Side], Flo
         yield together, np.stack([getattr(side, name) for side in together])
 
 
-def _adjust(sides: Sequence[Side]) -> None:
+def _adjust(sides: Sequence[_Side]) -> None:
     """Holm over the arms that were compared."""
     tested = [s for s in sides if s.found is not None and s.found.p_value is not None]
     raw = [s.found.p_value for s in tested if s.found is not None and s.found.p_value is not None]

@@ -87,7 +87,7 @@ def number_rows(report: SweepReport) -> list[dict[str, Any]]:
 def trial_rows(report: SweepReport) -> list[dict[str, Any]]:
     """One row per trial, by name."""
     return [
-        {k: " ".join(v) if isinstance(v, tuple) else _known(v) for k, v in vars(trial).items()}
+        {k: " ".join(v) if isinstance(v, tuple) else _known(v) for k, v in trial.items()}
         for trial in report.trials
     ]
 

@@ -26,7 +26,7 @@ from refiner_core.report.printing import (
     total,
     with_interval,
 )
-from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, SweepReport, TrialRow
+from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, Row, SweepReport
 
 _NAMED = 3
 _STATES = ("done", "running", "waiting", "held", "failed", "interrupted")
@@ -156,32 +156,32 @@ def listed(names: Sequence[str], most: int = 6) -> str:
 
 def state_text(report: SweepReport) -> str:
     """``18 trials: 12 done, 4 running, 2 failed.``"""
-    found = Counter[str](t.state for t in report.trials)
+    found = Counter[str](t["state"] for t in report.trials)
     parts = [f"{found[state]} {state}" for state in _STATES if found[state]]
     return f"{counted(len(report.trials), 'trial')}: {', '.join(parts) or 'none begun'}."
 
 
-def cost_of(arm: str, trials: Sequence[TrialRow]) -> dict[str, Any]:
+def cost_of(arm: str, trials: Sequence[Row]) -> dict[str, Any]:
     """The sum over an arm's trials; ``unknown`` counts those of which hours are not known. None:
     nobody knows it of any of them."""
-    begun = [t for t in trials if t.state != "waiting"]
+    begun = [t for t in trials if t["state"] != "waiting"]
     partly = ("gpu_hours", "cpu_hours", "queue_seconds", "judge_calls")
     always = ("lost_seconds", "lost_steps", "attempts")
     return {
         "arm": arm,
         "trials": len(trials),
-        "done": sum(t.state == "done" for t in trials),
-        "unknown": sum(t.gpu_hours is None and t.cpu_hours is None for t in begun),
-        **{name: total(getattr(t, name) for t in trials) for name in partly},
-        **{name: sum(getattr(t, name) for t in trials) for name in always},
+        "done": sum(t["state"] == "done" for t in trials),
+        "unknown": sum(t["gpu_hours"] is None and t["cpu_hours"] is None for t in begun),
+        **{name: total(t[name] for t in trials) for name in partly},
+        **{name: sum(t[name] for t in trials) for name in always},
     }
 
 
 def costs(report: SweepReport) -> list[dict[str, Any]]:
     """One per arm, in the arms' order."""
-    by_arm: dict[str, list[TrialRow]] = {arm: [] for arm in report.arms}
+    by_arm: dict[str, list[Row]] = {arm: [] for arm in report.arms}
     for trial in report.trials:
-        by_arm.setdefault(trial.arm, []).append(trial)
+        by_arm.setdefault(trial["arm"], []).append(trial)
     return [cost_of(arm, trials) for arm, trials in by_arm.items()]
 
 
