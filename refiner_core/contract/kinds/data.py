@@ -2,7 +2,7 @@
 
 from refiner_core.contract.kinds.kind import ENVIRONMENT_DATA, TOKENIZER, Kind
 
-KIND = Kind(
+DATA = Kind(
     "data",
     order=10,
     run="flows.stages.data:run_data",
