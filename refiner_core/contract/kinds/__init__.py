@@ -1,6 +1,7 @@
 """Kinds of stages.
 
-In: the modules of this package, each with some :class:`~refiner_core.contract.kinds.kind.Kind`.
+In: the modules of this package; ``KINDS`` of each has some
+:class:`~refiner_core.contract.kinds.kind.Kind`.
 Out: :data:`KINDS`, by name, in the order of work. Whoever wants to know something of a kind asks
 it; nobody lists kinds. A new one is a module here (or a value in one), its section in
 :class:`~refiner_core.contract.config.RecipeConfig`, and its function in ``flows/stages``.
@@ -33,7 +34,7 @@ def _found() -> dict[str, Kind]:
     modules = (
         importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
     )
-    kinds = [v for module in modules for v in vars(module).values() if isinstance(v, Kind)]
+    kinds = [kind for module in modules for kind in getattr(module, "KINDS", ())]
     return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.order)}
 
 

@@ -23,3 +23,5 @@ DATA = Kind(
     sources=("data.sft", "data.rl", "model", "environment"),
     hub_reads=("model", "tokenizer", "data.sft", "data.rl"),
 )
+
+KINDS = (DATA,)

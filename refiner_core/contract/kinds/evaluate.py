@@ -47,3 +47,5 @@ EVALUATE = Kind(
     asks_judge=True,
     on_prompts=True,
 )
+
+KINDS = (EVALUATE,)

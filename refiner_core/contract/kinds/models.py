@@ -155,3 +155,5 @@ COMMAND = Kind(
         data_sets=(),
     ),
 )
+
+KINDS = (SFT, SAMPLE, RFT, GRPO, COMMAND)

@@ -33,3 +33,5 @@ CARD = Kind(
     sources=("card_template",),
     needs_network=lambda config: config.publish.target == "hub",
 )
+
+KINDS = (EXPORT, PUBLISH, CARD)

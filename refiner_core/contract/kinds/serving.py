@@ -16,3 +16,5 @@ SERVE = Kind(
     part_of="(judge)",
     hub_reads=(JUDGE_WEIGHTS,),
 )
+
+KINDS = (FETCH, SERVE)
