@@ -17,7 +17,7 @@ from refiner_core.contract.checks.environment import BUILTIN_ROWS
 from refiner_core.contract.config import DataConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
+from refiner_core.contract.kinds.serving import JUDGE_WEIGHTS
 from refiner_core.contract.planned import HUB_DIGEST
 from refiner_core.contract.protocols import configs_under, refused_under, under
 from refiner_core.contract.sections.environment import check_settings

@@ -18,7 +18,7 @@ from infra.store import atomic
 from infra.store.atomic import is_no_space, no_space_error
 from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
-from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
+from refiner_core.contract.kinds.serving import JUDGE_WEIGHTS
 from refiner_core.contract.protocols import configs_under, protocol_name, without_protocol
 from refiner_core.contract.records import picked
 from refiner_core.contract.types import Progress

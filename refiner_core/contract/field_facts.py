@@ -207,8 +207,7 @@ def _kinds(path: str) -> tuple[str, ...]:
     if path in ONLY_OF_THE_BEST:
         return ("publish",)
     found = [k.name for k in KINDS.values() if _is_below(path, k.fields)]
-    of_episodes = path in ONLY_OF_EPISODES or path.startswith("environment.user.")
-    if of_episodes and "evaluate" not in found:
+    if _is_of_episodes(path) and "evaluate" not in found:
         found.append("evaluate")
     return tuple(found)
 
@@ -220,27 +219,29 @@ def _is_below(path: str, prefixes: Iterable[str]) -> bool:
 def _notes(path: str) -> tuple[str, ...]:
     """By the tables that :mod:`refiner_core.contract.plan_builder` goes by."""
     section, _, leaf = path.rpartition(".")
-    found = []
-    if path in NOT_IN_A_STAGE:
-        found.append("it says which stages there are, not what one of them is")
-    if path in ONLY_OF_THE_BEST:
-        found.append("of the stage `publish-best` only")
-    if path in NAMED_BY_SOURCE:
-        found.append("what counts is the content that it names, not where that lies")
-    if path in SHIPPED_OR_FILE:
-        found.append("of a file, its content counts, not where it lies")
-    if path in ONLY_OF_A_SERVED_JUDGE:
-        found.append("with judge.kind=openai only")
-    if section.endswith(".health"):
-        checks = " or ".join(f"{section}.{name}" for name in HEALTH_CHECKS_OF.get(leaf, (leaf,)))
-        found.append(f"only where {checks} is `skip`: nothing else changes what is trained")
-    if path in ONLY_OF_EPISODES or path.startswith("environment.user."):
-        found.append("an evaluation's only where it is of episodes, with environment.name")
-    elif path.startswith("environment.") and path != "environment.name":
-        found.append("only where environment.name is set")
-    if section in ("reward", "judge"):
-        found.append("not where environment.name is set, unless environment.nl_assertions=judge")
-    return tuple(found)
+    checks = " or ".join(f"{section}.{name}" for name in HEALTH_CHECKS_OF.get(leaf, (leaf,)))
+    of_episodes, of_agents = _is_of_episodes(path), path.startswith("environment.")
+    notes = {
+        "it says which stages there are, not what one of them is": path in NOT_IN_A_STAGE,
+        "of the stage `publish-best` only": path in ONLY_OF_THE_BEST,
+        "what counts is the content that it names, not where that lies": path in NAMED_BY_SOURCE,
+        "of a file, its content counts, not where it lies": path in SHIPPED_OR_FILE,
+        "with judge.kind=openai only": path in ONLY_OF_A_SERVED_JUDGE,
+        f"only where {checks} is `skip`: nothing else changes what is trained": section.endswith(
+            ".health"
+        ),
+        "an evaluation's only where it is of episodes, with environment.name": of_episodes,
+        "only where environment.name is set": of_agents
+        and not of_episodes
+        and path != "environment.name",
+        "not where environment.name is set, unless environment.nl_assertions=judge": section
+        in ("reward", "judge"),
+    }
+    return tuple(note for note, holds in notes.items() if holds)
+
+
+def _is_of_episodes(path: str) -> bool:
+    return path in ONLY_OF_EPISODES or path.startswith("environment.user.")
 
 
 #: What ``refiner init`` writes beside a recipe, and the line of the recipe that names it.

@@ -134,7 +134,7 @@ def readable(source: Path | str, what: str, fix: str = "") -> Iterator[None]:
     except AssertionError:
         raise
     except Exception as error:  # yaml raises its own family, omegaconf another
-        why, mend = _reason(error, source), "correct the place named above"
+        why, mend = _reason(error), "correct the place named above"
         if isinstance(error, RecursionError):
             why, mend = "it is nested too deeply", "correct the nesting"
         elif isinstance(error, OSError):
@@ -144,28 +144,15 @@ def readable(source: Path | str, what: str, fix: str = "") -> Iterator[None]:
         ) from error
 
 
-def _reason(error: BaseException, source: Path | str) -> str:
+def _reason(error: BaseException) -> str:
     """``line 3, column 9: did not find expected ',' or ']'``; other errors as they are."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or not problem:
         return " ".join(str(error).split())
-    where = f"line {mark.line + 1}, column {mark.column + 1}"
-    if _character(source, mark.line, mark.column) == "\t":
-        return f"{where}: a tab stands there, and YAML indents by spaces alone"
     words = " ".join(str(problem).split())
-    context, begin = getattr(error, "context", None), getattr(error, "context_mark", None)
-    if context and words.startswith("but "):
-        words = f"{context}, {words}"
-    elif context and begin is not None and begin.line != mark.line:
-        words += f" ({context}, which begins in line {begin.line + 1})"
-    return f"{where}: {words}"
-
-
-def _character(source: Path | str, line: int, column: int) -> str:
-    try:
-        return _text(source).splitlines()[line][column]
-    except (OSError, UnicodeDecodeError, IndexError):
-        return ""
+    if "cannot start any token" in words:
+        words += " (YAML indents by spaces, not tabs, and quotes what begins with @, ` or %)"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {words}"
 
 
 def _text(source: Path | str) -> str:

@@ -225,33 +225,37 @@ class MemoryNeed:
 
 def training_memory(config: RecipeConfig, stage: TrainingStage, model: ModelShape) -> MemoryNeed:
     """Give what a training stage of a model of that shape takes."""
-    section = section_of(config, stage)
+    section, dtype = section_of(config, stage), _TYPE[config.model.dtype]
     placed, zero = placement_of(config, stage), section.deepspeed_stage or 0
-    has_gpus, weights = bool(placed.trainer_gpus), model.parameters * _TYPE[config.model.dtype]
-    state = _optimizer_bytes(config, stage, model)
+    has_gpus, weights = bool(placed.trainer_gpus), model.parameters * dtype
+    tokens = section.pack_length * section.per_device_train_batch_size
+    # Two moments, and master weights where the model's own are too coarse.
+    each: float = _MOMENTS + (_MASTERS if config.model.dtype == "bfloat16" else 0)
+    if isinstance(section, SftConfig) and section.optimizer == "muon":
+        each -= _MUON_SAVES
+    state = int(each * model.parameters)
     parts: dict[str, int] = {
         "weights": _share(weights, placed.world, zero >= 3),
         "gradients": _share(_FLOAT * model.parameters, placed.world, zero >= 2),
         "optimizer": _share(state, placed.world, zero >= 1),
-        "buffers": _buffers(config, model, placed.world, zero, has_gpus),
-        "activations": _activations(config, stage, model),
-        "logits": min(_LOGITS, _tokens(config, stage) * model.words) * _LOGIT_BYTES,
+        "buffers": _buffers(model, dtype, placed.world, zero, has_gpus),
+        "activations": _activations(config, model, tokens),
+        "logits": min(_LOGITS, tokens * model.words) * _LOGIT_BYTES,
     }
     host = {"process": _GPU_PROCESS if has_gpus else _PROCESS}
+    shared: dict[str, int] = {}
     if section.offload_optimizer:
         host["optimizer"] = parts.pop("optimizer")
     if section.offload_param:
         host["weights"] = parts.pop("weights")
-    if stage == "grpo":
-        parts |= _copies(config, weights, zero)
-        parts |= _sampling(config, model, placed.world)
-    shared = {}
     if section.async_save:  # each process copies its share of the states, and rank 0 the weights
         host["states being saved"] = _share(state, placed.world, is_shared=True)
         shared["weights being saved"] = weights
     if stage == "grpo":
+        parts |= _sampling(config, model, placed.world, weights)
         shared |= _for_servers(config, weights)
     parts = {name: size for name, size in parts.items() if size}
+    shared = {name: size for name, size in shared.items() if size}
     if not has_gpus:
         host = {name: parts.get(name, 0) + host.get(name, 0) for name in {**parts, **host}}
         return MemoryNeed(stage, {}, host, shared, placed.nproc_per_node)
@@ -262,82 +266,54 @@ def _share(size: int, world: int, is_shared: bool) -> int:
     return -(-size // world) if is_shared else size
 
 
-def _optimizer_bytes(config: RecipeConfig, stage: TrainingStage, model: ModelShape) -> int:
-    """Two moments, and master weights where the model's own are too coarse."""
-    each: float = _MOMENTS + (_MASTERS if config.model.dtype == "bfloat16" else 0)
-    section = section_of(config, stage)
-    if isinstance(section, SftConfig) and section.optimizer == "muon":
-        each -= _MUON_SAVES
-    return int(each * model.parameters)
-
-
-def _buffers(config: RecipeConfig, model: ModelShape, world: int, zero: int, has_gpus: bool) -> int:
+def _buffers(model: ModelShape, dtype: int, world: int, zero: int, has_gpus: bool) -> int:
     """What processes exchange gradients through, and gather shared weights into; on GPUs the next
     piece travels meanwhile."""
     if world == 1:
         return 0
     if not zero:
         return 2 * _FLOAT * min(model.parameters, _BUCKET)
-    gathered = _TYPE[config.model.dtype] if zero >= 3 else 0
+    gathered = dtype if zero >= 3 else 0
     return (2 if has_gpus else 1) * (_FLOAT + gathered) * min(model.parameters, _ZERO_BUCKET)
 
 
-def _tokens(config: RecipeConfig, stage: TrainingStage) -> int:
-    """Tokens of one forward pass."""
-    section = section_of(config, stage)
-    return section.pack_length * section.per_device_train_batch_size
-
-
-def _activations(config: RecipeConfig, stage: TrainingStage, model: ModelShape) -> int:
+def _activations(config: RecipeConfig, model: ModelShape, tokens: int) -> int:
     """Give what one forward pass keeps for its gradient."""
-    tokens = _tokens(config, stage)
-    size = _TYPE[config.model.dtype]
-    layer = tokens * (_KEPT_HIDDEN * model.hidden + _KEPT_INNER * model.inner) * size
+    size = tokens * _TYPE[config.model.dtype]
+    layer = (_KEPT_HIDDEN * model.hidden + _KEPT_INNER * model.inner) * size
     if config.model.gradient_checkpointing:
-        return layer + model.layers * tokens * model.hidden * size
+        return layer + model.layers * model.hidden * size
     return model.layers * layer
 
 
-def _copies(config: RecipeConfig, weights: int, zero: int) -> dict[str, int]:
-    """Further copies of the model in each process."""
-    grpo, found = config.grpo, dict[str, int]()
-    if grpo.beta:
-        found["reference"] = weights
-    if grpo.generation_backend == "transformers":
-        if grpo.async_steps:
-            found["sampler"] = weights
-        elif zero >= 3:
-            found["gathered to sample"] = weights
-    return found
-
-
-def _sampling(config: RecipeConfig, model: ModelShape, world: int) -> dict[str, int]:
-    """Keys and values of the samples that are decoded together, prompts once per group."""
-    grpo = config.grpo
+def _sampling(config: RecipeConfig, model: ModelShape, world: int, weights: int) -> dict[str, int]:
+    """Further copies of the model in each process; keys and values of the samples that are decoded
+    together, prompts once per group."""
+    grpo, group = config.grpo, config.grpo.num_samples_per_prompt_rollout
+    copies = {"reference": weights if grpo.beta else 0}
     if grpo.generation_backend != "transformers":
-        return {}
-    group = grpo.num_samples_per_prompt_rollout
+        return copies
     here = -(-grpo.num_unique_prompts_rollout * group // world)
     samples = min(grpo.generation_batch_size, here)
     prompts = -(-samples // group)
     tokens = samples * grpo.response_length + prompts * config.data.max_prompt_token_length
     size = 2 * model.layers * model.pairs * _TYPE[config.model.dtype]
-    return {"key/value cache": tokens * size}
+    if grpo.async_steps or grpo.deepspeed_stage == 3:
+        copies["sampler" if grpo.async_steps else "gathered to sample"] = weights
+    return {**copies, "key/value cache": tokens * size}
 
 
 def _for_servers(config: RecipeConfig, weights: int) -> dict[str, int]:
     """What rollout servers take of the host: weights that go through its memory, and on a CPU the
     servers themselves (without their caches, whose size is vLLM's to say)."""
-    grpo = config.grpo
+    grpo, how = config.grpo, config.grpo.rollout_server.weight_transfer
     if grpo.generation_backend != "vllm":
         return {}
-    has_gpus, how = grpo.resources.gpus > 0, grpo.rollout_server.weight_transfer
-    found = {}
-    if how == "reload" or (how == "auto" and not has_gpus):
-        found["weights for servers"] = weights
-    if not has_gpus:
-        found["servers"] = grpo.vllm_num_engines * (weights + 2 * _PROCESS)
-    return found
+    on_cpu = grpo.resources.gpus == 0
+    return {
+        "weights for servers": weights * (how == "reload" or (how == "auto" and on_cpu)),
+        "servers": grpo.vllm_num_engines * (weights + 2 * _PROCESS) * on_cpu,
+    }
 
 
 def refuse_unsupported(config: RecipeConfig, stage: TrainingStage | None = None) -> None:

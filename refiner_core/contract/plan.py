@@ -33,12 +33,14 @@ that publishing never waits for an evaluation and an evaluation never blocks pub
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping
+import math
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig, uses
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import refuse_fields
 from refiner_core.contract.kinds import KINDS, TRAINED, TRAINED_HERE
 from refiner_core.contract.plan_builder import Builder, stage_values
 from refiner_core.contract.planned import PlannedStage
@@ -60,43 +62,29 @@ def published_steps(config: RecipeConfig) -> tuple[int, ...]:
         Nobody can tell them before the run, or there are none of them.
     """
     publish, model = config.publish, final_model(config)
+    refuse = functools.partial(refuse_fields, config)
     if "publish" not in config.stages or publish.which == "final":
         return ()
-    if model not in TRAINED_HERE:
-        raise ConfigurationError(
-            f"publish.which={publish.which}, but the last model is that of another trainer "
-            f"(`{model}`), whose steps only it can export.",
-            expected="publish.which=final",
-            fix="drop publish.which; `refiner adopt` publishes a step of a run that has ended",
-        )
-    if publish.which == "listed":
-        return _listed(config, model)
-    if model != "grpo":
-        raise ConfigurationError(
-            f"publish.which={publish.which}, but how many steps `{model}` takes depends on its "
-            "data.",
-            expected="publish.which=listed with publish.steps, or publish.which=final",
-            fix="set publish.which=listed publish.steps=[…] (see {model}.save_freq)",
-        )
-    return tuple(
-        range(config.grpo.save_freq, config.grpo.num_training_steps, config.grpo.save_freq)
+    refuse(
+        model not in TRAINED_HERE or (publish.which != "listed" and model != "grpo"),
+        "publish.which stages",
+        f"`final`, where the last model (`{model}`) is that of another trainer, whose steps only "
+        "it can export; or `listed`, where how many steps it takes depends on its data",
+        "set publish.which=final, or publish.which=listed publish.steps=[…]; `refiner adopt` "
+        "publishes a step of a run that has ended",
     )
-
-
-def _listed(config: RecipeConfig, model: str) -> tuple[int, ...]:
-    steps, section = config.publish.steps, getattr(config, model)
-    wrong = [s for s in steps if s < 1 or s % section.save_freq]
-    last = config.grpo.num_training_steps if model == "grpo" else None
-    wrong = [s for s in wrong if s != last] + [s for s in steps if last is not None and s > last]
-    if not steps or wrong or len(set(steps)) != len(steps):
-        upto = f" up to {last}" if last is not None else ""
-        raise ConfigurationError(
-            f"publish.which=listed with publish.steps={list(steps)}.",
-            expected=f"steps{upto} at which {model} saves (multiples of {model}.save_freq="
-            f"{section.save_freq}), each once",
-            fix="correct publish.steps",
-        )
-    return tuple(sorted(s for s in steps if s != last))
+    save_freq, last = getattr(config, model).save_freq, config.grpo.num_training_steps
+    if publish.which != "listed":
+        return tuple(range(save_freq, last, save_freq))
+    most = last if model == "grpo" else math.inf
+    can_be = [s for s in publish.steps if s == most or (0 < s < most and s % save_freq == 0)]
+    refuse(
+        not publish.steps or len(set(can_be)) != len(publish.steps),
+        f"publish.which publish.steps {model}.save_freq",
+        f"steps up to {most:g} at which {model} saves (multiples of {model}.save_freq), each once",
+        "correct publish.steps",
+    )
+    return tuple(sorted(s for s in can_be if s != most))
 
 
 def publishes_final(config: RecipeConfig) -> bool:
@@ -171,12 +159,13 @@ def _add_best(
     roles: dict[str, str],
 ) -> None:
     model = final_model(builder.config)
-    if f"evaluation-{model}" not in roles or len(numbers) != len(exports):
-        raise ConfigurationError(
-            "publish.which=best, but the checkpoints are not all evaluated.",
-            expected=f"`evaluate` in `stages`, {model} in evaluate.models, publish.evaluate=true",
-            fix="set these, or another publish.which",
-        )
+    refuse_fields(
+        builder.config,
+        f"evaluation-{model}" not in roles or len(numbers) != len(exports),
+        "publish.which publish.evaluate evaluate.models stages",
+        f"`evaluate` in `stages`, {model} in evaluate.models, publish.evaluate=true",
+        "set these, or another publish.which",
+    )
     inputs = {"weights": stage, "data": "data", **roles}
     inputs |= {f"weights-step{s}": name for s, name in exports.items()}
     for of_step in numbers.values():
@@ -263,7 +252,13 @@ def make_plan(
     final = next(reversed(models))
     roles: dict[str, str] = {}
     if "evaluate" in config.stages:
-        _require_models(config, models)
+        refuse_fields(
+            config,
+            config.evaluate.models and not {*config.evaluate.models}.intersection(models),
+            "evaluate.models stages",
+            f"some of: {', '.join(models)}, because nothing would be evaluated",
+            "correct evaluate.models, or add the stage to `stages`",
+        )
         for model in (m for m in config.evaluate.models if m in models):
             roles |= builder.add_evaluations(model, models[model])
     if "publish" in config.stages:
@@ -271,25 +266,14 @@ def make_plan(
     return _only(config, builder.all_stages())
 
 
-def _require_models(config: RecipeConfig, models: Iterable[str]) -> None:
-    """Models that no stage makes are left out, but not all of them without a word."""
-    if config.evaluate.models and not set(config.evaluate.models).intersection(models):
-        raise ConfigurationError(
-            f"`evaluate.models` is {', '.join(config.evaluate.models)}, which no stage of recipe "
-            f"{config.recipe} makes: nothing would be evaluated.",
-            expected=f"some of: {', '.join(models)}",
-            fix="correct evaluate.models, or add the stage to `stages`",
-        )
-
-
 def _only(config: RecipeConfig, stages: tuple[PlannedStage, ...]) -> Plan:
-    unknown = [name for name in config.only if name not in {s.name for s in stages}]
-    if unknown:
-        raise ConfigurationError(
-            f"`only` of recipe {config.recipe} names {', '.join(unknown)}.",
-            expected=f"some of: {', '.join(s.name for s in stages)}",
-            fix="correct `only`, or drop it for all of them",
-        )
+    refuse_fields(
+        config,
+        not {*config.only} <= {s.name for s in stages},
+        "only",
+        f"some of: {', '.join(s.name for s in stages)}",
+        "correct `only`, or drop it for all of them",
+    )
     if not config.only:
         return Plan(config.recipe, config, stages)
     servers = {s.name for s in stages if s.kind == "serve"}
@@ -316,34 +300,31 @@ def _add_training(builder: Builder) -> dict[str, str]:
 
 
 def _check_stage_list(config: RecipeConfig) -> None:
-    stages = config.stages
-    if len(set(stages)) != len(stages) or not stages:
-        raise ConfigurationError(
-            f"`stages` of recipe {config.recipe} is {list(stages)}.",
-            expected="each stage at most once, and at least one",
-            fix="correct `stages:`",
-        )
+    stages, refuse = config.stages, functools.partial(refuse_fields, config)
     trained = [KINDS[name] for name in TRAINED if name in stages]
     reads_data = any("data" in kind.inputs(config, "") for kind in trained)
-    reads_data = reads_data or "evaluate" in stages or not trained
-    if "data" not in stages and reads_data:
-        raise ConfigurationError(
-            f"`stages` of recipe {config.recipe} has no `data`.",
-            expected="`data` first: every other stage reads what it prepares (a `command` does "
-            "where it names {data})",
-            fix="add `data` to `stages:` (it is skipped where its outputs are there already)",
-        )
-    if "publish" in stages and not trained:
-        raise ConfigurationError(
-            f"Recipe {config.recipe} publishes, but trains nothing.",
-            expected=f"{', '.join(f'`{name}`' for name in TRAINED[:-1])} or `{TRAINED[-1]}` beside "
-            "`publish`",
-            fix="add a training stage to `stages:`, or drop `publish`",
-        )
-    trains = {*TRAINED_HERE} & set(stages)
-    if "command" in stages and trains and not uses(config.command, "model"):
-        raise ConfigurationError(
-            f"Recipe {config.recipe} trains a model, and its `command` trains another.",
-            expected="a command that starts from that model, by {model}",
-            fix="write {model} into `command.run`, or drop the other training stages",
-        )
+    refuse(
+        not 0 < len(stages) == len({*stages}),
+        "stages",
+        "each stage at most once, and at least one",
+        "correct `stages:`",
+    )
+    refuse(
+        "data" not in stages and (reads_data or "evaluate" in stages or not trained),
+        "stages",
+        "`data` first: every other stage reads what it prepares (a `command` does where it names "
+        "{data})",
+        "add `data` to `stages:` (it is skipped where its outputs are there already)",
+    )
+    refuse(
+        "publish" in stages and not trained,
+        "stages",
+        f"{', '.join(f'`{name}`' for name in TRAINED[:-1])} or `{TRAINED[-1]}` beside `publish`",
+        "add a training stage to `stages:`, or drop `publish`",
+    )
+    refuse(
+        "command" in stages and {*TRAINED_HERE} & {*stages} and not uses(config.command, "model"),
+        "stages command.run",
+        "a command that starts from the model that the recipe trains, by {model}",
+        "write {model} into `command.run`, or drop the other training stages",
+    )

@@ -14,7 +14,7 @@ from typing import Any
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import get_field, identity_values, stage_fingerprint
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
+from refiner_core.contract.kinds.serving import JUDGE_WEIGHTS
 from refiner_core.contract.planned import (
     HEALTH_CHECKS_OF,
     HUB_DIGEST,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import refuse_fields
 from refiner_core.contract.kinds import KINDS, kinds_of
 
 #: Name of the stage that serves the judge, and how ids of such stages begin.
@@ -68,13 +68,14 @@ def service_identity(config: RecipeConfig) -> dict[str, Any]:
     """
     judge, engine = config.judge, engine_of(config.judge)
     reach = "node" if config.dispatch.executor == "local" else "cluster"
-    if engine == "transformers" and reach == "cluster":
-        raise ConfigurationError(
-            "`transformers serve` knows no keys, and as a job of its own it would have to listen "
-            "where every user of the cluster reaches it.",
-            expected="an engine that asks for a key, or a server that only its own job reaches",
-            fix="set judge.serve.where=beside, or judge.serve.engine=vllm",
-        )
+    refuse_fields(
+        config,
+        engine == "transformers" and reach == "cluster",
+        "judge.serve.engine judge.serve.where dispatch.executor",
+        "an engine that asks for a key, as `transformers` does not, or a server that only its own "
+        "job reaches: as a job of its own every user of the cluster reaches it",
+        "set judge.serve.where=beside, or judge.serve.engine=vllm",
+    )
     serve = judge.serve
     values: Mapping[str, Any] = {
         "model": judge.model,

@@ -23,7 +23,7 @@ KIND = '''"""``merge``: weights between a model and the one that its training st
 
 from refiner_core.contract.kinds.kind import MODEL_READS, CardWords, Kind
 
-KIND = Kind(
+MERGE = Kind(
     "merge",
     order=65,
     run="flows.stages.merge:run_merge",
@@ -37,6 +37,7 @@ KIND = Kind(
         made_by_agents="merged with its start", sections=("model", "merge"),
     ),
 )
+KINDS = (MERGE,)
 '''
 FUNCTION = '''"""``merge``: weights between a model and the one that its training started from."""
 

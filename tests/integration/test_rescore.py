@@ -599,7 +599,7 @@ def test_a_run_that_still_trains_has_what_it_has(tmp_path: Path) -> None:
         (["--steps", "some"], ConfigurationError, "--steps some is not understood"),
         (["--judge", "gpt"], ConfigurationError, "--judge gpt is not understood"),
         (["--judge", "none.yaml"], ConfigurationError, "none.yaml cannot be read"),
-        (["--judge", "kind=openai,model=m"], ConfigurationError, "neither an address nor a server"),
+        (["--judge", "kind=openai,model=m"], ConfigurationError, "a running server"),
         (["--judge", "modell=m"], ConfigurationError, "Did you mean 'judge.model'"),
         (["--rubrics", "v33"], ConfigurationError, "no rubric set or file 'v33'"),
         (["--citation-weight", "2"], ConfigurationError, "paper_citation_weight.*between 0 and 1"),

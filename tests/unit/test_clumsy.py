@@ -105,7 +105,7 @@ def test_with_json_the_same_refusal_is_json(typed: str, capsys: pytest.CaptureFi
 
 FILES = {
     "syntax": ("include: tiny\ngrpo:\n  beta: [1\nseed: 3\n", "line 4, column 5: "),
-    "tab": ("include: tiny\ngrpo:\n\tbeta: 1\n", "line 3, column 1: a tab stands there"),
+    "tab": ("include: tiny\ngrpo:\n\tbeta: 1\n", "line 3, column 1: "),
     "twice": ("include: tiny\nseed: 1\nseed: 2\n", "line 3, column 1: found duplicate key seed"),
     "documents": ("include: tiny\n---\nseed: 2\n", "line 2, column 1: "),
     "empty": ("", "is empty"),

@@ -266,9 +266,9 @@ def test_inputs_come_before_the_stages_that_read_them() -> None:
         ((), "at least one"),
         (("data", "data"), "at most once"),
         (("sft",), "`data` first"),
-        (("data", "publish"), "trains nothing"),
+        (("data", "publish"), "beside `publish`"),
         (("command", "evaluate"), "`data` first"),
-        (("data", "sft", "command"), "starts from that model"),
+        (("data", "sft", "command"), "starts from the model"),
     ],
 )
 def test_impossible_stage_lists_are_refused(stages: Any, says: str) -> None:

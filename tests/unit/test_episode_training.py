@@ -356,7 +356,7 @@ def test_credit_by_turns_needs_an_environment_that_tells_progress(new):
 
 def test_a_pack_that_is_shorter_than_an_episode_is_refused_when_planned() -> None:
     words = ["grpo.max_token_length=400", "grpo.pack_length=399"]
-    with pytest.raises(ConfigurationError, match="cannot hold an episode of 400"):
+    with pytest.raises(ConfigurationError, match="pack_length >= 400"):
         check_config(load_recipe("tiny-tools", words))
 
 

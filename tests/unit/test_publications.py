@@ -82,13 +82,17 @@ def test_the_best_is_one_publication_that_knows_every_candidate_and_its_numbers(
 @pytest.mark.parametrize(
     ("stages", "publish", "words"),
     [
-        ((), {"which": "listed"}, "save_freq=2"),
-        ((), {"which": "listed", "steps": (3,)}, "save_freq=2"),
+        ((), {"which": "listed"}, "save_freq` is 2"),
+        ((), {"which": "listed", "steps": (3,)}, "save_freq` is 2"),
         ((), {"which": "listed", "steps": (8,)}, "up to 6"),
         ((), {"which": "listed", "steps": (2, 2)}, "each once"),
         (("data", "sft", "publish"), {"which": "every-save"}, "depends on its data"),
-        (("data", "grpo", "publish"), {"which": "best"}, "not all evaluated"),
-        ((), {"which": "best", "evaluate": False}, "not all evaluated"),
+        (
+            ("data", "grpo", "publish"),
+            {"which": "best"},
+            "in evaluate.models, publish.evaluate=true",
+        ),
+        ((), {"which": "best", "evaluate": False}, "in evaluate.models, publish.evaluate=true"),
         ((), {"which": "every-save", "per_step": "repository"}, "{step}"),
     ],
 )

@@ -1,8 +1,9 @@
-"""Kinds of stages, one module each.
+"""Kinds of stages.
 
-In: the modules of this package; each has a :class:`~refiner_core.contract.kinds.kind.Kind` by the
-name of ``KIND``. Out: :data:`KINDS`, by name, in the order of work. Whoever wants to know something
-of a kind asks it; nobody lists kinds. A new one is a module here, its section in
+In: the modules of this package; ``KINDS`` of each has some
+:class:`~refiner_core.contract.kinds.kind.Kind`.
+Out: :data:`KINDS`, by name, in the order of work. Whoever wants to know something of a kind asks
+it; nobody lists kinds. A new one is a module here (or a value in one), its section in
 :class:`~refiner_core.contract.config.RecipeConfig`, and its function in ``flows/stages``.
 """
 
@@ -33,7 +34,7 @@ def _found() -> dict[str, Kind]:
     modules = (
         importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
     )
-    kinds = [module.KIND for module in modules if hasattr(module, "KIND")]
+    kinds = [kind for module in modules for kind in getattr(module, "KINDS", ())]
     return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.order)}
 
 

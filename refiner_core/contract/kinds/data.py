@@ -2,7 +2,7 @@
 
 from refiner_core.contract.kinds.kind import ENVIRONMENT_DATA, TOKENIZER, Kind
 
-KIND = Kind(
+DATA = Kind(
     "data",
     order=10,
     run="flows.stages.data:run_data",
@@ -23,3 +23,5 @@ KIND = Kind(
     sources=("data.sft", "data.rl", "model", "environment"),
     hub_reads=("model", "tokenizer", "data.sft", "data.rl"),
 )
+
+KINDS = (DATA,)

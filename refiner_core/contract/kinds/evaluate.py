@@ -25,7 +25,7 @@ def _reads(kind: Kind, config: RecipeConfig, inputs: Mapping[str, str]) -> Reads
     return Reads((*kind.fields, *ONLY_OF_EPISODES, *user), kind.sources)
 
 
-KIND = Kind(
+EVALUATE = Kind(
     "evaluate",
     order=100,
     run="flows.stages.evaluating:run_evaluate",
@@ -47,3 +47,5 @@ KIND = Kind(
     asks_judge=True,
     on_prompts=True,
 )
+
+KINDS = (EVALUATE,)

@@ -235,18 +235,14 @@ def check_notify(notify: NotifyConfig) -> None:
     is wrong with it is not repeated: it may be a secret."""
     check_places("notify.urls", notify.urls)
     check_places("notify.webhook", (notify.webhook or "URL",))
-    if notify.command is not None and not notify.command.strip():
+    command = notify.command
+    if command is not None and (not command.strip() or _ADDRESS.search(command)):
         raise ConfigurationError(
-            "`notify.command` is empty.",
-            expected="a shell command, which gets the message as JSON on its standard input",
-            fix="set e.g. notify.command='cat >> ~/told.jsonl', or notify.command=null for none",
-        )
-    if notify.command is not None and _ADDRESS.search(notify.command):
-        raise ConfigurationError(
-            "`notify.command` has an address in it.",
-            expected="no address: the command stands in every record of the run, and whoever reads "
-            "such an address can often post to it",
-            fix='export MY_WEBHOOK=…, and write "$MY_WEBHOOK" in the command, in single quotes',
+            "`notify.command` is empty, or has an address in it.",
+            expected="a shell command, which gets the message as JSON on its standard input, and "
+            "no address: it stands in every record of the run, and who reads it can often post",
+            fix="set e.g. notify.command='cat >> ~/told.jsonl', or export MY_WEBHOOK=…, and write "
+            '"$MY_WEBHOOK" in the command, in single quotes',
         )
 
 

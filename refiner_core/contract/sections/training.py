@@ -109,6 +109,29 @@ class RolloutServerConfig:
     )
 
 
+#: Fields of more than one section.
+_FIRST_SAVE = execution(
+    None, ge=1, doc="save after this step, too: a sweep's first trial shows early what a save takes"
+)
+_KEEP = execution(2, ge=1, doc="resume checkpoints kept; the newest complete one always is")
+_ZERO_STAGE = execution(
+    None, doc="ZeRO stage; none trains with plain torch (several processes share gradients)"
+)
+_PROCESSES = execution(
+    None,
+    ge=1,
+    doc="training processes per node (torchrun); none is one per GPU that no rollout server takes, "
+    "and one on the CPU",
+)
+_OFFLOAD = execution(False, doc="keep optimiser state in host memory (ZeRO-1 to 3)")
+_ASYNC_SAVE = execution(
+    True, doc="write checkpoints while training goes on; costs their size in host memory"
+)
+_TOGETHER = identity(
+    256, ge=1, doc="samples decoded together; sums are taken in another order with another number"
+)
+
+
 @dataclass(frozen=True, config=STRICT)
 class SftConfig:
     """Supervised fine-tuning on assistant tokens only."""
@@ -133,28 +156,13 @@ class SftConfig:
     max_grad_norm: float = identity(1.0, doc="gradient clipping (global 2-norm)")
     eval_freq: int = execution(50, ge=1, doc="steps between validation losses")
     save_freq: int = execution(200, ge=1, doc="steps between checkpoints")
-    first_save: int | None = execution(
-        None,
-        ge=1,
-        doc="save after this step, too: a sweep's first trial shows early what a save takes",
-    )
-    keep: int = execution(2, ge=1, doc="resume checkpoints kept; the newest complete one always is")
-    deepspeed_stage: Literal[0, 1, 2, 3] | None = execution(
-        None, doc="ZeRO stage; none trains with plain torch (several processes share gradients)"
-    )
-    nproc_per_node: int | None = execution(
-        None,
-        ge=1,
-        doc="training processes per node (torchrun); none is one per GPU that no rollout server "
-        "takes, and one on the CPU",
-    )
-    offload_optimizer: bool = execution(
-        False, doc="keep optimiser state in host memory (ZeRO-1 to 3)"
-    )
+    first_save: int | None = _FIRST_SAVE
+    keep: int = _KEEP
+    deepspeed_stage: Literal[0, 1, 2, 3] | None = _ZERO_STAGE
+    nproc_per_node: int | None = _PROCESSES
+    offload_optimizer: bool = _OFFLOAD
     offload_param: bool = execution(False, doc="keep weights in host memory (ZeRO-3)")
-    async_save: bool = execution(
-        True, doc="write checkpoints while training goes on; costs their size in host memory"
-    )
+    async_save: bool = _ASYNC_SAVE
     health: HealthConfig = section(HealthConfig, doc="what is watched, and what follows")
     resources: Resources = section(Resources, doc="resources of the SFT job")
 
@@ -188,15 +196,11 @@ class SampleConfig:
     generation_backend: Literal["transformers", "vllm"] = identity(
         "transformers", doc="what samples; servers are those of grpo.rollout_server"
     )
-    generation_batch_size: int = identity(
-        256,
-        ge=1,
-        doc="samples decoded together; sums are taken in another order with another number",
-    )
+    generation_batch_size: int = _TOGETHER
     save_freq: int = execution(
         1, ge=1, doc="batches between checkpoints; finished attempts are kept"
     )
-    keep: int = execution(2, ge=1, doc="resume checkpoints kept; the newest complete one always is")
+    keep: int = _KEEP
     resources: Resources = section(Resources, doc="resources of the sampling job")
 
 
@@ -299,34 +303,15 @@ class GrpoConfig:
     generation_backend: Literal["transformers", "vllm"] = identity(
         "transformers", doc="what samples the rollouts"
     )
-    generation_batch_size: int = identity(
-        256,
-        ge=1,
-        doc="samples decoded together; sums are taken in another order with another number",
-    )
+    generation_batch_size: int = _TOGETHER
     save_freq: int = execution(50, ge=1, doc="steps between checkpoints")
-    first_save: int | None = execution(
-        None,
-        ge=1,
-        doc="save after this step, too: a sweep's first trial shows early what a save takes",
-    )
-    keep: int = execution(2, ge=1, doc="resume checkpoints kept; the newest complete one always is")
-    deepspeed_stage: Literal[0, 1, 2, 3] | None = execution(
-        None, doc="ZeRO stage; none trains with plain torch (several processes share gradients)"
-    )
-    nproc_per_node: int | None = execution(
-        None,
-        ge=1,
-        doc="training processes per node (torchrun); none is one per GPU that no rollout server "
-        "takes, and one on the CPU",
-    )
-    offload_optimizer: bool = execution(
-        False, doc="keep optimiser state in host memory (ZeRO-1 to 3)"
-    )
+    first_save: int | None = _FIRST_SAVE
+    keep: int = _KEEP
+    deepspeed_stage: Literal[0, 1, 2, 3] | None = _ZERO_STAGE
+    nproc_per_node: int | None = _PROCESSES
+    offload_optimizer: bool = _OFFLOAD
     offload_param: bool = execution(False, doc="keep weights in host memory (ZeRO-3)")
-    async_save: bool = execution(
-        True, doc="write checkpoints while training goes on; costs their size in host memory"
-    )
+    async_save: bool = _ASYNC_SAVE
     vllm_num_engines: int = execution(1, ge=1, doc="rollout servers of the vllm backend")
     vllm_tensor_parallel_size: int = execution(1, ge=1, doc="GPUs per rollout server")
     rollout_server: RolloutServerConfig = section(

@@ -1,0 +1,20 @@
+"""Kinds that others wait for, and read nothing of by path."""
+
+from refiner_core.contract.kinds.kind import Kind
+
+#: The source that names the weights of a judge that refiner serves.
+JUDGE_WEIGHTS = "judge.weights"
+#: ``fetch``: models and data sets of a Hub into this machine's cache.
+FETCH = Kind("fetch", order=0, run="flows.stages.fetch:run_fetch", section="data", part_of="(hub)")
+
+#: ``serve``: a judge's server, for as long as somebody asks it.
+SERVE = Kind(
+    "serve",
+    order=30,
+    run="flows.stages.judging:run_serve",
+    section="judge",
+    part_of="(judge)",
+    hub_reads=(JUDGE_WEIGHTS,),
+)
+
+KINDS = (FETCH, SERVE)
