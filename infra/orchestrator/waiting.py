@@ -266,9 +266,6 @@ def when_there_is_room(
     keeper: DiskKeeper,
     config: DiskConfig,
     say: Callable[[str], None],
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
 ) -> T:
     """Result of ``action``, as soon as the disk takes its small files.
 
@@ -280,7 +277,7 @@ def when_there_is_room(
     NoSpaceError
         There was none for ``disk.wait_min``.
     """
-    deadline, said = clock() + config.wait_min * 60, False
+    deadline, said = time.monotonic() + config.wait_min * 60, False
     while True:
         try:
             return action()
@@ -289,9 +286,9 @@ def when_there_is_room(
             if made is not None and made.bytes:
                 say(f"{made.bytes / 2**20:,.1f} MiB were reclaimed to begin.")
                 continue
-            if clock() >= deadline:
+            if time.monotonic() >= deadline:
                 raise
             if not said:
                 say(f"{error.what}. Waiting for room; Ctrl-C leaves, and nothing is lost.")
             said = True
-            sleep(_RECHECK_S)
+            time.sleep(_RECHECK_S)

@@ -295,19 +295,14 @@ class CheckpointStore:
                 atomic.remove_tree(path)
 
 
-def read_checkpoint(
-    folder: Path, complain: Callable[[str], Any] = lambda _: None
-) -> Complete | None:
-    """The checkpoint in ``folder``; None if it is not complete, or cannot be read (``complain``
-    hears why)."""
-    try:
-        return _whole(folder, complain)
-    except OSError as error:
-        complain(f"checkpoint {folder} is ignored: it cannot be read ({error})")
-        return None
+def read_checkpoint(folder: Path) -> Complete | None:
+    """The checkpoint in ``folder``; None if it is not complete, or cannot be read."""
+    with contextlib.suppress(OSError):
+        return _whole(folder)
+    return None
 
 
-def _whole(folder: Path, complain: Callable[[str], Any]) -> Complete | None:
+def _whole(folder: Path, complain: Callable[[str], Any] = lambda _: None) -> Complete | None:
     try:
         marker = atomic.read_json(folder / MARKER)
         if marker is None:
@@ -452,7 +447,7 @@ class Holds:
             if stage.id not in done:
                 # A stage may fail for want of it, so what cannot be read is raised.
                 folder = self._layout.stage(source).checkpoints / step_name(step)
-                if _whole(folder, lambda _: None) is not None:
+                if _whole(folder) is not None:
                     found.add((source, step))
         return frozenset(found)
 
