@@ -226,9 +226,10 @@ class CheckpointStore:
     def _commit(self, step: int, temporary: Path, target: Path, began: float) -> None:
         atomic.sync_tree(temporary)
         self._before_commit()
+        seconds = round(time.monotonic() - began, 3)
         hashed = hash_files(temporary)
         files = {file.path: file.bytes for file in hashed}
-        cost = {"seconds": round(time.monotonic() - began, 3), "bytes": sum(files.values())}
+        cost = {"seconds": seconds, "bytes": sum(files.values())}
         if self._elapsed is not None:
             cost["elapsed_s"] = round(self._elapsed(), 3)
         hashes = {file.path: file.sha256 for file in hashed}
