@@ -32,7 +32,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -43,6 +42,7 @@ from infra.host.processes import ProcessId, free_port, host_name, listens, start
 from infra.host.secrets import masked
 from infra.store import atomic
 from infra.store.atomic import read_json, write_json
+from infra.store.records import now_text
 from refiner_core.contract.errors import (
     ConfigurationError,
     RefinerError,
@@ -357,7 +357,7 @@ def _start(files: _Files, env: Mapping[str, str]) -> None:
         "port": port,
         "url": f"http://127.0.0.1:{port}",
         "version": package_version("prefect"),
-        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started_at": now_text(),
     }
     write_json(files.json, record)
 

@@ -66,13 +66,9 @@ from refiner_core.contract.records import (
 
 log = logging.getLogger(__name__)
 
-Part = Literal[
-    "save",  # room for a checkpoint is waited for
-    "write",  # room for metrics or rollouts is
-    "heartbeat",  # it could not be written
-    "end",  # the attempt ends for want of room, or its last word could not be written
-]
-
+#: What lacks room: a checkpoint, metrics or rollouts, a heartbeat; or the attempt ends for want of
+#: it, or its last word could not be written.
+Part = Literal["save", "write", "heartbeat", "end"]
 
 #: How long a worker tries to leave its last word on a full disk, seconds (`disk.hold_s` at most).
 LAST_WORD_S = 15.0
@@ -240,11 +236,8 @@ class AttemptRun:
         """End without a result, as a server does that nobody needs: it is never done, and may be
         wanted again. What a full disk keeps from being written, the exit code says."""
         self.io.close()
-        try:
+        with self._last_word():
             self._close_patiently(Outcome("none", "finish", message))
-        except OSError as error:
-            self._tell_room("end", there=False)
-            log.error("the outcome could not be written: %s", error)
 
     def fail(self, error: BaseException) -> Outcome:
         """Record why the attempt ends; the traceback goes to the log. Never raises for a full disk:
@@ -276,7 +269,7 @@ class AttemptRun:
             return outcome
         if outcome.failure == "disk_full":
             self._tell_room("end", there=False)
-        try:
+        with self._last_word():
             if outcome.failure == "disk_full" and not exists(self.stage_paths.result):
                 # Half an output is of no use to anybody, and the outcome needs a little room.
                 written = max(tree_bytes(self.output_dir), self.io.checkpoints.lost_bytes)
@@ -284,9 +277,6 @@ class AttemptRun:
                 shutil.rmtree(self.output_dir, ignore_errors=True)
             if self._close_patiently(outcome):  # the log was as full when it was told first
                 log.error("attempt %d ended: %s%s", self.number, outcome.message, number_text)
-        except OSError as second:
-            self._tell_room("end", there=False)
-            log.error("the outcome could not be written: %s", second)
         return outcome
 
     @property
@@ -447,6 +437,15 @@ class AttemptRun:
             log.warning("%s", error)
             return None
         return result is not None and result.attempt == self.number
+
+    @contextlib.contextmanager
+    def _last_word(self) -> Iterator[None]:
+        """Around what leaves the outcome; where it cannot be written, a deleted file tells."""
+        try:
+            yield
+        except OSError as error:
+            self._tell_room("end", there=False)
+            log.error("the outcome could not be written: %s", error)
 
     def _close_patiently(self, outcome: Outcome) -> bool:
         """Close, and on a full disk, or one that does not answer, wait a little: what was

@@ -100,10 +100,9 @@ class Heartbeat:
         self,
         path: Path,
         began: float,
-        interval_s: float = INTERVAL_S,
         on_beat: Callable[[], None] = lambda: None,
     ) -> None:
-        self._path, self._began, self._interval_s = path, began, interval_s
+        self._path, self._began = path, began
         self._on_beat = on_beat
         self._counter = 0
         self.progress: Progress | None = None
@@ -154,7 +153,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            self._wake.wait(self._interval_s)
+            self._wake.wait(INTERVAL_S)
             self._wake.clear()
             if self._ended.is_set():
                 return

@@ -15,7 +15,6 @@ import pwd
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -323,12 +322,3 @@ def node_address() -> str:
         probe.connect(("192.0.2.1", 9))  # sends nothing; the system only looks for the way
         return str(probe.getsockname()[0])
     return "127.0.0.1"
-
-
-def wait_for(ended: threading.Event) -> None:
-    """Return once ``ended`` is set.
-
-    Not ``Thread.join``: a Ctrl-C in it makes Python take the thread for ended (bpo-45274).
-    """
-    while not ended.wait(1.0):
-        pass

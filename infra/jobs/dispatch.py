@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from infra.host.processes import ProcessId, environment, start_apart
@@ -169,10 +170,7 @@ def gives_way(plan: Plan, stage: PlannedStage) -> bool:
     return stage.kind == "evaluate" and source is not None and source.kind == "export"
 
 
-#: Names the executor that a stage's job goes to.
-Choice = Callable[[PlannedStage], str]
-
-
+@dataclass
 class Router:
     """Several dispatchers as one; see :class:`~infra.jobs.protocol.Dispatcher` for the methods.
 
@@ -180,19 +178,15 @@ class Router:
     ----------
     dispatchers
         By executor name.
-    choose
-        The executor of a stage that is about to be launched.
+    executor_for
+        The executor of the next attempt at a stage.
     missing
         Why a dispatcher is not there that the configuration names; empty if it names none.
     """
 
-    def __init__(
-        self, dispatchers: Mapping[str, Dispatcher], choose: Choice, *, missing: str = ""
-    ) -> None:
-        #: The executor of the next attempt at a stage.
-        self.executor_for = choose
-        self.dispatchers = dict(dispatchers)
-        self.missing = missing
+    dispatchers: Mapping[str, Dispatcher]
+    executor_for: Callable[[PlannedStage], str]
+    missing: str = ""
 
     def check(self, stages: Iterable[PlannedStage]) -> None:
         """Refuse stages that can never run where they would go; errors as of the dispatchers."""

@@ -77,8 +77,9 @@ class SlurmJob:
     node: str = ""
 
     @classmethod
-    def from_environment(cls, values: Mapping[str, str] = os.environ) -> SlurmJob | None:
+    def from_environment(cls) -> SlurmJob | None:
         """The job that the environment speaks of; None outside of Slurm."""
+        values = os.environ
         if not values.get("SLURM_JOB_ID"):
             return None
         array, task = values.get("SLURM_ARRAY_JOB_ID"), values.get("SLURM_ARRAY_TASK_ID")

@@ -81,7 +81,6 @@ class Actor:
     refused: dict[str, Outcome] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
     _stop_sent: dict[AttemptRef, float] = field(default_factory=dict)
-    _killed: set[AttemptRef] = field(default_factory=set)
     _released: dict[AttemptRef, int] = field(default_factory=dict)
     _unsure: dict[AttemptRef, str] = field(default_factory=dict)
     _complaints: Complaints = field(default_factory=Complaints)
@@ -240,8 +239,8 @@ class Actor:
             return
         if ref not in self._stop_sent:
             self._ask_to_stop(attempt, seen, wish)
-        elif self.clock() - self._stop_sent[ref] > wish.grace_s and ref not in self._killed:
-            self._killed.add(ref)
+        elif self.clock() - self._stop_sent[ref] > wish.grace_s:
+            self._stop_sent[ref] = inf
             self._note(stage, "kill", attempt=ref.number)
             self.router.kill(attempt)
 

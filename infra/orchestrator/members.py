@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -107,7 +106,6 @@ class Member(Diary):
         #: Stages that somebody has cancelled, by id.
         self.cancelled: dict[str, StopWish] = {}
         self._views: dict[str, StageView] = {}
-        self._lock = threading.Lock()
 
     def take_up(self, *, regardless: bool = False) -> None:
         """Take the run up in this process; whoever follows it hears at once that what its log said
@@ -147,13 +145,11 @@ class Member(Diary):
 
     def views(self) -> dict[str, StageView]:
         """All stages by name, in the plan's order."""
-        with self._lock:
-            return dict(self._views)
+        return dict(self._views)
 
     def publish(self, views: dict[str, StageView]) -> bool:
         """Replace the views, and log what is news of them; whether all are final."""
-        with self._lock:
-            before, self._views = self._views, views
+        before, self._views = self._views, views  # replaced as a whole: others read it meanwhile
         for name, view in views.items():
             old = before.get(name, StageView("", "", "", "waiting", -1))  # progress is no news
             if (old.state, old.attempt, old.job_id) != (view.state, view.attempt, view.job_id):

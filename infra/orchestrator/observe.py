@@ -245,24 +245,20 @@ class StageForecast(NamedTuple):
     reason: str
 
 
-def observe_actions(
-    plan: Plan, workspace: Workspace, router: Router | None = None
-) -> list[StageForecast]:
+def observe_actions(plan: Plan, workspace: Workspace) -> list[StageForecast]:
     """Forecast a run of the plan, stage by stage. Writes nothing."""
-    found = observe_stages([plan], workspace, router)
+    found = observe_stages([plan], workspace)
     return [found[stage.id] for stage in plan.stages]
 
 
-def observe_stages(
-    plans: Sequence[Plan], workspace: Workspace, router: Router | None = None
-) -> dict[str, StageForecast]:
+def observe_stages(plans: Sequence[Plan], workspace: Workspace) -> dict[str, StageForecast]:
     """Forecast runs of several plans, each stage once, by id. Writes nothing.
 
     Of many plans the reasons of stages that were never run do not say which recorded stage is the
     nearest: that takes a look at all of them for each.
     """
     settings = plans[0].config.dispatch
-    observer = Observer(workspace, router or router_to_look(settings, workspace), settings)
+    observer = Observer(workspace, router_to_look(settings, workspace), settings)
     stages = {stage.id: stage for plan in plans for stage in plan.stages}
     there = set(workspace.stage_ids())
     records, observed = observer.look(i for i in stages if i in there)

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from infra.disk.keeper import DiskKeeper
-from infra.host.processes import ProcessId, wait_for
+from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import is_outage
 from infra.jobs.protocol import AttemptRef, OpenAttempt
@@ -234,7 +234,9 @@ class Orchestrator:
         Exception
             Whatever ended the thread.
         """
-        wait_for(self._ended)
+        # Not `Thread.join`: a Ctrl-C in it makes Python take the thread for ended (bpo-45274).
+        while not self._ended.wait(1.0):
+            pass
         if self._error is not None:
             raise self._error
         return self.views()

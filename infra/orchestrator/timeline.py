@@ -348,13 +348,8 @@ def _in_units(seconds: float, *units: str) -> tuple[str, str]:
 
 def run_incidents(workspace: Workspace, run: RunRecord) -> list[Incident]:
     """Incidents in the stages of a run, oldest first."""
-    return incidents_of(run_histories(workspace, run), run_events(workspace, run.run))
-
-
-def run_histories(workspace: Workspace, run: RunRecord) -> list[StageHistory]:
-    """Every stage of the run that has been begun, in the run's order."""
-    found = (stage_history(workspace, run, name) for name in run.stages)
-    return [history for history in found if history is not None]
+    begun = filter(None, (stage_history(workspace, run, name) for name in run.stages))
+    return incidents_of(begun, run_events(workspace, run.run))
 
 
 def stage_history(workspace: Workspace, run: RunRecord, name: str) -> StageHistory | None:

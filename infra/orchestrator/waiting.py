@@ -38,6 +38,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 
+@dataclass
 class Outage:
     """The outage that lasts now, if any, as its rounds meet it.
 
@@ -49,36 +50,35 @@ class Outage:
         Seconds (monotonic), and where events go.
     """
 
-    def __init__(
-        self, poll_s: float, clock: Callable[[], float], note: Callable[[Mapping[str, Any]], None]
-    ) -> None:
-        self._poll_s, self._clock, self._note = poll_s, clock, note
-        self.reason = ""
-        self.since = 0.0
-        self._rounds = 0
-        self._due = 0.0
+    poll_s: float
+    clock: Callable[[], float]
+    note: Callable[[Mapping[str, Any]], None]
+    reason: str = ""
+    since: float = 0.0
+    _rounds: int = 0
+    _due: float = 0.0
 
     @property
     def pause_s(self) -> float:
         """Seconds until the next round is due; 0 without an outage."""
-        return max(0.0, self._due - self._clock()) if self._rounds else 0.0
+        return max(0.0, self._due - self.clock()) if self._rounds else 0.0
 
     def met(self, error: Exception) -> None:
         """A round has failed by it; raises what is no outage."""
         if not is_outage(error):
             raise error
-        now = self._clock()
+        now = self.clock()
         if not self._rounds:
             self.since, self.reason = now, first_line(str(error), 300)
-            self._note({"event": "outage", "reason": self.reason})
-        self._due = now + min(self._poll_s * 2**self._rounds, _LONGEST_S)
+            self.note({"event": "outage", "reason": self.reason})
+        self._due = now + min(self.poll_s * 2**self._rounds, _LONGEST_S)
         self._rounds = min(self._rounds + 1, 16)
 
     def is_over(self) -> None:
         """A round went through."""
         if self._rounds:
-            waited_s = round(self._clock() - self.since, 1)
-            self._note({"event": "back", "reason": self.reason, "waited_s": waited_s})
+            waited_s = round(self.clock() - self.since, 1)
+            self.note({"event": "back", "reason": self.reason, "waited_s": waited_s})
         self.reason, self._rounds = "", 0
 
 
@@ -266,9 +266,6 @@ def when_there_is_room(
     keeper: DiskKeeper,
     config: DiskConfig,
     say: Callable[[str], None],
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
 ) -> T:
     """Result of ``action``, as soon as the disk takes its small files.
 
@@ -280,7 +277,7 @@ def when_there_is_room(
     NoSpaceError
         There was none for ``disk.wait_min``.
     """
-    deadline, said = clock() + config.wait_min * 60, False
+    deadline, said = time.monotonic() + config.wait_min * 60, False
     while True:
         try:
             return action()
@@ -289,9 +286,9 @@ def when_there_is_room(
             if made is not None and made.bytes:
                 say(f"{made.bytes / 2**20:,.1f} MiB were reclaimed to begin.")
                 continue
-            if clock() >= deadline:
+            if time.monotonic() >= deadline:
                 raise
             if not said:
                 say(f"{error.what}. Waiting for room; Ctrl-C leaves, and nothing is lost.")
             said = True
-            sleep(_RECHECK_S)
+            time.sleep(_RECHECK_S)

@@ -28,7 +28,7 @@ import psutil
 from infra.process import minder
 
 log = logging.getLogger(__name__)
-_LAST_WORDS_S, _END_S = 5.0, 60.0
+_LAST_WORDS_S, _GONE_S, _END_S = 5.0, 30.0, 60.0
 
 
 class ChildProcess:
@@ -119,13 +119,13 @@ class ChildProcess:
 MARK = "REFINER_OUTPUT"
 
 
-def kill_leftovers(output: Path, patience_s: float = 30.0) -> int:
+def kill_leftovers(output: Path) -> int:
     """Kill what an earlier attempt's trainer has left on this host; returns how many processes.
 
     They are known by the mark in their environment (``output``, or a folder in it), which children
     inherit and nobody else has: a process number alone could be another's by now.
     """
-    deadline, killed = time.monotonic() + patience_s, 0
+    deadline, killed = time.monotonic() + _GONE_S, 0
     while left := marked_processes(output):
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes {[p.pid for p in left]} of an earlier trainer stay")

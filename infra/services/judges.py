@@ -58,7 +58,7 @@ _QUOTED = 300
 #: Answers that another try may mend: the server is still getting ready, or busy.
 _NOT_YET = frozenset({408, 425, 429, *range(500, 600)})
 _NO_KEY = (401, 403)
-_CHAT_S = 120.0
+_HEALTH_S, _CHAT_S = 10.0, 120.0
 #: How long a server that has answered before may fail to, before it counts as hung.
 SILENCE_S = 120.0
 
@@ -67,7 +67,7 @@ class Refuses(Exception):
     """It answers, and says no in a way that waiting does not mend."""
 
 
-def check_health(endpoint: Endpoint, engine: str, timeout_s: float = 10.0) -> None:
+def check_health(endpoint: Endpoint, engine: str) -> None:
     """Ask whether it is still there: engines that say how they are, else for the list of models.
 
     Raises
@@ -76,7 +76,7 @@ def check_health(endpoint: Endpoint, engine: str, timeout_s: float = 10.0) -> No
         Nobody answers there, or the engine says that it is not well.
     """
     path = "/models" if engine == "command" else "/../health"
-    status, body = ask_server(endpoint, path, timeout_s)
+    status, body = ask_server(endpoint, path, _HEALTH_S)
     if status >= 500 and engine != "command":
         raise NotReady(f"HTTP {status} for its health{_quoted(body, endpoint)}")
 
@@ -378,15 +378,10 @@ def _status(workspace: Workspace, service_id: str) -> ServiceStatus:
     records, observed = observer.look([service_id])
     record, seen = records.get(service_id), observed.attempts.get(service_id)
     identity = record.spec.identity if record is not None else {}
-    last = record.attempts[-1] if record is not None and record.attempts else None
-    status = ServiceStatus(
-        service_id,
-        model=str(identity.get("serve.model") or ""),
-        engine=str(identity.get("serve.engine") or ""),
-        state="ended",
-    )
-    if last is None:
-        return status
+    model, engine = (str(identity.get(f"serve.{name}") or "") for name in ("model", "engine"))
+    if record is None or not record.attempts:
+        return ServiceStatus(service_id, model, engine, "ended")
+    last = record.attempts[-1]
     paths = workspace.layout.attempt(service_id, last.number)
     endpoint = workspace.read_control(paths.endpoint) or {}
     needed_by = tuple(holders(workspace, service_id))
@@ -394,9 +389,11 @@ def _status(workspace: Workspace, service_id: str) -> ServiceStatus:
     runs = state in RUNNING
     beat = workspace.read_heartbeat(service_id, last.number) or {}
     idle_s = ((beat.get("progress") or {}).get("values") or {}).get("idle_s")
-    return replace(
-        status,
-        state=state,
+    return ServiceStatus(
+        service_id,
+        model,
+        engine,
+        state,
         reason=last.outcome.message if last.outcome is not None else seen.note if seen else "",
         url=str(endpoint.get("url") or "") if runs else "",
         node=str(endpoint.get("node") or last.node),
@@ -436,18 +433,16 @@ def end_service(
     workspace: Workspace,
     service_id: str,
     reason: str,
-    *,
-    grace_s: float = 60.0,
     tell: Callable[[str], None] = lambda message: None,
 ) -> bool:
     """End a server, whoever has started it; True when nothing of it runs any more.
 
-    Its worker is asked first, and killed after ``grace_s``. Who still needs it starts another one.
+    Its worker is asked first, and killed after a minute. Who still needs it starts another one.
     """
     stage = workspace.layout.stage(service_id)
-    settings = replace(_settings(workspace, stage), grace_s=grace_s)
-    ids, patience_s = {service_id: service_id}, 2 * grace_s + 10
-    if end_jobs(workspace, settings, ids, "interrupted", reason, tell, patience_s):
+    settings = replace(_settings(workspace, stage), grace_s=60.0)
+    ids = {service_id: service_id}
+    if end_jobs(workspace, settings, ids, "interrupted", reason, tell, patience_s=130.0):
         return False
     kill_leftovers(workspace.layout.service(service_id))  # its minder may be gone, too
     return True

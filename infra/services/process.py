@@ -81,19 +81,11 @@ class ServerProgram(NamedTuple):
     @property
     def lacking(self) -> str:
         """Program that is sure not to be there, in words; empty if nothing is."""
-        setup, name, path = self.config.setup, self.config.python or self.engine, ""
-        if words := shlex.split(self.config.container or ""):
-            name = words[0]
-        elif self.config.python is None or "/" not in name:
-            path = " on PATH"
-        elif "$" in name or name.startswith("~"):
-            return f"{name} is taken as it stands: neither ~ nor $NAME is replaced"
-        elif not Path(name).exists():
-            return f"there is no {name}"
-        else:
-            is_program = Path(name).is_file() and os.access(name, os.X_OK)
-            return "" if is_program else f"{name} is no program"
-        return "" if setup or shutil.which(name) else f"there is no `{name}`{path}"
+        words = shlex.split(self.config.container or "")
+        name = words[0] if words else self.config.python or self.engine
+        if shutil.which(name) or (self.config.setup and (words or "/" not in name)):
+            return ""
+        return f"there is no program `{name}` (neither ~ nor $NAME is replaced)"
 
 
 def shell_text(program: RolloutServerConfig | ServeConfig, call: str) -> str:
@@ -205,7 +197,7 @@ class NotReady(Exception):
     """It does not answer (yet)."""
 
 
-class _PortTaken(KilledError):
+class PortTaken(KilledError):
     """Somebody else was faster to listen there."""
 
 
@@ -230,7 +222,7 @@ class ServerProcess(abc.ABC):
     """
 
     section: ClassVar[str]
-    name: str = "The server"
+    name: str
     key: str = field(default="", repr=False)
     host: str = "127.0.0.1"
     prefix: str = ""
@@ -309,7 +301,7 @@ class ServerProcess(abc.ABC):
                 return
             except BaseException as error:
                 self.stop(0.0)
-                if not isinstance(error, _PortTaken) or tries == _PORTS_TRIED:
+                if not isinstance(error, PortTaken) or tries == _PORTS_TRIED:
                     raise
                 log.warning("%s; trying another one", error.what)
 
@@ -348,14 +340,14 @@ class ServerProcess(abc.ABC):
         ------
         NotReady
             It does not, yet.
-        _PortTaken
+        PortTaken
             Somebody else does.
         """
         holder = "nobody"
         if self._child is not None:
             holder = holder_of(self.at.port, self._child.pid, by_daemon=self.by_daemon)
         if holder == "another":
-            raise _PortTaken(
+            raise PortTaken(
                 f"Port {self.at.port} was given to {self.name.lower()}, and a process that "
                 "it has not started listens there",
                 expected="that nobody takes a port between two looks",
@@ -386,7 +378,7 @@ class ServerProcess(abc.ABC):
             self._child.wait_read()
         said = self.last_word()
         if early and _PORT_TAKEN.search("\n".join(self._tail)):
-            return _PortTaken(
+            return PortTaken(
                 f"Port taken: {said}",
                 expected="a port that nobody listens on",
                 fix="nothing; another one is tried",

@@ -39,7 +39,7 @@ from infra.slurm.scheduler import (
     SlurmUnavailable,
     Wanted,
 )
-from infra.slurm.states import lost_end, sight_of
+from infra.slurm.states import JobFacts, lost_end, sight_of
 from infra.slurm.submission import PerhapsSubmitted, Submission, Submitter, write_missing_pickle
 from infra.store import atomic
 from infra.store.layout import AttemptPaths
@@ -201,8 +201,9 @@ class SlurmDispatcher:
             seen[ref] = JobSight("dead", running=False, state="not ours", reason=why, end=end)
         for attempt in (a for a in attempts if a.ref not in copied):
             answer = answers[wanted[attempt.ref].key]
-            if answer.facts is not None and wanted[attempt.ref].job_id is None and self._adopt:
-                self._adopt_job(attempt, answer.facts.job_id)
+            noted = wanted[attempt.ref].job_id is not None
+            if isinstance(answer, JobFacts) and self._adopt and not noted:
+                self._adopt_job(attempt, answer.job_id)
             seen[attempt.ref] = self._sight(attempt, wanted[attempt.ref], answer)
         return seen
 
@@ -216,14 +217,13 @@ class SlurmDispatcher:
 
     def _sight(self, attempt: OpenAttempt, wanted: Wanted, answer: Answer) -> JobSight:
         started = attempt.begun
-        if answer.facts is not None:
-            job = answer.facts
-            sight = sight_of(job, started, lambda: self._printed(attempt.ref, job.job_id))
-            if job.job_id not in self._ended_by_us or sight.end is None:
+        if isinstance(answer, JobFacts):
+            sight = sight_of(answer, started, lambda: self._printed(attempt.ref, answer.job_id))
+            if answer.job_id not in self._ended_by_us or sight.end is None:
                 return sight
             # A job that this process has ended was not cancelled by a person.
             return replace(sight, end=outcome_of("killed", "refiner has ended the job"))
-        if answer.lost:
+        if answer is not None:
             printed = self._printed(attempt.ref, wanted.job_id) if wanted.job_id else ""
             end = lost_end(wanted.job_id, started, printed)
             why = "its heartbeat tells" if started else ""
@@ -287,7 +287,7 @@ class SlurmDispatcher:
             return str(noted["job_id"])
         wanted = self._wanted(attempt)
         answer = self._view.look([wanted])[wanted.key]
-        return None if answer.facts is None else answer.facts.job_id
+        return answer.job_id if isinstance(answer, JobFacts) else None
 
     def _adopt_job(self, attempt: OpenAttempt, job_id: str) -> None:
         """A crash came between sbatch and noting the id: catch up."""

@@ -169,20 +169,16 @@ class Profile(Place):
         UnsupportedError
             The job needs the internet, which compute nodes do not reach.
         """
-        limit, most = self.place_for(resources).max_time_min, self.max_gpus
-        if limit is not None and resources.time_limit_min > limit:
-            raise ConfigurationError(
-                f"{title} asks for {resources.time_limit_min} minutes",
-                expected=f"at most {limit}, the longest that profile {self.name!r} allows",
-                fix=f"set its `resources.time_limit_min={limit}`; a stage that is cut off there "
-                "goes on from its checkpoint in another attempt",
-            )
-        if most is not None and resources.gpus > most:
-            raise ConfigurationError(
-                f"{title} asks for {resources.gpus} GPUs per node",
-                expected=f"at most {most}, what nodes of profile {self.name!r} have",
-                fix=f"set its `resources.gpus={most}`, and `resources.nodes` for more",
-            )
+        longest = self.place_for(resources).max_time_min
+        for field_name, most in (("time_limit_min", longest), ("gpus", self.max_gpus)):
+            asked = getattr(resources, field_name)
+            if most is not None and asked > most:
+                raise ConfigurationError(
+                    f"{title} asks for resources.{field_name}={asked}",
+                    expected=f"at most {most}, what profile {self.name!r} allows",
+                    fix=f"set its `resources.{field_name}={most}`: what is cut off by a time limit "
+                    "goes on in another attempt, and `resources.nodes` are for more GPUs",
+                )
         if needs_network and not self.network:
             raise UnsupportedError(
                 f"{title} needs the internet, which compute nodes of profile {self.name!r} do "

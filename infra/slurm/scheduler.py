@@ -4,7 +4,7 @@ Commands have a time-out each and an explicit format. Fields are parted by a con
 no name contains, so a job called ``a|b c=d`` breaks nothing.
 
 In: which jobs are wanted, by id or (where a crash came before the id was noted) by their unique
-name. Out: an :class:`Answer` each, by few queries, and never a wrong "dead". At most one round of
+name. Out: an answer each, by few queries, and never a wrong "dead". At most one round of
 queries per ``poll_s``: squeue for what is alive, and only for jobs that it no longer lists the
 controller's memory (scontrol) and accounting (sacct). In between, the last answer counts. A
 scheduler that does not answer is asked ever more rarely, and says nothing about any job.
@@ -23,7 +23,7 @@ import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from infra.host.processes import environment, run_program
 from infra.slurm.states import JobFacts, facts_of, facts_of_accounts
@@ -226,13 +226,8 @@ class Wanted(NamedTuple):
         return self.job_id or (self.name, self.task)
 
 
-class Answer(NamedTuple):
-    """Knowledge of a job: ``facts``, or that it is certainly ``lost``, or nothing."""
-
-    facts: JobFacts | None = None
-    lost: bool = False
-
-
+#: Knowledge of a job: its facts, or that it is certainly lost, or nothing.
+Answer = JobFacts | Literal["lost"] | None
 #: A job that nobody knows is lost after so many answers, over so many seconds.
 PATIENCE = (3, 15.0)
 
@@ -294,12 +289,12 @@ class SchedulerView:
     def _answer(self, wanted: Wanted) -> Answer:
         over = self._over.get(wanted.key)
         if over is not None:
-            return Answer(over)
+            return over
         if wanted.key in self._lost:
-            return Answer(lost=True)
+            return "lost"
         if wanted.job_id in self._new:
-            return Answer(self._new[wanted.job_id])
-        return Answer() if self._failures else Answer(self._in_queue(wanted))
+            return self._new[wanted.job_id]
+        return None if self._failures else self._in_queue(wanted)
 
     def _in_queue(self, wanted: Wanted) -> JobFacts | None:
         if wanted.job_id is not None:

@@ -67,21 +67,16 @@ STATES: dict[str, StateRule] = {
 }
 _UNKNOWN_STATE = StateRule(False, False, None, "a state that this version does not know")
 
-#: Reasons for waiting that do not pass by themselves, and what mends them.
+#: Reasons for waiting that do not pass by themselves, and what mends them, where the word does not
+#: say it.
 NEVER: dict[str, str] = {
     "BadConstraints": "no node fits the constraints; check `constraint`, `nodelist`, `exclude`",
     "ReqNodeNotAvail": "nodes it must have are down, drained or reserved",
     "PartitionNodeLimit": "more nodes than the partition allows",
     "PartitionTimeLimit": "its time limit is longer than the partition's; lower `time_limit_min`",
-    "PartitionDown": "the partition is down",
-    "PartitionInactive": "the partition is inactive",
     "InvalidAccount": "the account may not run jobs; set `account` in the profile",
     "InvalidQOS": "the account may not use this QOS; set `qos` in the profile",
-    "AccountNotAllowed": "the account may not use this partition",
-    "QOSNotAllowed": "the QOS may not use this partition",
     "DependencyNeverSatisfied": "a job that it depends on has failed",
-    "ReservationDeleted": "its reservation is gone",
-    "Reservation": "it waits for its reservation to begin",
     "JobHoldMaxRequeue": "it was put back too often; `scontrol release` lets it go on",
     "JobHeldUser": "held by a user; `scontrol release` lets it go on",
     "JobHeldAdmin": "held by an administrator, who alone can release it",

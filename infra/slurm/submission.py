@@ -18,7 +18,6 @@ import contextlib
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,14 +28,13 @@ from typing import Any
 from infra.host.processes import environment, run_program
 from infra.jobs.protocol import JobRequest
 from infra.slurm.profiles import Profile
-from infra.slurm.scheduler import SlurmUnavailable
+from infra.slurm.scheduler import RealSlurm, SlurmUnavailable
 from infra.store import atomic
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import (
     ConfigurationError,
     LaunchError,
     RefinerError,
-    UnsupportedError,
 )
 from refiner_core.contract.placement import STAGES as TRAINING_STAGES
 
@@ -313,12 +311,7 @@ def submit_orchestrator(
     LaunchError
         It did not take the job now.
     """
-    if shutil.which("sbatch") is None:
-        raise UnsupportedError(
-            "The orchestrator cannot be a job: this machine has no `sbatch`.",
-            expected="Slurm's commands on the PATH",
-            fix="use `--detach`, which leaves it to a process on this machine",
-        )
+    RealSlurm()  # refuses where its commands are not
     folder.mkdir(parents=True, exist_ok=True)
     resources = Resources(cpus=1, memory_gb=_MEMORY_GB, time_limit_min=_TIME_MIN)
     limit = profile.place_for(resources).max_time_min

@@ -3,7 +3,7 @@
 A write goes to a temporary name in the same folder, is fsynced and renamed, and then the folder is
 fsynced. Exclusive writes let exactly one of many writers win, by a hard link to a finished file: no
 lock, so it works on NFS and Lustre. Temporary names start with a dot and ``TEMPORARY``; readers
-ignore them. A finished folder takes another's place in one step (:func:`swap_in`).
+ignore them. A finished folder takes another's place by two renames (:func:`swap_in`).
 
 That there is no room is a state of the world and not a crash: an exception, or a folder, is asked
 whether it means ENOSPC or EDQUOT. Writers disagree about how they say it (an ``OSError`` without a
@@ -16,8 +16,6 @@ folder it is a mistake in the name.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import ctypes.util
 import errno
 import json
 import logging
@@ -86,9 +84,9 @@ def write_bytes(path: Path, data: bytes, *, sync: bool = True, mode: int = 0o666
         sync_folder(path.parent)
 
 
-def write_text(path: Path, text: str, *, sync: bool = True) -> None:
+def write_text(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` (UTF-8) in one step."""
-    write_bytes(path, text.encode(), sync=sync)
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
@@ -250,27 +248,20 @@ def _create_by_open(path: Path, data: bytes, mode: int) -> bool:
     return True
 
 
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
-
-
 def swap_in(new: Path, target: Path) -> None:
-    """Put ``new`` in the place of ``target``; what was there is under ``new``'s name afterwards, or
-    gone. After an error it is where it was."""
+    """Put ``new`` in the place of ``target``, which is gone for an instant, and never half there.
+    After an error it is where it was."""
     put_back(target)
-    if not target.exists() or not any(target.iterdir()):
-        new.rename(target)
-    elif not _exchange(new, target):
-        # A file system that cannot exchange two names (NFS): gone for an instant, never half.
-        old = _aside(target)
+    old = _aside(target)
+    if target.exists():
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
-        try:
-            new.rename(target)
-        except BaseException:
-            put_back(target)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
+    try:
+        new.rename(target)
+    except BaseException:
+        put_back(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
     sync_folder(target.parent)
 
 
@@ -282,21 +273,6 @@ def put_back(target: Path) -> None:
 
 def _aside(target: Path) -> Path:
     return target.with_name(f"{TEMPORARY}{target.name}-replaced")
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Linux's ``renameat2`` with RENAME_EXCHANGE; False where there is none."""
-    library = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
-    rename = getattr(library, "renameat2", None)
-    if rename is None:
-        return False
-    names = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    if rename(*names) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(number, os.strerror(number), str(other))
 
 
 #: What libraries say of a full disk or quota, and of one that takes no writes at all. Of a quota
@@ -400,18 +376,15 @@ def no_space_error(folder: Path, doing: str, error: BaseException | None = None)
     except OSError:
         free = ""
     why = f" ({error})" if error is not None else ""
-    found = NoSpaceError(
-        f"No room left while {doing} in {folder}{why}{free}",
-        expected="room on the disk, and in the quota of the user or group",
-        fix="free some space (or name another `workspace=`) and run the same command again",
-    )
+    what = f"No room left while {doing} in {folder}{why}{free}"
+    expected = "room on the disk, and in the quota of the user or group"
+    fix = "free some space (or name another `workspace=`) and run the same command again"
     if number == errno.EROFS:
-        found = NoSpaceError(
-            f"The file system was read-only while {doing} in {folder}{why}",
-            expected="a file system that takes writes",
-            fix="nothing while it only fails over to another server: it is tried again; else mount "
-            "it so that it can be written, and run the same command again",
-        )
+        what = f"The file system was read-only while {doing} in {folder}{why}"
+        expected = "a file system that takes writes"
+        fix = "nothing while it fails over to another server; else mount it so that it can be "
+        fix += "written, and run the same command again"
+    found = NoSpaceError(what, expected=expected, fix=fix)
     found.errno = number
     return found
 

@@ -226,9 +226,10 @@ class CheckpointStore:
     def _commit(self, step: int, temporary: Path, target: Path, began: float) -> None:
         atomic.sync_tree(temporary)
         self._before_commit()
+        seconds = round(time.monotonic() - began, 3)
         hashed = hash_files(temporary)
         files = {file.path: file.bytes for file in hashed}
-        cost = {"seconds": round(time.monotonic() - began, 3), "bytes": sum(files.values())}
+        cost = {"seconds": seconds, "bytes": sum(files.values())}
         if self._elapsed is not None:
             cost["elapsed_s"] = round(self._elapsed(), 3)
         hashes = {file.path: file.sha256 for file in hashed}
@@ -295,19 +296,14 @@ class CheckpointStore:
                 atomic.remove_tree(path)
 
 
-def read_checkpoint(
-    folder: Path, complain: Callable[[str], Any] = lambda _: None
-) -> Complete | None:
-    """The checkpoint in ``folder``; None if it is not complete, or cannot be read (``complain``
-    hears why)."""
-    try:
-        return _whole(folder, complain)
-    except OSError as error:
-        complain(f"checkpoint {folder} is ignored: it cannot be read ({error})")
-        return None
+def read_checkpoint(folder: Path) -> Complete | None:
+    """The checkpoint in ``folder``; None if it is not complete, or cannot be read."""
+    with contextlib.suppress(OSError):
+        return _whole(folder)
+    return None
 
 
-def _whole(folder: Path, complain: Callable[[str], Any]) -> Complete | None:
+def _whole(folder: Path, complain: Callable[[str], Any] = lambda _: None) -> Complete | None:
     try:
         marker = atomic.read_json(folder / MARKER)
         if marker is None:
@@ -452,7 +448,7 @@ class Holds:
             if stage.id not in done:
                 # A stage may fail for want of it, so what cannot be read is raised.
                 folder = self._layout.stage(source).checkpoints / step_name(step)
-                if _whole(folder, lambda _: None) is not None:
+                if _whole(folder) is not None:
                     found.add((source, step))
         return frozenset(found)
 

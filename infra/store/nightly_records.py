@@ -28,8 +28,7 @@ from infra.store.layout import night_call
 from infra.store.orchestrators import Orchestrator, orchestrator_of, take_turn
 from infra.store.records import RecordFiles, now_text
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import WorkspaceError
-from refiner_core.contract.records import from_json, to_json
+from refiner_core.contract.records import to_json
 from refiner_core.nightly.changes import Values
 from refiner_core.nightly.definition import ROW_VERSION, Row
 
@@ -123,17 +122,9 @@ class NightlyRecords(RecordFiles):
         WorkspaceError
             A line is damaged, or of a newer version.
         """
-        found = []
-        for path in _sorted(self.folder / "history", "[0-9]*.json"):
-            value = self.read_control(path) or {}
-            if value.get("version") != ROW_VERSION:
-                raise WorkspaceError(
-                    f"{path} has version {value.get('version')}",
-                    expected=f"version {ROW_VERSION}",
-                    fix="use the refiner that wrote it, or a newer one",
-                )
-            found.append(from_json(Row, value))
-        return found
+        paths = _sorted(self.folder / "history", "[0-9]*.json")
+        found = (self.load(Row, path, newest=ROW_VERSION) for path in paths)
+        return [row for row in found if row is not None]
 
     def keep_values(self, stage: str, protocol: str, values: Mapping[str, Values]) -> None:
         """Keep watched metrics of an evaluation prompt by prompt: outputs may be reclaimed."""

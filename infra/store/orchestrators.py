@@ -80,17 +80,14 @@ def orchestrator_of(workspace: Workspace, run_id: str) -> Orchestrator:
         return Orchestrator("none", number)
     process = ProcessId.parse(text)
     own = said if said.get("process") == text else {}
-    standing = "ended" if own.get("state") == "ended" else standing_of(process)
+    standing: Standing = "elsewhere"
+    if own.get("state") == "ended":
+        standing = "ended"
+    elif process.here:
+        standing = "running" if process.alive else "gone"
     job, at = str(turn.get("job") or ""), str(own.get("at") or turn.get("at") or "")
     code = own.get("exit_code")
     return Orchestrator(standing, number, process.pid, process.host, job, code, at)
-
-
-def standing_of(process: ProcessId) -> Standing:
-    """Standing of a process that has not said that it ended."""
-    if not process.here:
-        return "elsewhere"
-    return "running" if process.alive else "gone"
 
 
 def wanted_by_others(workspace: Workspace, ours: AbstractSet[str]) -> dict[str, str]:
@@ -182,11 +179,6 @@ def attempt_holder(stage_id: str, number: int) -> str:
     return f"{stage_id}-{number:04d}"
 
 
-def run_holder(run_id: str) -> str:
-    """The name of a call among holders."""
-    return f"{_RUN}{run_id}"
-
-
 def hand_holder() -> str:
     """The name of this process among holders, for a command that asks by hand. Nothing records that
     it has ended: it has when it does not renew any more."""
@@ -259,7 +251,7 @@ class CallLeases:
             self._leases.pop(service_id).release()
         for service_id in wanted:
             folder = self._workspace.layout.service(service_id)
-            lease = Lease(folder, run_holder(self._run_id), self._clock)
+            lease = Lease(folder, f"{_RUN}{self._run_id}", self._clock)
             self._leases.setdefault(service_id, lease).renew()
 
 

@@ -388,9 +388,7 @@ def read_proof(workspace: Workspace, stage_id: str) -> ResumeProof | None:
     WorkspaceError
         It is damaged, or of a newer version.
     """
-    path = workspace.layout.proof(stage_id)
-    fix = f"delete {path.parent}, and prove it again with `refiner prove-resume`"
-    return workspace.load(ResumeProof, path, newest=PROOF_VERSION, fix=fix)
+    return workspace.load(ResumeProof, workspace.layout.proof(stage_id), newest=PROOF_VERSION)
 
 
 def new_scratch(workspace: Workspace, name: str) -> Path:
@@ -440,8 +438,7 @@ def read_certificate(workspace: Workspace, host: str | None = None) -> Certifica
         It is damaged, or of a newer version.
     """
     path = workspace.layout.certificate(_file_name(host or host_name()))
-    fix = f"delete {path}, and certify the node again with `refiner certify`"
-    return workspace.load(Certificate, path, newest=CERTIFICATE_VERSION, fix=fix)
+    return workspace.load(Certificate, path, newest=CERTIFICATE_VERSION)
 
 
 def read_certificates(workspace: Workspace) -> list[Certificate]:

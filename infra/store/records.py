@@ -84,9 +84,7 @@ class RecordFiles:
             make_folder(path.parent)
             return atomic.create_json(path, to_json(value))
 
-    def load(
-        self, kind: type[T], path: Path, *, newest: int = RECORD_VERSION, fix: str = ""
-    ) -> T | None:
+    def load(self, kind: type[T], path: Path, *, newest: int = RECORD_VERSION) -> T | None:
         """A record; None if it is not there.
 
         Parameters
@@ -95,8 +93,6 @@ class RecordFiles:
             Its dataclass.
         newest
             The newest version of it that is known here.
-        fix
-            What to do about one that is damaged or newer, where that is something special.
 
         Raises
         ------
@@ -111,7 +107,7 @@ class RecordFiles:
             raise WorkspaceError(
                 f"{path} has version {version}",
                 expected=f"version {newest} or older",
-                fix=fix or "use the refiner that wrote it, or a newer one",
+                fix="use the refiner that wrote it, or a newer one",
             )
         try:
             return from_json(kind, data)
@@ -119,7 +115,7 @@ class RecordFiles:
             raise WorkspaceError(
                 f"{path} is not a {kind.__name__}: {error}",
                 expected="a file that refiner has written",
-                fix=fix or self._way_out(path),
+                fix=self._way_out(path),
             ) from error
 
     def part(
@@ -230,6 +226,8 @@ class RecordFiles:
         for root, meaning in (
             (self.layout.stages, "the same command then makes the stage again"),
             (self.layout.runs, "stages and their results stay, only that call is forgotten"),
+            (self.root / "proofs", "`refiner prove-resume` makes another one"),
+            (self.root / "certificates", "`refiner certify` makes another one"),
         ):
             if path.is_relative_to(root):
                 return f"restore it, or delete {root / path.relative_to(root).parts[0]}: {meaning}"

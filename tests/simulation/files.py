@@ -140,10 +140,10 @@ def _file_operations(put: Put, world: World, disk: Disk, watcher: Watcher) -> No
 
     write = atomic._write_new
 
-    def write_new(path: Path, data: bytes, *, sync: bool) -> None:
+    def write_new(path: Path, data: bytes, **how: Any) -> None:
         world.point(f"write {_short(path)}")
         disk.small_write(path)
-        write(path, data, sync=sync)
+        write(path, data, **how)
 
     def read_json(path: Path) -> Any:
         world.point("read")

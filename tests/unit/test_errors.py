@@ -69,7 +69,6 @@ PLAIN = {
     "infra/judgements/segments.py": "keys and scores of our own making",
     "infra/prefect_server.py": "caught where it is raised: REFINER_STATE_DIR is named",
     "infra/store/provenance.py": "a package of refiner itself is gone",
-    "infra/store/atomic.py": "what the system call says, for infra.publishing",
     "infra/store/workspace.py": "caught where it is raised: the workspace is named",
     "refiner_core/cards/lint/markdown.py": "caught where it is raised: a finding of the card",
     "refiner_core/contract/marks.py": "a new field without its mark, seen when it is written",

@@ -199,8 +199,7 @@ def test_the_heart_beats_on_while_nothing_can_be_read_and_then_hears_the_wish_to
 ) -> None:
     """A heart that stops for one error has a healthy training killed as hung, minutes later."""
     workspace, run = claimed(begun, tmp_path)
-    beats = run.heartbeat
-    monkeypatch.setattr(beats, "_interval_s", 0.005)
+    monkeypatch.setattr("infra.attempt.stage_io.INTERVAL_S", 0.005)
     reads = FaultyReads(tmp_path, 1, errno.EIO, "from then on", thread="heartbeat")
     with reads.mounted(), run:
         wait_until(lambda: len(reads.operations) > 40 and beats_told(workspace) > 3)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from infra.publishing import FolderTarget, Published, report_of
-from infra.store import atomic as swap
 from infra.store.stage_records import target_damage
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import (
@@ -198,56 +197,10 @@ def test_a_full_disk_leaves_what_was_published(
     assert names(root / REPO) == {"README.md", "model.safetensors", "refiner.json"}
 
 
-def test_a_file_system_that_cannot_exchange_names_ends_with_the_same_folder(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(swap, "_exchange", lambda one, other: False)
-    target = FolderTarget(root, FINAL)
-    for says in ("old", "new"):
-        target.publish(publication(tmp_path, 100, final=True, says=says))
-    assert names(root / "me") == {"model"}
-    assert target.read_text(REPO, "main", "README.md") == card("new")
-
-
-@pytest.mark.parametrize(
-    ("number", "goes_on"),
-    [
-        *((n, True) for n in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)),
-        *((n, False) for n in (errno.EDQUOT, errno.EACCES, errno.EIO)),
-    ],
-)
-def test_only_a_refusal_to_exchange_is_got_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, goes_on: bool
-) -> None:
-    """On NFS the call itself is refused; any other error would meet two renames just as well."""
-
-    class Library:
-        @staticmethod
-        def renameat2(*_: object) -> int:
-            swap.ctypes.set_errno(number)
-            return -1
-
-    monkeypatch.setattr(swap.ctypes, "CDLL", lambda *_, **__: Library)
-    new, target = tmp_path / "new", tmp_path / "target"
-    for folder in (new, target):
-        folder.mkdir()
-        (folder / "file").write_text(folder.name)
-    if goes_on:
-        swap.swap_in(new, target)
-        assert names(tmp_path) == {"target"}
-    else:
-        with pytest.raises(OSError, match="target") as caught:
-            swap.swap_in(new, target)
-        assert caught.value.errno == number
-        assert (new / "file").read_text() == "new"
-    assert (target / "file").read_text() == ("new" if goes_on else "target")
-
-
 @pytest.mark.parametrize("end", [OSError(errno.EDQUOT, "Disk quota exceeded"), KeyboardInterrupt()])
-def test_what_was_published_is_back_where_names_cannot_be_exchanged_and_the_new_one_fails(
+def test_what_was_published_is_back_where_the_new_one_cannot_take_its_place(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException
 ) -> None:
-    monkeypatch.setattr(swap, "_exchange", lambda one, other: False)
     target = FolderTarget(root, FINAL)
     target.publish(publication(tmp_path, 100, final=True, says="old"))
 
@@ -269,7 +222,6 @@ def test_a_publisher_that_was_killed_between_two_names_loses_nothing(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also not the files that others have put there."""
-    monkeypatch.setattr(swap, "_exchange", lambda one, other: False)
     publish = FolderTarget(root, FINAL).publish
     publish(publication(tmp_path, 100, final=True, says="old"))
     (root / REPO / "notes.txt").write_text("mine")

@@ -438,10 +438,10 @@ def test_the_last_word_names_class_step_and_who_asked(
 
 
 def test_a_note_beside_the_attempt_is_enough_where_no_signal_gets_through(
-    run: Callable[[], AttemptRun], workspace: Workspace
+    run: Callable[[], AttemptRun], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("infra.attempt.stage_io.INTERVAL_S", 0.01)
     attempt = run()
-    attempt.heartbeat._interval_s = 0.01
     with attempt:
         workspace.ask_stop(attempt.stage_id, 1, "interrupted", "Ctrl-C")
         for _ in range(500):

@@ -16,6 +16,7 @@ from infra.slurm.scheduler import (
     SlurmUnavailable,
     Wanted,
 )
+from infra.slurm.states import JobFacts
 
 
 @dataclass
@@ -81,7 +82,7 @@ def job(number: str | None, name: str = "", task: int | None = None) -> Wanted:
 
 
 def state(answer: Answer) -> str:
-    return "lost" if answer.lost else answer.facts.state if answer.facts else "unknown"
+    return answer.state if isinstance(answer, JobFacts) else answer or "unknown"
 
 
 @pytest.fixture
@@ -119,8 +120,8 @@ def test_an_ended_job_is_asked_for_once(world: World) -> None:
         {"id": "1.0", "state": "OUT_OF_MEMORY", "name": "env"},
     ]
     (answer,) = world.look(job("1"))
-    assert answer.facts is not None
-    assert (answer.facts.exit_code, answer.facts.out_of_memory) == (3, True)
+    assert isinstance(answer, JobFacts)
+    assert (answer.exit_code, answer.out_of_memory) == (3, True)
     world.look(job("1"))
     world.look(job("1"))
     assert world.scheduler.asked == ["queue", "shown", "accounts", "queue", "queue"]
@@ -130,8 +131,8 @@ def test_accounting_knows_who_has_cancelled_a_job(world: World) -> None:
     world.scheduler.remembered = {"1": {"state": "CANCELLED"}}
     world.scheduler.recorded = [{"id": "1", "state": "CANCELLED by 1234", "name": "name-1"}]
     (answer,) = world.look(job("1"))
-    assert answer.facts is not None
-    assert (answer.facts.state, answer.facts.by) == ("CANCELLED", "1234")
+    assert isinstance(answer, JobFacts)
+    assert (answer.state, answer.by) == ("CANCELLED", "1234")
 
 
 def test_an_ended_job_that_is_put_back_by_hand_lives_again(world: World) -> None:
@@ -195,9 +196,9 @@ def test_a_job_whose_id_was_not_noted_is_found_by_its_name(world: World) -> None
         "8_1": {"state": "RUNNING", "name": "refiner-array"},
     }
     one, task = world.look(job(None, "refiner-x"), job(None, "refiner-array", 1))
-    assert one.facts is not None
-    assert task.facts is not None
-    assert (one.facts.job_id, task.facts.job_id) == ("7", "8_1")
+    assert isinstance(one, JobFacts)
+    assert isinstance(task, JobFacts)
+    assert (one.job_id, task.job_id) == ("7", "8_1")
 
 
 @pytest.mark.parametrize("accounting", [True, False])
@@ -209,5 +210,5 @@ def test_it_is_found_by_name_also_when_it_has_ended(world: World, accounting: bo
     else:
         world.scheduler.remembered = {"7": row}
     (answer,) = world.look(job(None, "refiner-x"))
-    assert answer.facts is not None
-    assert (answer.facts.job_id, answer.facts.state) == ("7", "COMPLETED")
+    assert isinstance(answer, JobFacts)
+    assert (answer.job_id, answer.state) == ("7", "COMPLETED")
