@@ -234,7 +234,6 @@ def _where() -> str:
 class _RolloutServer(ServerProcess):
     """One of a trainer's servers."""
 
-    name: str
     config: RecipeConfig
     place: Place
     weights: Path
@@ -379,8 +378,8 @@ class LocalRolloutServers:
 
         many = len(self.places) > 1
         server = self._running[index] = _RolloutServer(
-            f"Rollout server {index}" if many else "The rollout server",
             *(self.config, self.places[index], weights),
+            name=f"Rollout server {index}" if many else "The rollout server",
             key=self.places[index].key,
             prefix=f"[rollouts {index}] " if many else "[rollouts] ",
             should_stop=lambda: self.should_stop() or self._closing.is_set(),
