@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.fingerprint import get_field, identity_values, stage_fingerprint
+from refiner_core.contract.fingerprint import identity_values, stage_fingerprint
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.kinds.serving import JUDGE_WEIGHTS
 from refiner_core.contract.planned import (
@@ -89,7 +90,7 @@ class Builder:
         after = ("fetch", *after) if self._hub_sources(kind, protocol, wanted) else after
 
         texts = (name, protocol, model, after, *inputs.items(), *at_step.items(), *wanted.items())
-        values = (section, *(get_field(config, field) for field in fields))
+        values = attrgetter(of_kind.section, *fields)(config)
         judged = (config.judge.kind, config.environment.name, config.environment.nl_assertions)
         made_of = (texts, fields, values, judged, *sources, *fingerprints.values())
         if (known := self._memo.get(made_of)) is not None:
