@@ -190,28 +190,23 @@ def stage_values(
 ) -> dict[str, Any]:
     """The identity fields among ``fields``; ``best``: of the stage that
     publishes the best checkpoint."""
+    environment = config.environment
+    # An agent with tools is judged by its environment, and who has none is not.
+    mute: tuple[str, ...] = () if environment.name else ("environment.",)
+    if environment.name and environment.nl_assertions != "judge":
+        mute = ("reward.", "judge.")
+    left_out = NOT_IN_A_STAGE + (() if best else ONLY_OF_THE_BEST)
+    if config.judge.kind != "openai":
+        left_out += ONLY_OF_A_SERVED_JUDGE
     return {
         path: value
         for path, value in identity_values(config, fields).items()
-        if path not in NOT_IN_A_STAGE
+        if path not in left_out
+        and not path.startswith(mute)
         and NAMED_BY_SOURCE.get(path) not in sources
-        and not ("/" in str(value) and SHIPPED_OR_FILE.get(path) in sources)
-        and (best or path not in ONLY_OF_THE_BEST)
-        and (config.judge.kind == "openai" or path not in ONLY_OF_A_SERVED_JUDGE)
+        and not (SHIPPED_OR_FILE.get(path) in sources and "/" in str(value))
         and (".health." not in path or _decides_updates(config, path))
-        and _has_a_say(config, path)
     }
-
-
-def _has_a_say(config: RecipeConfig, path: str) -> bool:
-    """Whether a field means anything in a recipe of its kind: an agent with tools is judged by its
-    environment, and who has none is not."""
-    environment, part = config.environment, path.partition(".")[0]
-    if part == "environment":
-        return bool(environment.name)
-    if part in ("reward", "judge"):
-        return not environment.name or environment.nl_assertions == "judge"
-    return True
 
 
 def _decides_updates(config: RecipeConfig, path: str) -> bool:

@@ -180,7 +180,7 @@ def _is_web_address(text: str) -> bool:
 
 def _check_publish(c: RecipeConfig) -> None:
     refuse = functools.partial(refuse_fields, c)
-    publish, near = c.publish, suggest(c.publish.license.lower().replace(" ", "-"), LICENSES)
+    publish = c.publish
     values = {"recipe": c.recipe, "seed": c.seed, "step": 1, "fingerprint": "0" * 8}
     try:
         repository = publish.repo_id.format(**values)
@@ -193,13 +193,16 @@ def _check_publish(c: RecipeConfig) -> None:
         "{recipe}, {seed}, {step} and {fingerprint}",
         "set e.g. publish.repo_id=me/my-model, and the folder above it with publish.path=DIR",
     )
-    refuse(
-        publish.license not in LICENSES,
-        "publish.license",
-        f"a licence of the Hub's list, as apache-2.0, mit, cc-by-4.0, llama3.1, or `other`.{near}",
-        "set publish.license=other for a licence of another name, and tell it by a card of your "
-        "own (publish.card_template)",
-    )
+    if publish.license not in LICENSES:
+        near = suggest(publish.license.lower().replace(" ", "-"), LICENSES)
+        refuse(
+            True,
+            "publish.license",
+            "a licence of the Hub's list, as apache-2.0, mit, cc-by-4.0, llama3.1, or `other`."
+            f"{near}",
+            "set publish.license=other for a licence of another name, and tell it by a card of "
+            "your own (publish.card_template)",
+        )
     by_step = publish.per_step == "repository" and publish.which not in ("final", "best")
     refuse(
         by_step and "{step}" not in publish.repo_id,
