@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
+from infra.host.processes import environment
 from infra.jobs.signals import STOP_SIGNALS
 from infra.process.minder import die_with_parent
 from infra.ranks.protocol import MARK, ORDER, tell
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     count, nodes = order["placement"]["nproc_per_node"], order["placement"]["nodes"]
     lock, readers = threading.Lock(), []
     ranks: dict[int, subprocess.Popen[bytes]] = {}
-    settings = {**os.environ, **_meeting(order["meet"]), "WORLD_SIZE": str(count * nodes)}
+    settings = {**environment(), **_meeting(order["meet"]), "WORLD_SIZE": str(count * nodes)}
     if count > 1:
         settings.setdefault("OMP_NUM_THREADS", "1")
     for local in range(count):

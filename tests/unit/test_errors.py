@@ -27,6 +27,7 @@ NOTHING_REFUSED = {
 }
 #: Refusals without a part, by place and words, each with the reason why no user reads it.
 INCOMPLETE = {
+    ("flows/cli/options.py", "{…}"): "a misuse, with which click prints how the command is called",
     ("infra/ranks/bridge.py", "Rank 0 ended before"): "closes a store's context; nobody is told",
     ("refiner_core/rubrics/lint.py", "the row"): "a line in the table of `rubrics check`",
     ("refiner_core/rubrics/lint.py", "`ground_truth`"): "as above",
