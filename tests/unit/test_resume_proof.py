@@ -352,7 +352,7 @@ def test_impossible_options_are_refused_before_anything_runs() -> None:
         ("tiny", {"interruptions": 0}, "--interruptions"),
         ("tiny", {"resume_processes": 0}, "--resume-processes"),
         ("tiny-zero3", {"stage": "sft", "resume_processes": 3}, "3 packs a step for 3 processes"),
-        ("tiny-zero3", {"stage": "grpo", "resume_processes": 99}, "cannot give 99 processes"),
+        ("tiny-zero3", {"stage": "grpo", "resume_processes": 99}, "for each of 99 processes"),
         ("tiny", {"tolerance": math.nan}, "--tolerance"),
         ("tiny", {"overrides": ["stages=[data,sft]"], "stage": "grpo"}, "no stage grpo"),
     ):
