@@ -542,7 +542,7 @@ def test_a_server_is_told_all_that_decides_a_sample(tmp_path: Path) -> None:
 
 def test_a_server_sees_its_own_gpus_and_nothing_of_our_ranks(tmp_path: Path) -> None:
     given = {
-        **{"RANK": "3", "TORCHELASTIC_RUN_ID": "x", "DS_ACCELERATOR": "cpu", "HOME": "/home/me"},
+        **{"RANK": "3", "WORLD_SIZE": "4", "DS_ACCELERATOR": "cpu", "HOME": "/home/me"},
         **{"CUDA_VISIBLE_DEVICES": "0", JOB_GPUS: "0,1", "PYTHONPATH": "/mine"},
     }
     place = Place("1", tmp_path / "ext", tmp_path / "mark", "ipc", key="secret")
@@ -554,7 +554,7 @@ def test_a_server_sees_its_own_gpus_and_nothing_of_our_ranks(tmp_path: Path) -> 
     }
     assert made["PYTHONPATH"].split(os.pathsep) == [str(tmp_path / "ext"), "/mine"]
     assert made["VLLM_SERVER_DEV_MODE"] == made["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
-    assert not {"RANK", "TORCHELASTIC_RUN_ID", "DS_ACCELERATOR", JOB_GPUS} & set(made)
+    assert not {"RANK", "WORLD_SIZE", "DS_ACCELERATOR", JOB_GPUS} & set(made)
     assert "secret" not in repr(place)
 
 
