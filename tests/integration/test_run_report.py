@@ -297,7 +297,7 @@ def test_a_run_that_failed_says_why_and_how_to_go_on(tmp_path: Path) -> None:
     assert row_of(report, "grpo").seconds is None
     assert not report.incidents[0]["resolved"]
     text = (report_run(run.run.run, run.workspace.root).folder / "report.md").read_text()
-    assert "the loss is NaN (open)" in text
+    assert "not tried again by itself (open)" in text
 
 
 def test_a_long_reason_is_not_cut_to_the_width_of_a_table(tmp_path: Path) -> None:
