@@ -130,7 +130,7 @@ def output_folder(out: str | Path) -> Path:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-    if not os.access(folder, os.W_OK):
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise ConfigurationError(
             f"The results cannot be written to {folder}",
             expected="a folder, or a path where one can be made",

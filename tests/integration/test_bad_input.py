@@ -54,7 +54,7 @@ def check_refusal(done: Finished, code: int, *says: str) -> None:
         (["plan", "tiny", "model.name_or_path=/no/model"], 2, ["model.name_or_path"]),
         (["explain", "rlhf", "tiny"], 2, ["one of: data, sft"]),
         (["run", "tiny", "sft.resources.nodes=2"], 2, ["dispatch.executor=slurm"]),
-        (["run", "tiny", "publish.which=listed"], 2, ["publish.steps=[]", "grpo.save_freq"]),
+        (["run", "tiny", "publish.which=listed"], 2, ["`publish.steps` is []", "grpo.save_freq"]),
         (
             ["run", "tiny", "dispatch.executor=slurm", "dispatch.profile=nowhere.yaml"],
             2,

@@ -87,12 +87,12 @@ def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_recorded
     asked = ("tiny", f"workspace={tmp_path / 'runs'}", VLLM, "grpo.rollout_server.python=/nope")
     ran = refiner("run", *asked, "--no-server")
     assert ran.code == 8
-    assert "there is no /nope" in ran.stderr
+    assert "there is no program `/nope`" in ran.stderr
     assert "grpo.rollout_server.python" in ran.stderr
     assert not (tmp_path / "runs").exists()
     looked = refiner("doctor", *asked, "--offline", "--only", "vllm")
     assert looked.code == 8
-    assert "BROKEN  grpo.rollout_server: there is no /nope" in looked.stdout
+    assert "BROKEN  grpo.rollout_server: there is no program `/nope`" in looked.stdout
     assert looked.stdout.splitlines()[-1].startswith("  python3 -m venv ")
 
 

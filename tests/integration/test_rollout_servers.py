@@ -436,7 +436,7 @@ def test_why_a_server_does_not_come_up_is_said(
 def test_no_vllm_at_all_is_a_matter_of_the_recipe(memory: Path, tmp_path: Path) -> None:
     settings = config(weights_dir=str(memory), setup=("export PATH=/usr/bin:/bin",))
     with (
-        pytest.raises(ConfigurationError, match=r"grpo\.rollout_server\.python"),
+        pytest.raises(ConfigurationError, match=r"grpo\.rollout_server: python, setup"),
         open_vllm(settings, tiny_tokenizer(), tmp_path / "work") as rollouts,
     ):
         rollouts.sync(whole(tiny_model()), "0")
