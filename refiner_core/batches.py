@@ -141,7 +141,9 @@ class BatchWork(ABC, Generic[S]):
 
     def rows(self, number: int) -> list[S]:
         """The rows of a batch that is done."""
-        return self._unsaved.get(number) or self.read(self._path(self.folder, _DONE, number))
+        if number in self._unsaved:
+            return self._unsaved[number]
+        return self.read(self._path(self.folder, _DONE, number))
 
     def run(self) -> None:
         """Make every batch that is left.
