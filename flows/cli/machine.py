@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows.cli.aliases import former_option
 from flows.cli.options import (
     at_most_one,
     command_line,
@@ -154,7 +155,7 @@ def certify_command(
 ) -> int:
     """Try on this node what training relies on, and record a certificate in the workspace.
 
-    Attention kernels, bfloat16, ranks and ZeRO, all_reduce, speed and memory, vLLM where an
+    Attention kernels, bfloat16, ranks and ZeRO, speed and memory, vLLM where an
     environment is given, and a kill -9; on all GPUs that torch sees, or on the CPU. Run it on
     a compute node, e.g. `srun --gpus-per-node=1 refiner certify workspace=DIR`. RECIPE gives the
     workspace, the type of weights and the environment of vLLM; KEY=VALUE words do, too.
@@ -203,28 +204,10 @@ def certify_command(
 @click.option(
     "--seed", type=int, default=0, show_default=True, metavar="S", help="draws steps and phases"
 )
-@click.option(
-    "--how",
-    type=click.Choice(["kill", "stop", "both"]),
-    default="both",
-    show_default=True,
-    help="kill -9 of the worker, requests to stop, or in turn",
-)
-@click.option("--processes", type=int, metavar="N", help="training processes (default: the recipe)")
-@click.option(
-    "--resume-processes",
-    type=int,
-    metavar="N",
-    help="training processes after the first interruption: resumed on another number, the verdict "
-    "is at best `within tolerance` of float sums",
-)
-@click.option(
-    "--tolerance",
-    type=float,
-    metavar="X",
-    help="largest difference that counts as none (default: 0 on the CPU; on GPUs and on another "
-    "number of processes 0.01 in float32, 0.05 in bfloat16)",
-)
+@former_option("--how", "Both take turns.", type=click.Choice(["kill", "stop", "both"]))
+@former_option("--processes", "Set sft.nproc_per_node or grpo.nproc_per_node.", type=int)
+@former_option("--resume-processes", "Resume a run itself on another number.", type=int)
+@former_option("--tolerance", "It follows from device and number type.", type=float)
 @click.option("--keep", is_flag=True, help="keep both runs (those that diverge always stay)")
 @json_option
 def prove_resume_command(
@@ -244,7 +227,7 @@ def prove_resume_command(
     from flows.cli.run import stop_on_signals
     from flows.proving.planning import (
         exit_code,
-        next_lines,
+        next_line,
         plan_lines,
         plan_resume_proofs,
         proof_lines,
@@ -262,8 +245,7 @@ def prove_resume_command(
         lambda: proofs_json(proofs),
         lambda: [line for proof in proofs for line in proof_lines(proof)],
     )
-    for line in next_lines(proofs, plans):
-        say(line)
+    say(next_line(proofs, plans))
     return exit_code(proofs)
 
 

@@ -32,8 +32,6 @@ from refiner_core.contract.proofs import MEASURED, Comparison
 Row = tuple[int, Mapping[str, float | None]]
 #: What a judge has used is in a checkpoint's progress, and differs where a step was repeated.
 _MEASURED_PROGRESS = ("judge",)
-#: Who wrote a checkpoint, and from whose it went on: others, on another number of ranks.
-_WRITERS = ("written_by", "restored_from")
 #: A rank's share of a checkpoint: what is in it goes by the same names on any number of ranks.
 _SHARE = re.compile(r"-rank\d+-of-\d+")
 
@@ -181,26 +179,9 @@ def compare_weights(straight: Path, interrupted: Path, moved: float) -> Comparis
     return tally.done()
 
 
-def compare_checkpoints(
-    straight: Path, interrupted: Path, moved: float, *, same_layout: bool
-) -> list[Comparison]:
-    """Two complete resume checkpoints of one step.
-
-    Parameters
-    ----------
-    moved
-        See :func:`compare_weights`.
-    same_layout
-        Both are of as many processes. If not, each has random states of its own, which are not
-        compared.
-    """
-    left_out = _MEASURED_PROGRESS if same_layout else (*_MEASURED_PROGRESS, *_WRITERS)
-    ours, theirs = (_read_checkpoint(folder, left_out) for folder in (straight, interrupted))
-    if not same_layout:
-        both = ours["data cursor"].keys() & theirs["data cursor"].keys()
-        for side in (ours, theirs):
-            side["data cursor"] = {n: v for n, v in side["data cursor"].items() if n in both}
-            del side["random states"]
+def compare_checkpoints(straight: Path, interrupted: Path, moved: float) -> list[Comparison]:
+    """Two complete resume checkpoints of one step; ``moved`` as of :func:`compare_weights`."""
+    ours, theirs = (_read_checkpoint(folder) for folder in (straight, interrupted))
     found = []
     for quantity, values in ours.items():
         tally = _Tally(quantity, moved)
@@ -209,23 +190,22 @@ def compare_checkpoints(
     return found
 
 
-def _read_checkpoint(folder: Path, left_out: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _read_checkpoint(folder: Path) -> dict[str, dict[str, Any]]:
     """A checkpoint's folder as values by name: what is plain, tensors, and random states."""
     plain: dict[str, Any] = {}
     state: dict[str, Any] = {}
     random: dict[str, Any] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        whole = path.relative_to(folder).as_posix()
-        if whole == "COMPLETE.json":
+        name = path.relative_to(folder).as_posix()
+        if name == "COMPLETE.json":
             continue  # how it was written: attempt, seconds
-        name = _SHARE.sub("", whole)
         if path.suffix == ".json":
             value = json.loads(path.read_text(encoding="utf-8"))
-            plain[name] = {k: v for k, v in value.items() if k not in left_out}
+            plain[name] = {k: v for k, v in value.items() if k not in _MEASURED_PROGRESS}
         elif path.suffix == ".safetensors":
             state.update((f"{name}/{key}", tensor) for key, tensor in _read(path))
         elif path.suffix == ".pt":
-            random[whole] = torch.load(path, map_location="cpu", weights_only=True)
+            random[name] = torch.load(path, map_location="cpu", weights_only=True)
         else:
             plain[name] = path.read_bytes().hex()
     return {"data cursor": plain, "optimiser": state, "random states": random}

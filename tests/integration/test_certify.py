@@ -22,9 +22,7 @@ from tests.support.command import Finished, command, environment, refiner, wait_
 TRIED = (
     *("kernel eager, float32", "kernel sdpa, float32", "bfloat16 against float32, padded rows"),
     *("sampling against one forward pass, float32", "plain torch on 2 ranks", "ZeRO-3 on 2 ranks"),
-    *("all_reduce on 2 ranks", "SFT throughput", "GRPO update"),
-    "sampling by transformers",
-    "kill -9 and resume",
+    *("SFT throughput", "GRPO update", "kill -9 and resume"),
 )
 
 
