@@ -221,23 +221,25 @@ def show_listing(
 Listing = tuple[dict[str, Any], Sequence[Sequence[str]], Sequence[str], Sequence[str]]
 
 
-#: Command -> (module below flows.cli, one line of help).
-Commands = Mapping[str, tuple[str, str]]
-
-
 class LazyGroup(click.Group):
     """A group whose commands are imported when one is called. A command of a module is named
     ``NAME_command`` there, with ``_`` for ``-``.
 
     Parameters
     ----------
-    commands
-        The table.
+    sections
+        Heading -> command -> (module below flows.cli, one line of help).
     """
 
-    def __init__(self, *args: Any, commands: Commands, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        sections: Mapping[str, Mapping[str, tuple[str, str]]],
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
-        self._table = commands
+        self._sections = sections
+        self._table = {name: entry for part in sections.values() for name, entry in part.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names, in the table's order."""
@@ -278,6 +280,7 @@ class LazyGroup(click.Group):
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The table, without importing anything."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in self._table.items()])
+        """The sections, without importing anything."""
+        for heading, commands in self._sections.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, line) for name, (_, line) in commands.items()])
