@@ -7,18 +7,23 @@ from typing import Any
 
 import click
 
-from flows.cli.options import command_line, json_option, print_json, say_next
+from flows.cli.options import argument, command_line, json_option, print_json, say_next
 from flows.starting.flags import FLAGS
 
 
 def _flags(command: Any) -> Any:
+    from flows.starting.completing import complete_answer
+
     for name, flag in list(FLAGS.items())[::-1]:
-        command = click.option(f"--{name}", metavar="ANSWER", help=flag.about)(command)
+        option = click.option(
+            f"--{name}", metavar="ANSWER", help=flag.about, shell_complete=complete_answer
+        )
+        command = option(command)
     return command
 
 
 @click.command("init")
-@click.argument("folder", metavar="[DIR]", default=".")
+@argument("folder", metavar="[DIR]", default=".")
 @_flags
 @click.option("--yes", "-y", is_flag=True, hidden=True, help="nothing is asked any more")
 @json_option

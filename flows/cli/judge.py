@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flows.cli.options import (
+    argument,
     ask_leave,
     at_most_one,
     command_line,
@@ -46,7 +47,7 @@ _KINDS = ("rubric", "citation_recall", "citation_precision", "citation_needed")
 @judge_command.command(
     "report", short_help="Measure a judge: repeats, agreement, bias, hostile answers, cost."
 )
-@click.argument("words", nargs=-1, metavar="[RUN] [workspace=DIR] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[RUN] [workspace=DIR] [KEY=VALUE]...")
 @click.option(
     "--against",
     multiple=True,
@@ -107,7 +108,7 @@ def report_command(
 @judge_command.command(
     "ask", short_help="Ask one question by hand: does the judge answer, and what?"
 )
-@click.argument("words", nargs=-1, metavar="[workspace=DIR] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[workspace=DIR] [KEY=VALUE]...")
 @click.option("--question", metavar="TEXT")
 @click.option("--answer", metavar="TEXT", help="what is judged: an answer, a claim, a passage")
 @click.option("--criterion", metavar="TEXT", help="what it is held against: a criterion, evidence, "
@@ -151,7 +152,7 @@ _HEADER = ("server", "state", "model", "where", "needed by", "idle", "last word"
 
 
 @judge_command.command("servers")
-@click.argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
 @json_option
 def servers_command(words: tuple[str, ...], as_json: bool) -> None:
     """List the judges' servers of a workspace: how they are, where they answer, who needs them.
@@ -193,7 +194,7 @@ def _row(service: ServiceStatus) -> Sequence[str]:
 
 
 @judge_command.command("stop")
-@click.argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
 @json_option
 def stop_command(words: tuple[str, ...], as_json: bool) -> int:
     """End a judge's server, or all that nobody needs just now.
@@ -228,7 +229,7 @@ ASK_ABOVE = 5000
 
 
 @click.command("rescore", context_settings={"ignore_unknown_options": False})
-@click.argument("words", nargs=-1, metavar="[RUN]... [workspace=DIR] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[RUN]... [workspace=DIR] [KEY=VALUE]...")
 @click.option(
     "--judge",
     "judges",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flows.cli.options import (
+    argument,
     at_most_one,
     command_line,
     json_option,
@@ -44,7 +45,7 @@ _BROKEN = 8  # as for every call that finds this machine lacking
 
 
 @click.command("doctor")
-@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
 @click.option("--only", multiple=True, metavar="AREA", help="look at this area; may be repeated")
 @click.option("--offline", is_flag=True, help="ask nobody outside this machine and its cluster")
 @click.option("--job", is_flag=True, help="submit a tiny job to Slurm, and report from its node")
@@ -120,7 +121,7 @@ _VERDICT_COLOURS = {"pass": "green", "fail": "red", "absent": "yellow"}
 
 
 @click.command("certify")
-@click.argument("recipe", metavar="[RECIPE]", required=False)
+@argument("recipe", metavar="[RECIPE]", required=False)
 @overrides_argument
 @click.option(
     "--model",
@@ -273,7 +274,7 @@ _SHOWN = 12  # runs and pins that are listed one by one; the JSON has all
 
 
 @click.command("disk")
-@click.argument("words", nargs=-1, metavar="[pin|unpin STAGE] [workspace=DIR] [disk.KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[pin|unpin STAGE] [workspace=DIR] [disk.KEY=VALUE]...")
 @json_option
 @click.option("--reclaim", is_flag=True, help="delete all that the policy allows")
 @click.option("--dry-run", is_flag=True, help="with --reclaim: only list what would go")
@@ -415,7 +416,7 @@ def track_command() -> None:
 
 
 @track_command.command("sync")
-@click.argument("words", nargs=-1, metavar="[RUN|SWEEP]... [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP]... [workspace=DIR]")
 @click.option("--dry-run", is_flag=True, help="say what would be sent; send nothing")
 @json_option
 def sync_command(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:

@@ -23,8 +23,8 @@ from refiner_core.contract.errors import ConfigurationError, RefinerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Heading of `--help` -> command -> (module below flows.cli, one line of help). The lines stand here
-#: so that `--help` imports nothing.
+#: Heading of `--help` -> command -> (module below flows.cli, one line of help). The lines stand
+#: here so that `--help` imports nothing.
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Every day": {
         "init": ("init", "Start a recipe of your own, ready to plan."),
@@ -72,7 +72,6 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "completion": ("sets", "Print the completion script of a shell."),
     },
 }
-COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()}
 
 
 @click.group(

@@ -25,8 +25,19 @@ from refiner_core.report.printing import counted, table_lines
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-recipe_argument = click.argument("recipe", metavar="RECIPE")
-overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+def _complete(
+    context: click.Context, param: click.Parameter, word: str
+) -> list[CompletionItem | str]:
+    from flows.starting.completing import complete
+
+    return [*complete(context, param, word)]
+
+
+#: An argument that shells complete.
+argument = functools.partial(click.argument, shell_complete=_complete)
+recipe_argument = argument("recipe", metavar="RECIPE")
+overrides_argument = argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 json_option = click.option("--json", "as_json", is_flag=True, help="print JSON on stdout")
 
 
@@ -264,7 +275,8 @@ class LazyGroup(click.Group):
         ConfigurationError
             There is none; names the nearest.
         """
-        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+        completing = ctx.resilient_parsing or not args or args[0].startswith("-")
+        if not completing and self.get_command(ctx, args[0]) is None:
             path, known = ctx.command_path, self._table
             fix = f"see `{path} --help`"
             raise no_such(f"`{path}` has no command", args[0], known, fix)

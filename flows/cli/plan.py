@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flows.cli.options import (
+    argument,
     command_line,
     json_option,
     misuse,
@@ -153,7 +154,7 @@ def _resources(asked: Resources) -> str:
 
 
 @click.command("explain")
-@click.argument("stage", metavar="STAGE")
+@argument("stage", metavar="STAGE")
 @recipe_argument
 @overrides_argument
 @json_option
@@ -192,7 +193,7 @@ def explain_command(stage: str, recipe: str, overrides: tuple[str, ...], as_json
 
 
 @click.command("diff")
-@click.argument("words", nargs=-1, required=True, metavar="A B [workspace=DIR]")
+@argument("words", nargs=-1, required=True, metavar="A B [workspace=DIR]")
 @click.option(
     "--other", metavar="DIR", help="the workspace that B lies in, where it is another one"
 )
@@ -223,7 +224,7 @@ def diff_command(
 
 
 @click.command("why", context_settings={"ignore_unknown_options": True})
-@click.argument("words", nargs=-1, required=True, metavar="NUMBER|NAME... [RUN] [workspace=DIR]")
+@argument("words", nargs=-1, required=True, metavar="NUMBER|NAME... [RUN] [workspace=DIR]")
 @click.option("--card", metavar="FILE|DIR", help="a card with the refiner.json beside it")
 @click.option("--sample", metavar="ID", help="show this sample in full (default: a typical one)")
 @json_option

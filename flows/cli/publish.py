@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flows.cli.options import (
+    argument,
     at_most_one,
     command_line,
     json_option,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @click.command("publish")
-@click.argument("words", nargs=-1, metavar="[RUN] [workspace=DIR] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[RUN] [workspace=DIR] [KEY=VALUE]...")
 @click.option("--step", "steps", type=int, multiple=True, help="a saved step; may be repeated")
 @click.option("--no-evaluate", is_flag=True, help="do not wait for evaluations, nor begin any")
 @click.option("--dry-run", is_flag=True, help="print the plan and change nothing")
@@ -89,7 +90,7 @@ def card_command() -> None:
 
 
 @card_command.command("check")
-@click.argument("target", metavar="PATH")
+@argument("target", metavar="PATH")
 @click.option(
     "--evidence",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -143,7 +144,7 @@ def _checked_lines(checked: Checked) -> Iterator[str]:
 @card_command.command(
     "show", short_help="Print the card of a publication, made again from records."
 )
-@click.argument("words", nargs=-1, metavar="[RUN] [STAGE] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN] [STAGE] [workspace=DIR]")
 @json_option
 def show_command(words: tuple[str, ...], as_json: bool) -> None:
     """Print the card of a finished publication, made from its records now.
@@ -184,7 +185,7 @@ def template_command() -> None:
 
 
 @click.command("adopt")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @overrides_argument
 @click.option("--step", type=int, help="which checkpoint; the newest complete one otherwise")
 @click.option("--recipe", help="recipe whose data, judge and evaluation are used")

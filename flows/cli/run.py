@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flows.cli.options import (
+    argument,
     ask_leave,
     at_most_one,
     json_option,
@@ -137,7 +138,7 @@ def _like_ctrl_c(_number: int, _frame: FrameType | None) -> None:
 
 
 @click.command("cancel")
-@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [STAGE]... [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP] [STAGE]... [workspace=DIR]")
 @click.option("--wait", "wait_s", type=float, help="seconds to wait for the end")
 @click.option("--now", is_flag=True, help="do not leave it to the orchestrator; end jobs from here")
 @json_option
@@ -169,7 +170,7 @@ def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_j
 
 
 @click.command("logs")
-@click.argument("words", nargs=-1, required=True, metavar="STAGE [RUN] [workspace=DIR]")
+@argument("words", nargs=-1, required=True, metavar="STAGE [RUN] [workspace=DIR]")
 @click.option("-f", "--follow", is_flag=True, help="go on printing until the stage ends")
 @click.option("--attempt", type=int, help="an attempt's number (default: the newest)")
 def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> None:
@@ -281,7 +282,7 @@ def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 @click.command("sweep")
-@click.argument("words", nargs=-1, metavar="[SWEEP] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[SWEEP] [KEY=VALUE]...")
 @click.option("--dry-run", is_flag=True, help="show arms, forecast and warnings; change nothing")
 @click.option("--yes", "-y", is_flag=True, help="launch without asking")
 @click.option(
@@ -424,7 +425,7 @@ def _list(where: str, as_json: bool) -> None:
 
 
 @click.command("resume")
-@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
 @click.option("--take-over", is_flag=True, help="though another host says that it works on it")
 @click.option("--past-canary", is_flag=True, help="of a sweep: whatever its first trial has shown")
 @click.option("--as-job", is_flag=True, hidden=True, help="this is a job that may come back")

@@ -12,6 +12,7 @@ import click
 
 from flows.cli.aliases import former
 from flows.cli.options import (
+    argument,
     at_most_one,
     command_line,
     json_option,
@@ -27,7 +28,7 @@ from refiner_core.report.printing import short, table_lines
 if TYPE_CHECKING:
     from refiner_core.nightly.page import Reading
 
-files_argument = click.argument("files", nargs=-1, metavar="[RECIPE|SWEEP|NIGHTLY FILE]...")
+files_argument = argument("files", nargs=-1, metavar="[RECIPE|SWEEP|NIGHTLY FILE]...")
 workspace_option = click.option(
     "--workspace",
     metavar="DIR",
@@ -77,7 +78,7 @@ def deploy_command(files: tuple[str, ...], workspace: str | None, pool: str, as_
     return 0
 
 
-file_argument = click.argument("file", metavar="FILE")
+file_argument = argument("file", metavar="FILE")
 
 
 @click.group("nightly", epilog="Start with: refiner nightly check tiny-nightly")
@@ -220,7 +221,7 @@ def _cell(value: object) -> str:
 
 
 @click.command("server")
-@click.argument("what", type=click.Choice(["status", "stop"]), default="status")
+@argument("what", type=click.Choice(["status", "stop"]), default="status")
 @json_option
 def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
     """Show the local Prefect server (`status`) or stop it (`stop`).
@@ -256,7 +257,7 @@ def notify_command() -> None:
 
 
 @notify_command.command("test")
-@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
 @json_option
 def notify_test(words: tuple[str, ...], as_json: bool) -> int:
     """Send a test message by each channel that RECIPE (default: tiny) names, and say what came of

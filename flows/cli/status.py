@@ -13,6 +13,7 @@ import click
 
 from flows.cli.aliases import former_flag
 from flows.cli.options import (
+    argument,
     at_most_one,
     command_line,
     json_option,
@@ -43,7 +44,7 @@ _HEADER = ("stage", "state", "job", "attempt", "progress", "left", "last word")
 
 
 @click.command("status")
-@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
 @click.option("--workspace", "folder", help="the same as workspace=DIR")
 @click.option("--watch", "-w", is_flag=True, help="redraw until the run has ended")
 @click.option("--incidents", is_flag=True, help="what went wrong, when, and what it cost")
@@ -286,7 +287,7 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
 
 
 @click.command("report")
-@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
 @click.option("--out", metavar="DIR", help="where the files go (default: WORKSPACE/reports/NAME)")
 @click.option("--watch", is_flag=True, help="make it again until nobody works on it")
 @click.option("--every", "every_s", type=click.IntRange(min=1), default=15, show_default=True,
