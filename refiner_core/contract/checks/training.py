@@ -280,22 +280,11 @@ def _check_off_policy(config: RecipeConfig) -> None:
 
 
 def _check_servers(config: RecipeConfig) -> None:
-    """Rollout servers, and how weights get to them."""
-    refuse = functools.partial(refuse_fields, config)
-    grpo, servers = config.grpo, config.grpo.rollout_server
-    if grpo.generation_backend != "vllm":
-        return
-    between = "ipc" if servers.colocate else "nccl"
-    ways = ("auto", "reload", *((between,) if grpo.resources.gpus else ()))
-    refuse(
-        servers.weight_transfer not in ways,
-        "grpo.rollout_server.weight_transfer grpo.rollout_server.colocate grpo.resources.gpus",
-        f"one of {', '.join(ways)}: `nccl` goes from GPU to GPU, `ipc` within one that servers and "
-        "trainer share",
-        "set grpo.rollout_server.weight_transfer=auto",
-    )
-    refuse(
-        not servers.weights_dir.startswith("/"),
+    """Where weights for rollout servers lie."""
+    grpo = config.grpo
+    refuse_fields(
+        config,
+        grpo.generation_backend == "vllm" and not grpo.rollout_server.weights_dir.startswith("/"),
         "grpo.rollout_server.weights_dir",
         "an absolute path, in memory, which server and trainer both find",
         "set grpo.rollout_server.weights_dir=/dev/shm",
