@@ -209,13 +209,13 @@ def _forecast(plan: Plan, look: Look) -> Finding:
 
     room = planned_room([plan])
     needed, free = room.forecast.needed_bytes, room.free_bytes
-    what = f"takes up to {gib(needed)}, {room.forecast.inodes:,} files; {gib(free)} are free"
+    what = f"takes up to {gib(needed)}; {gib(free)} are free"
     if room.forecast.unknown:
         what += f"; of {', '.join(room.forecast.unknown)} nothing is known"
     if not room.forecast.stages:
         what = f"nothing is left to write; {gib(free)} are free"
     why = "the run pauses when the disk is full, and goes on when there is room"
-    mend = f"refiner plan {look.recipe} --fit"
+    mend = f"refiner plan {look.recipe} --disk"
     return fine(what) if room.fits else found("warning", what, mend, why)
 
 

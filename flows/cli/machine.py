@@ -387,7 +387,7 @@ def _lines(used: Sequence[Row], found: dict[str, Any]) -> Iterator[str]:
 
 
 def _kept(report: dict[str, Any]) -> Iterator[str]:
-    """Judgements, publications, checkpoints that stages wait for, exports that nobody will read."""
+    """Judgements, publications, and checkpoints that stages wait for."""
     from infra.disk.keeper import gib
 
     if (store := report["judgements"])["files"]:
@@ -401,12 +401,6 @@ def _kept(report: dict[str, Any]) -> Iterator[str]:
         kept = f"step {hold['step']} of {hold['stage_id']} ({gib(hold['bytes'])})"
         why = f"idle, {hold['idle']}: --reclaim lets it go" if hold["idle"] else "still to come"
         yield f"  held: {kept} for {hold['waiting']}: {why}"
-    for export in report["idle_exports"]:
-        yield (
-            "  export that nothing will read again, published on no other quota: "
-            f"{export['stage_id']} ({gib(export['bytes'])}); it is yours to publish or to delete: "
-            f"{export['path']}"
-        )
 
 
 @click.group("track")

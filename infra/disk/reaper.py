@@ -149,7 +149,7 @@ def _candidates(stock: Stock, caches: bool) -> Iterator[Candidate]:
                 yield _candidate(Rank.LEFTOVER, item, "a save that its trainer has not finished")
             else:
                 yield _candidate(Rank.OLDER, item, "newer complete ones are there")
-        if (weights := facts.weights) is not None and weights.copy is not None and may_go(facts):
+        if (weights := facts.weights) is not None and weights.copy is not None and _may_go(facts):
             why, count = f"published and verified in {weights.copy.text}", len(weights.files)
             size = (weights.folder, weights.gain, count)
             yield Candidate(Rank.WEIGHTS, *size, why, stage_id, weights=weights)
@@ -171,15 +171,13 @@ def _is_leftover(item: Item, facts: StageFacts) -> bool:
     return not facts.open
 
 
-def may_go(facts: StageFacts) -> bool:
+def _may_go(facts: StageFacts) -> bool:
     """Tell whether a finished stage's weights may be deleted."""
     weights = facts.weights
     return (
         facts.done
         and weights is not None
         and weights.copy is not None
-        and weights.verified
-        and weights.elsewhere
         and weights.gain > 0
         and not (facts.pinned or facts.leased or facts.needed_by)
     )

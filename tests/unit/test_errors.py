@@ -43,7 +43,6 @@ INNER = {
     "Refuses": "infra.services.judges",
     "Rejected": "infra.hub.target, which sends again",
     "ToolFailed": "infra.disk.probe, which falls back to another way",
-    "UnknownFormat": "infra.judgements, which leaves the file alone and says so",
     "Unreadable": "refiner_core.judges.calls, which asks the judge again",
     "Unusable": "refiner_core.generation.vllm.client",
 }

@@ -119,8 +119,8 @@ class DiskConfig:
 
     probe: str = execution(
         "auto",
-        doc="how room is measured: `auto`, `statvfs`, `quota`, `repquota`, `xfs`, `btrfs`, "
-        "`lustre`, or `command:PROGRAM ARGUMENTS`",
+        doc="how room is measured: `auto`, `statvfs`, `quota`, `xfs`, `btrfs`, "
+        "`lustre`, `gpfs`, or `command:PROGRAM ARGUMENTS`",
     )
     pattern: str | None = execution(
         None,
