@@ -78,14 +78,14 @@ def disk_report(
 
     room = Workspace.read_only(workspace)
     keeper = DiskKeeper(room, disk_config(room, overrides))
-    stock = keeper.stock(caches=True)
+    stock = keeper.stock()
     runs: dict[str, Sequence[str]] = {}
     for run_id in room.run_ids():
         try:
             runs[run_id] = tuple(room.read_run(run_id).stages.values())
         except RefinerError:  # it is still worth showing the rest
             runs[run_id] = ()
-    rows = by_run_and_kind([*stock.items, *stock.caches], runs)
+    rows = by_run_and_kind(stock.items, runs)
     left, reserved = keeper.room(fresh=True), keeper.ledger.others()
     value = {
         **{"version": 1, "workspace": str(room.root), "data": str(room.layout.data)},
@@ -107,7 +107,6 @@ def disk_report(
         "published": _published(room, stock),
         "holds": [hold_json(h, stock) for h in stock.holds],
         "reclaimable": [candidate_json(c) for c in plan_reclaim(stock, None)],
-        "caches": [{"path": str(i.path), "bytes": i.size.bytes} for i in stock.caches],
     }
     return DiskReport(rows, value)
 
@@ -170,7 +169,7 @@ def reclaim_disk(
     workspace, overrides
         As of :func:`flows.api.disk_report`.
     caches
-        The caches of ``disk.watch_caches``, too.
+        Does nothing any more.
     judgements
         What judges have said, too.
     dry_run
@@ -192,12 +191,12 @@ def reclaim_disk(
     if not dry_run:
         room.require_trust()
     keeper = DiskKeeper(room, disk_config(room, overrides))
-    stock = keeper.stock(caches=caches, as_if_dropped=dry_run)
+    stock = keeper.stock(as_if_dropped=dry_run)
     holds = [h for h in stock.holds if h.idle]
     if not dry_run and holds:
         holds = drop_idle(room, holds)
-        stock = keeper.stock(caches=caches)
-    candidates = plan_reclaim(stock, None, caches=caches, judgements=judgements)
+        stock = keeper.stock()
+    candidates = plan_reclaim(stock, None, judgements=judgements)
     items: tuple[str, ...] = ()
     freed = 0
     if not dry_run:

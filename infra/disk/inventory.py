@@ -326,23 +326,20 @@ class Stock:
 
     ``complete`` are the checkpoints that can be resumed from, ``damaged`` those that were found not
     to be what was saved, ``idle_code`` the snapshots that no
-    unfinished run uses, ``caches`` what was asked for besides; ``copies`` is what weights were
-    published to, by the stage that made them, ``holds`` what waits for checkpoints.
+    unfinished run uses; ``copies`` is what weights were published to, by the stage that made them,
+    ``holds`` what waits for checkpoints.
     """
 
     items: tuple[Item, ...]
     stages: Mapping[str, StageFacts]
     complete: frozenset[Path] = frozenset()
     idle_code: frozenset[str] = frozenset()
-    caches: tuple[Item, ...] = field(default=())
     copies: Mapping[str, tuple[Copy, ...]] = field(default_factory=dict)
     holds: tuple[Hold, ...] = ()
     damaged: frozenset[Path] = frozenset()
 
 
-def read_stock(
-    workspace: Workspace, caches: Iterable[Item] = (), *, as_if_dropped: bool = False
-) -> Stock:
+def read_stock(workspace: Workspace, *, as_if_dropped: bool = False) -> Stock:
     """The stock of a workspace now. ``as_if_dropped``: as if idle holds had been let go."""
     # Records first: what becomes dead or superseded afterwards is merely kept a little longer.
     records = _records(workspace)
@@ -384,7 +381,7 @@ def read_stock(
     complete = frozenset(path for path in saved if read_checkpoint(path) is not None)
     damaged = frozenset(path for path in saved if (path / DAMAGED).exists())
     idle = _idle_code(runs, records)
-    return Stock(tuple(items), stages, complete, idle, tuple(caches), copies, holds, damaged)
+    return Stock(tuple(items), stages, complete, idle, copies, holds, damaged)
 
 
 def protection_of(workspace: Workspace, stage_id: str) -> str:

@@ -32,7 +32,7 @@ from infra.disk.forecast import STATE_BYTES, largest_checkpoint, model_size
 from infra.disk.inventory import FreshLook, Stock, read_stock
 from infra.disk.probe import Prober, Room
 from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim
-from infra.disk.usage import find_caches, measure, size_of
+from infra.disk.usage import measure, size_of
 from infra.host.files import existing, exists, make_folder, sync_file_system
 from infra.jobs.protocol import AttemptRef
 from infra.store import atomic
@@ -261,12 +261,9 @@ class DiskKeeper:
 
     # ------------------------------------------------------------ making room
 
-    def stock(self, *, caches: bool = False, as_if_dropped: bool = False) -> Stock:
-        """Inventory of the workspace, perhaps with the caches that are watched; ``as_if_dropped``:
-        but for idle holds."""
-        watched = self.config.watch_caches if caches else ()
-        found = find_caches(watched, self.workspace.layout)
-        return read_stock(self.workspace, found, as_if_dropped=as_if_dropped)
+    def stock(self, *, as_if_dropped: bool = False) -> Stock:
+        """Inventory of the workspace; ``as_if_dropped``: but for idle holds."""
+        return read_stock(self.workspace, as_if_dropped=as_if_dropped)
 
     def candidates(self) -> list[Candidate]:
         """All that may go."""

@@ -28,7 +28,7 @@ from infra.disk.keeper import (
 )
 from infra.disk.probe import Room
 from infra.disk.reaper import carry_out, plan_reclaim
-from infra.disk.usage import Item, Size, by_run_and_kind, find_caches, measure, size_of, take_stock
+from infra.disk.usage import Item, Size, by_run_and_kind, measure, size_of, take_stock
 from infra.jobs.protocol import AttemptRef
 from infra.judgements.store import WorkspaceStore
 from infra.orchestrator.waiting import Rooms
@@ -780,30 +780,6 @@ def test_many_candidates_are_chosen_from_in_one_pass() -> None:
     found = plan_reclaim(Stock(tuple(items), {"s-1": StageFacts()}), 10**9)
     assert len(found) == 4000
     assert Counted.sums <= 2 * len(found)
-
-
-def test_caches_are_found_without_tokens_and_only_where_they_are_marked(
-    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = tmp_path / "hf"
-    for name in ("hub", "datasets"):
-        (home / name).mkdir(parents=True)
-    (home / "token").write_text("secret")
-    plain, marked = tmp_path / "plain", tmp_path / "compile-cache"
-    for folder in (plain, marked):
-        folder.mkdir()
-        (folder / "x").write_text("x")
-    wandb = tmp_path / "w" / "wandb"
-    for name, uploaded in (("offline-run-1", True), ("offline-run-2", False)):
-        (wandb / name).mkdir(parents=True)
-        (wandb / name / f"run-{name}.wandb").write_text("")
-        if uploaded:
-            (wandb / name / f"run-{name}.wandb.synced").write_text("")
-    monkeypatch.setenv("HF_HOME", str(home))
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "w"))
-    names = ("HF_HOME", "WANDB_DIR", str(plain), str(marked), str(tmp_path), "NOT_SET")
-    found = {i.path.relative_to(tmp_path).as_posix() for i in find_caches(names, workspace.layout)}
-    assert found == {"hf/hub", "hf/datasets", "w/wandb/offline-run-1", "compile-cache/x"}
 
 
 def test_the_watch_tells_each_crossing_once(workspace: Workspace) -> None:

@@ -60,8 +60,7 @@ def everything() -> Stock:
         grpo_1=RUNNING,
         sft_1=DONE,
     )
-    cache = Item(Path("/cache/hub"), "caches", Size(99 * MIB, 9, 99 * MIB))
-    return replace(base, idle_code=frozenset({"old"}), caches=(cache,))
+    return replace(base, idle_code=frozenset({"old"}))
 
 
 def test_what_costs_least_goes_first_and_steps_by_number() -> None:
@@ -104,13 +103,8 @@ def test_stored_judgements_go_last_and_oldest_first() -> None:
     assert plan_reclaim(full, 999 * MIB)[-1].rank is Rank.CODE, "none is given up in vain"
     assert plan_reclaim(full, None) == plan_reclaim(base, None), "not without a need"
     assert names(plan_reclaim(full, 19 * MIB))[-1] == "busy.live", "another one is begun then"
-    asked = plan_reclaim(full, None, caches=True, judgements=True)
-    assert names(asked)[-4:] == ["hub", *names_], "unless somebody asks for it"
-
-
-def test_caches_go_only_when_asked_for() -> None:
-    assert plan_reclaim(everything(), None, caches=True)[-1].rank is Rank.CACHE
-    assert not any(c.rank is Rank.CACHE for c in plan_reclaim(everything(), 999 * MIB))
+    asked = plan_reclaim(full, None, judgements=True)
+    assert names(asked)[-3:] == [*names_], "unless somebody asks for it"
 
 
 # ---------------------------------------------------------------- protections

@@ -153,8 +153,7 @@ class DiskConfig:
     )
     watch_caches: tuple[str, ...] = execution(
         ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "WANDB_DIR"),
-        doc="environment variables (or paths) of caches that fill the same quota; shown, and "
-        "reclaimed by `refiner disk --reclaim --caches` only",
+        doc="has no effect any more: look after caches with their own tools (`hf cache ls`)",
     )
 
 
