@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows.cli.aliases import former_flag
 from flows.cli.options import (
     argument,
     at_most_one,
@@ -278,14 +279,13 @@ _SHOWN = 12  # runs and pins that are listed one by one; the JSON has all
 @json_option
 @click.option("--reclaim", is_flag=True, help="delete all that the policy allows")
 @click.option("--dry-run", is_flag=True, help="with --reclaim: only list what would go")
-@click.option("--caches", is_flag=True, help="with --reclaim: the caches too (`disk.watch_caches`)")
+@former_flag("--caches", "Caches are for their own tools: `hf cache prune`.")
 @click.option("--judgements", is_flag=True, help="with --reclaim: what judges have said, too")
 def disk_command(
     words: tuple[str, ...],
     as_json: bool,
     reclaim: bool,
     dry_run: bool,
-    caches: bool,
     judgements: bool,
 ) -> None:
     """Show what a workspace uses by run and kind, the room that is left, and what may be deleted.
@@ -300,9 +300,9 @@ def disk_command(
     verbs = [w for w in rest if w not in overrides]
     if verbs and not (len(verbs) == 2 and verbs[0] in ("pin", "unpin")):
         raise misuse(f"`refiner disk` does not know {shlex.join(verbs)!r}.")
-    if (dry_run or caches or judgements) and not reclaim:
-        raise misuse("--dry-run, --caches and --judgements say how to reclaim: add --reclaim.")
-    again = ["--reclaim", *["--caches"] * caches, *["--judgements"] * judgements]
+    if (dry_run or judgements) and not reclaim:
+        raise misuse("--dry-run and --judgements say how to reclaim: add --reclaim.")
+    again = ["--reclaim", *["--judgements"] * judgements]
     if verbs:
         kept = verbs[0] == "pin"
         stage_id, changed = (pin_stage if kept else unpin_stage)(verbs[1], where)
@@ -311,7 +311,7 @@ def disk_command(
         show(as_json, lambda: value, lambda: [said])
         return
     if reclaim:
-        done = reclaim_disk(where, overrides, caches=caches, judgements=judgements, dry_run=dry_run)
+        done = reclaim_disk(where, overrides, judgements=judgements, dry_run=dry_run)
         show(as_json, lambda: _reclaimed_json(done, dry_run), lambda: _reclaimed(done, dry_run))
     else:
         rows, value = disk_report(where, overrides)
@@ -388,7 +388,7 @@ def _lines(used: Sequence[Row], found: dict[str, Any]) -> Iterator[str]:
 
 
 def _kept(report: dict[str, Any]) -> Iterator[str]:
-    """Judgements, publications, checkpoints that stages wait for, exports that nobody will read."""
+    """Judgements, publications, and checkpoints that stages wait for."""
     from infra.disk.keeper import gib
 
     if (store := report["judgements"])["files"]:
@@ -402,12 +402,6 @@ def _kept(report: dict[str, Any]) -> Iterator[str]:
         kept = f"step {hold['step']} of {hold['stage_id']} ({gib(hold['bytes'])})"
         why = f"idle, {hold['idle']}: --reclaim lets it go" if hold["idle"] else "still to come"
         yield f"  held: {kept} for {hold['waiting']}: {why}"
-    for export in report["idle_exports"]:
-        yield (
-            "  export that nothing will read again, published on no other quota: "
-            f"{export['stage_id']} ({gib(export['bytes'])}); it is yours to publish or to delete: "
-            f"{export['path']}"
-        )
 
 
 @click.group("track")

@@ -28,17 +28,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from infra.disk.forecast import STATE_BYTES, model_size
+from infra.disk.forecast import STATE_BYTES, largest_checkpoint, model_size
 from infra.disk.inventory import FreshLook, Stock, read_stock
 from infra.disk.probe import Prober, Room
 from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim
-from infra.disk.usage import Item, find_caches, measure, size_of
-from infra.foreign.checkpoints import recorded_checkpoints
+from infra.disk.usage import measure, size_of
 from infra.host.files import existing, exists, make_folder, sync_file_system
 from infra.jobs.protocol import AttemptRef
 from infra.store import atomic
 from infra.store.atomic import PROBE_BYTES, no_space_error, refusal
-from infra.store.checkpoints import CheckpointStore
 from infra.store.workspace import Workspace, doubtful_folder
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError, RefinerError
@@ -237,10 +235,7 @@ class DiskKeeper:
     def need_of(self, stage_id: str) -> int:
         """Bytes that the stage's next save will need: the largest of its checkpoints, else what
         the model's size tells, else a small floor."""
-        store = CheckpointStore(self.workspace.layout.stage(stage_id).checkpoints, 0)
-        theirs, _ = recorded_checkpoints(self.workspace, stage_id)
-        saved = [c.path for c in store.complete()] + [c.path for c in theirs if not c.damage]
-        known = max((size_of(path).bytes for path in saved), default=0)
+        known = largest_checkpoint(self.workspace, stage_id)
         return max(known or self._estimate(stage_id), FLOOR_BYTES)
 
     def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
@@ -266,18 +261,13 @@ class DiskKeeper:
 
     # ------------------------------------------------------------ making room
 
-    def stock(self, *, caches: bool = False, as_if_dropped: bool = False) -> Stock:
+    def stock(self, *, as_if_dropped: bool = False) -> Stock:
         """Inventory of the workspace; ``as_if_dropped``: but for idle holds."""
-        found = self.caches() if caches else ()
-        return read_stock(self.workspace, found, as_if_dropped=as_if_dropped)
+        return read_stock(self.workspace, as_if_dropped=as_if_dropped)
 
-    def caches(self) -> list[Item]:
-        """The caches that are watched."""
-        return find_caches(self.config.watch_caches, self.workspace.layout)
-
-    def candidates(self, need_bytes: int | None, *, caches: bool = False) -> list[Candidate]:
-        """Candidates for a reclaim of ``need_bytes`` (None: of all that may go)."""
-        return plan_reclaim(self.stock(caches=caches), need_bytes, caches=caches)
+    def candidates(self) -> list[Candidate]:
+        """All that may go."""
+        return plan_reclaim(self.stock(), None)
 
     def carry_out(self, candidates: list[Candidate]) -> Reclaimed:
         """Delete candidates, and have the file system give the room back."""

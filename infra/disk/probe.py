@@ -13,9 +13,8 @@ what is there to be read decides.
 from __future__ import annotations
 
 import contextlib
-import csv
+import functools
 import grp
-import io
 import logging
 import os
 import pwd
@@ -43,25 +42,19 @@ _SIZE = re.compile(r"([\d.,]*\d)\s*([kmgtpe]?)(i?b?)", re.IGNORECASE)
 
 
 class Limit(NamedTuple):
-    """One resource of one quota; 0 is no limit.
-
-    ``grace`` is the time left above the soft limit, in the tool's words; once it is ``over``, the
-    soft limit counts as the hard one.
-    """
+    """One resource of one quota; 0 is no limit. Once the time above the soft limit is ``over``, the
+    soft limit counts as the hard one."""
 
     used: int
     soft: int = 0
     hard: int = 0
-    grace: str = ""
     over: bool = False
 
     @property
     def effective(self) -> int | None:
         """Most that may be used now; None where nothing limits it."""
-        limits = [self.hard] if self.hard > 0 else []
-        if self.over and self.soft > 0:
-            limits.append(self.soft)
-        return min(limits, default=None)
+        limits = (self.hard, self.soft if self.over else 0)
+        return min((limit for limit in limits if limit > 0), default=None)
 
     @property
     def free(self) -> int | None:
@@ -148,25 +141,7 @@ def _unwrapped(text: str) -> Iterator[str]:
 
 
 def _limit(used: str, soft: str, hard: str, grace: str, *, unit: int) -> Limit:
-    over = grace in _GRACE_OVER
-    left = "" if over or not grace.strip("-") else grace
-    return Limit(int(used) * unit, int(soft) * unit, int(hard) * unit, left, over)
-
-
-# ---------------------------------------------------------------- repquota -O csv
-
-
-def parse_repquota_csv(text: str, name: str) -> list[Quota]:
-    """The rows of `repquota -O csv` (units of KiB) whose first column is ``name`` or ``#name``."""
-    lines = [line for line in text.splitlines() if line.count(",") >= 10]
-    found = []
-    for row in csv.reader(io.StringIO("\n".join(lines[1:]))):
-        if row[0] not in (name, f"#{name}"):
-            continue
-        space = _limit(row[3], row[4], row[5], row[6], unit=_KIB)
-        inodes = _limit(row[7], row[8], row[9], row[10], unit=1)
-        found.append(Quota(f"{lines[0].split(',')[0].lower()} {row[0]}", "", space, inodes))
-    return found
+    return Limit(int(used) * unit, int(soft) * unit, int(hard) * unit, grace in _GRACE_OVER)
 
 
 # ---------------------------------------------------------------- xfs_quota
@@ -372,8 +347,7 @@ def _grace(what: str, limit: Limit | None) -> str:
         return ""
     if limit.over:
         return f"the {what}soft limit is passed and its grace is over: it counts as hard"
-    left = f", {limit.grace} left" if limit.grace else ""
-    return f"above the {what}soft limit{left}"
+    return f"above the {what}soft limit"
 
 
 def statvfs_room(folder: Path, mount: Mount) -> Room | None:
@@ -472,10 +446,10 @@ class Prober:
         self.folder, self.config = folder, config
         self.measure, self.run, self._mount = measure, run, mount
         self._complaints = Complaints()
-        if not config.probe.startswith("command:") and config.probe not in _PROBES:
+        if not config.probe.startswith("command:") and config.probe not in _NAMES:
             raise ConfigurationError(
                 f"`disk.probe` is {config.probe!r}",
-                expected=f"one of: {', '.join(_PROBES)}, or `command:PROGRAM ARGUMENTS`",
+                expected=f"one of: {', '.join(_NAMES[:-1])}, or `command:PROGRAM ARGUMENTS`",
                 fix="name one of these",
             )
 
@@ -495,9 +469,10 @@ class Prober:
     def _probes(self, mount: Mount) -> list[tuple[str, Probe]]:
         if self.config.probe.startswith("command:"):
             return [("command", _ask_command)]
-        if self.config.probe != "auto":
-            return _named(_PROBES[self.config.probe])
-        return _named(next((v for k, v in _BY_TYPE if mount.type.startswith(k)), ()))
+        names: Sequence[str] = [self.config.probe.replace("repquota", "quota")]
+        if self.config.probe == "auto":
+            names = next((v for k, v in _BY_TYPE.items() if mount.type.startswith(k)), ())
+        return [(name, _TOOLS[name]) for name in names if name in _TOOLS]
 
     def _complain(self, name: str, error: Exception) -> None:
         text = "room cannot be learned from %s: %s; the next best is asked"
@@ -541,50 +516,33 @@ def _owners(folder: Path) -> list[tuple[str, int]]:
     return [(option, number) for option, number in found if number or option != "p"]
 
 
-def _of_owners(
-    prober: Prober,
-    parse: Callable[[str], list[Quota]],
-    command: Callable[[str, int], Sequence[str]],
-) -> list[Quota]:
-    """Quotas of the folder's owners, by the command for each; a row that names nobody is theirs."""
+#: Parser and commands of tools that are asked about each owner of a folder, by option.
+_OF_OWNERS: dict[str, tuple[Callable[[str], list[Quota]], dict[str, str]]] = {
+    "quota": (
+        parse_quota,
+        {"u": "quota -w -u", "g": "quota -w -g {name}", "p": "quota -w -P {number}"},
+    ),
+    "xfs": (
+        parse_xfs_quota,
+        dict.fromkeys("ugp", "xfs_quota -c 'quota -{option} -b -i -n -N -v {number}' {point}"),
+    ),
+    "lustre": (parse_quota, dict.fromkeys("ugp", "lfs quota -q -{option} {name} {point}")),
+}
+
+
+def _ask_of_owners(tool: str, prober: Prober, mount: Mount) -> list[Quota]:
+    """Quotas of the folder's owners; a row that names nobody is theirs."""
     found: list[Quota] = []
+    parse, commands = _OF_OWNERS[tool]
     for option, number in _owners(existing(prober.folder)):
-        whose = f"-{option} {_name_of(option, number)}"
-        rows = prober.rows(parse, *command(option, number))
-        found += [q if q.whose else q._replace(whose=whose) for q in rows]
+        name = _name_of(option, number)
+        words = {"option": option, "number": number, "name": name, "point": mount.point}
+        command = [word.format(**words) for word in shlex.split(commands[option])]
+        rows = prober.rows(parse, *command)
+        found += [q if q.whose else q._replace(whose=f"-{option} {name}") for q in rows]
+    if tool == "quota":  # it tells of all file systems
+        found = [q for q in found if q.where in (mount.source, str(mount.point))]
     return found
-
-
-def _ask_quota(prober: Prober, mount: Mount) -> list[Quota]:
-    """`quota` of the user, of the folder's group and of its project, on this file system."""
-
-    def command(option: str, number: int) -> Sequence[str]:
-        words = {"u": ["-u"], "g": ["-g", _name_of("g", number)], "p": ["-P", str(number)]}
-        return ("quota", "-w", *words[option])
-
-    found = _of_owners(prober, parse_quota, command)
-    return [q for q in found if q.where in (mount.source, str(mount.point))]
-
-
-def _ask_repquota(prober: Prober, mount: Mount) -> list[Quota]:
-    """`repquota`, which root alone may call, by number."""
-    found: list[Quota] = []
-    for option, number in _owners(existing(prober.folder)):
-        flag = f"-{option}".replace("p", "P")
-        # Others than the one that is asked for are left out; that one need not have an entry.
-        text = prober.run(("repquota", "-O", "csv", "-n", flag, str(mount.point)))
-        found += parse_repquota_csv(text, str(number))
-    return found
-
-
-def _ask_xfs(prober: Prober, mount: Mount) -> list[Quota]:
-    """`xfs_quota` of the user, the folder's group and its project."""
-
-    def command(option: str, number: int) -> Sequence[str]:
-        asked = f"quota -{option} -b -i -n -N -v {number}"
-        return ("xfs_quota", "-c", asked, str(mount.point))
-
-    return _of_owners(prober, parse_xfs_quota, command)
 
 
 def _ask_btrfs(prober: Prober, mount: Mount) -> list[Quota]:
@@ -615,23 +573,10 @@ def _btrfs_kernel(groups: Path, subvolume: int) -> list[Quota]:
     doubt = "" if consistent else "btrfs calls its own numbers inconsistent"
     # What is written and not yet on the disk is reserved, and counts against the limit.
     reserved = sum(v for name, v in value.items() if name.startswith("rsv_"))
-    return [
-        Quota(
-            f"qgroup 0/{subvolume}",
-            "",
-            Limit(value[used] + reserved, hard=value[limit]),
-            None,
-            doubt,
-        )
-        for used, limit in (("referenced", "max_referenced"), ("exclusive", "max_exclusive"))
+    limits = [
+        Limit(value[u] + reserved, hard=value[f"max_{u}"]) for u in ("referenced", "exclusive")
     ]
-
-
-def _ask_lustre(prober: Prober, mount: Mount) -> list[Quota]:
-    def command(option: str, number: int) -> Sequence[str]:
-        return ("lfs", "quota", "-q", f"-{option}", _name_of(option, number), str(mount.point))
-
-    return _of_owners(prober, parse_quota, command)
+    return [Quota(f"qgroup 0/{subvolume}", "", limit, doubt=doubt) for limit in limits]
 
 
 def _ask_gpfs(prober: Prober, mount: Mount) -> list[Quota]:
@@ -650,34 +595,17 @@ def _ask_command(prober: Prober, mount: Mount) -> list[Quota]:
 
 
 _TOOLS: dict[str, Probe] = {
-    "quota": _ask_quota,
-    "repquota": _ask_repquota,
-    "xfs": _ask_xfs,
+    **{tool: functools.partial(_ask_of_owners, tool) for tool in _OF_OWNERS},
     "btrfs": _ask_btrfs,
-    "lustre": _ask_lustre,
     "gpfs": _ask_gpfs,
 }
-#: What `disk.probe` may name, and what is then asked besides the file system itself.
-_PROBES: dict[str, tuple[str, ...]] = {
-    "auto": (),
-    "statvfs": (),
-    **{name: (name,) for name in _TOOLS},
-}
+#: What `disk.probe` may name; `repquota` (former) is `quota`.
+_NAMES = ("auto", "statvfs", *_TOOLS, "repquota")
 #: What `auto` asks, by the beginning of the file system's type.
-_BY_TYPE: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("btrfs", ("btrfs",)),
-    ("xfs", ("xfs", "quota", "repquota")),
-    ("ext", ("quota", "repquota")),
-    ("f2fs", ("quota", "repquota")),
-    ("nfs", ("quota",)),
-    ("lustre", ("lustre",)),
-    ("gpfs", ("gpfs",)),
-)
-
-
-def _named(names: Sequence[str]) -> list[tuple[str, Probe]]:
-    # repquota is for root alone; asking it as somebody else would only be refused.
-    return [(n, _TOOLS[n]) for n in names if n != "repquota" or os.geteuid() == 0]
+_BY_TYPE = {
+    **{"btrfs": ("btrfs",), "xfs": ("xfs", "quota"), "ext": ("quota",), "f2fs": ("quota",)},
+    **{"nfs": ("quota",), "lustre": ("lustre",), "gpfs": ("gpfs",)},
+}
 
 
 def _name_of(option: str, number: int) -> str:

@@ -14,7 +14,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,45 +30,25 @@ from infra.host.files import existing, mount_of
 from infra.store import atomic
 from infra.store.workspace import FORMAT, Workspace, refuse_doubtful
 
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
 
 def _cores(look: Look) -> Finding:
     cores = len(os.sched_getaffinity(0))
-    threads = look.config.model.cpu_threads
     asked = max((s.resources.cpus for s in look.here(look.stages)), default=0)
-    if threads > cores:
-        what = f"{cores} cores, and model.cpu_threads={threads} would share them"
+    if (asked := max(asked, look.config.model.cpu_threads)) > cores:
+        what = f"{cores} cores, and {asked} are asked for here: it will be slower"
         return found("warning", what, f"{look.command('run')} model.cpu_threads={cores}")
-    if asked > cores:
-        what = f"{cores} cores, and a stage that runs here asks for {asked}: it will be slower"
-        return found("warning", what)
     return fine(f"{cores} cores for this process")
 
 
 def _memory(look: Look) -> Finding:
-    memory, limit = psutil.virtual_memory(), _cgroup_limit()
-    total = min(memory.total, limit or memory.total)
-    bound = f", limited to {gib(limit)} by a cgroup" if total < memory.total else ""
+    memory = psutil.virtual_memory()
     asked = max((s.resources.memory_gb for s in look.here(look.stages)), default=0) << 30
-    what = f"{gib(memory.total)}, {gib(min(memory.available, total))} available{bound}"
-    if asked <= total:
+    what = f"{gib(memory.total)}, {gib(memory.available)} available"
+    if asked <= memory.total:
         return fine(what)
     what += f"; a stage that runs here asks for {gib(asked)}"
     why = "the plan's `memory` says what is needed, stage by stage"
     return found("warning", what, f"{look.command('plan')} --json", why)
-
-
-def _cgroup_limit() -> int:
-    """Bytes that this process's control group may take; 0: no limit that can be read."""
-    for name in _CGROUP_LIMITS:
-        try:
-            text = Path(name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return 0
 
 
 def _shared_memory(look: Look) -> Finding | None:
@@ -146,11 +125,7 @@ def _folder(look: Look) -> list[Finding]:
     room = Workspace.read_only(root)  # refuses a newer format, or no folder
     place = existing(root)
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        owner = place.stat()
-        what = (
-            f"{place} cannot be written to by user {os.geteuid()} (owner {owner.st_uid}, mode "
-            f"{stat.filemode(owner.st_mode)})"
-        )
+        what = f"{place} cannot be written to by user {os.geteuid()}"
         mend, why = f"{look.command('run')} workspace=DIR", "every record of a run is kept there"
         return [found(doubtful(look.recipe), what, mend, why)]
     if not room.layout.format_file.exists():

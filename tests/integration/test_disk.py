@@ -168,7 +168,7 @@ def test_weights_go_only_when_their_copy_is_on_another_file_system(tmp_path: Pat
         assert target.stat().st_dev != workspace.root.stat().st_dev
         assert weights_go(workspace)
         keeper = DiskKeeper(workspace, DiskConfig())
-        keeper.carry_out(keeper.candidates(None))
+        keeper.carry_out(keeper.candidates())
         weights = workspace.layout.attempt(sft, 1).output / "model" / "model.safetensors"
         assert not weights.exists()
         assert (target / "model.safetensors").exists()

@@ -28,7 +28,7 @@ from infra.disk.keeper import (
 )
 from infra.disk.probe import Room
 from infra.disk.reaper import carry_out, plan_reclaim
-from infra.disk.usage import Item, Size, by_run_and_kind, find_caches, measure, size_of, take_stock
+from infra.disk.usage import Item, Size, by_run_and_kind, measure, size_of, take_stock
 from infra.jobs.protocol import AttemptRef
 from infra.judgements.store import WorkspaceStore
 from infra.orchestrator.waiting import Rooms
@@ -133,7 +133,7 @@ def test_a_missing_workspace_has_nothing(tmp_path: Path) -> None:
     missing = Workspace.read_only(tmp_path / "none")
     assert take_stock(missing.layout) == []
     keeper = DiskKeeper(missing, DiskConfig())
-    assert keeper.candidates(None) == []
+    assert keeper.candidates() == []
     assert "used" in keeper.status_line()
     assert not (tmp_path / "none").exists()
 
@@ -298,9 +298,9 @@ def test_for_a_read_only_file_system_nothing_is_deleted(
     save(workspace, stage.id, 1, 2)
     keeper = DiskKeeper(workspace, DiskConfig())
     monkeypatch.setattr("infra.disk.keeper.refusal", lambda *_: errno.EROFS)
-    assert keeper.candidates(None), "something could go"
+    assert keeper.candidates(), "something could go"
     assert keeper.make_room(MIB) is None
-    assert keeper.candidates(None), "and has not gone"
+    assert keeper.candidates(), "and has not gone"
 
 
 def test_a_disk_that_is_filled_again_and_again_does_not_ask_for_ever_more(
@@ -430,7 +430,7 @@ def test_what_dead_attempts_left_goes_and_what_a_live_one_writes_stays(
         output.mkdir(parents=True)
         (output / "half").write_bytes(os.urandom(KIB))
     keeper = DiskKeeper(workspace, DiskConfig())
-    keeper.carry_out(keeper.candidates(None))
+    keeper.carry_out(keeper.candidates())
     assert [p.name for p in checkpoints.iterdir()] == [".tmp-step-00000009-a2"]
     assert not workspace.layout.attempt(stage.id, 1).output.exists()
     assert workspace.layout.attempt(stage.id, 2).output.exists()
@@ -439,7 +439,7 @@ def test_what_dead_attempts_left_goes_and_what_a_live_one_writes_stays(
 def test_a_checkpoint_that_became_the_newest_meanwhile_stays(workspace: Workspace) -> None:
     stage = claim(workspace, small_plan("data"), "data")
     save(workspace, stage.id, 1, 2)
-    (candidate,) = DiskKeeper(workspace, DiskConfig()).candidates(None)
+    (candidate,) = DiskKeeper(workspace, DiskConfig()).candidates()
     assert candidate.step == 1
     shutil.rmtree(workspace.layout.stage(stage.id).checkpoints / "step-00000002")
     assert carry_out(workspace, [candidate]) == (0, ())
@@ -451,7 +451,7 @@ def test_the_trainer_may_delete_the_same_at_the_same_time(
 ) -> None:
     stage = claim(workspace, small_plan("data"), "data")
     save(workspace, stage.id, 1, 2)
-    candidates = DiskKeeper(workspace, DiskConfig()).candidates(None)
+    candidates = DiskKeeper(workspace, DiskConfig()).candidates()
     shutil.rmtree(workspace.layout.stage(stage.id).checkpoints / "step-00000001")
     carry_out(workspace, candidates)
     assert steps_of(workspace, stage.id) == [2]
@@ -471,7 +471,7 @@ def test_the_output_of_the_attempt_that_made_the_result_meanwhile_stays(
     for output in outputs:
         output.mkdir(parents=True)
         (output / "rows.jsonl").write_bytes(os.urandom(KIB))
-    candidates = DiskKeeper(workspace, DiskConfig()).candidates(None)
+    candidates = DiskKeeper(workspace, DiskConfig()).candidates()
     assert [c.path for c in candidates] == outputs
     finish(workspace, stage.id, number=2)
     assert carry_out(workspace, candidates).items == (str(outputs[0]),)
@@ -482,7 +482,7 @@ def test_a_checkpoint_of_a_stage_that_is_begun_anew_meanwhile_stays(workspace: W
     stage = claim(workspace, small_plan("data"), "data")
     save(workspace, stage.id, 1)
     finish(workspace, stage.id)
-    (candidate,) = DiskKeeper(workspace, DiskConfig()).candidates(None)
+    (candidate,) = DiskKeeper(workspace, DiskConfig()).candidates()
     workspace.layout.stage(stage.id).result.unlink()
     assert carry_out(workspace, [candidate]).items == ()
     assert steps_of(workspace, stage.id) == [1]
@@ -495,10 +495,10 @@ def test_pinning_keeps_and_unpinning_gives_up(workspace: Workspace) -> None:
     assert not pin(workspace.layout, stage.id)
     assert pins(workspace.layout) == {stage.id}
     keeper = DiskKeeper(workspace, DiskConfig())
-    assert keeper.candidates(None) == []
+    assert keeper.candidates() == []
     assert unpin(workspace.layout, stage.id)
     assert not unpin(workspace.layout, stage.id)
-    assert len(keeper.candidates(None)) == 1
+    assert len(keeper.candidates()) == 1
 
 
 def test_code_goes_only_when_all_its_runs_are_done_and_newer_ones_exist(
@@ -515,7 +515,7 @@ def test_code_goes_only_when_all_its_runs_are_done_and_newer_ones_exist(
     finish(workspace, stage.id)
     assert read_stock(workspace).idle_code == {"old"}
     keeper = DiskKeeper(workspace, DiskConfig())
-    keeper.carry_out(keeper.candidates(None))
+    keeper.carry_out(keeper.candidates())
     assert sorted(p.name for p in workspace.layout.code.iterdir()) == ["new", "nobodys"]
 
 
@@ -531,7 +531,7 @@ def test_code_that_a_run_begins_with_while_it_is_reclaimed_stays(
         run = replace(run_record(workspace, plan), code=code)
         workspace.write_run(replace(run, run=f"20261121-12000{index}-small-0000"))
     keeper = DiskKeeper(workspace, DiskConfig())
-    (candidate,) = keeper.candidates(None)
+    (candidate,) = keeper.candidates()
     assert candidate.path.name == "old"
 
     def begin() -> None:
@@ -571,7 +571,7 @@ def test_published_weights_go_with_a_note_of_where_they_are(
     elsewhere(True)
     sft, target = published(workspace, tmp_path, small_plan("data", "sft", "publish"))
     keeper = DiskKeeper(workspace, DiskConfig())
-    done = keeper.carry_out(keeper.candidates(None))
+    done = keeper.carry_out(keeper.candidates())
     assert done.bytes >= MIB
     weights = workspace.layout.attempt(sft, 1).output / "model"
     assert not (weights / "model.safetensors").exists()
@@ -591,7 +591,7 @@ def test_weights_go_though_somebody_else_has_begun_to_delete_them(
     plan = small_plan("data", "sft", "publish")
     sft, _ = published(workspace, tmp_path, plan, more_safetensors=os.urandom(MIB))
     keeper = DiskKeeper(workspace, DiskConfig())
-    candidates = keeper.candidates(None)
+    candidates = keeper.candidates()
     weights = workspace.layout.attempt(sft, 1).output / "model"
     (weights / "model.safetensors").unlink()
     keeper.carry_out(candidates)
@@ -642,7 +642,7 @@ def test_weights_stay_when_the_copy_is_not_what_was_published(
     else:
         file.write_bytes(os.urandom(MIB))  # found only by reading it, right before the deletion
     keeper = DiskKeeper(workspace, DiskConfig())
-    keeper.carry_out(keeper.candidates(None))
+    keeper.carry_out(keeper.candidates())
     assert (workspace.layout.attempt(sft, 1).output / "model" / "model.safetensors").exists()
     assert read_reclaimed(workspace.layout.stage(sft)) is None
 
@@ -669,12 +669,12 @@ def test_an_own_trainer_s_older_checkpoints_make_room(workspace: Workspace) -> N
     stage_id, work = own_trainer(workspace, 10, 20, 100, 30, 40)
     workspace.close_attempt(stage_id, 1, FULL)
     keeper = room_for(workspace, 4 * MIB)
-    found = keeper.candidates(None)
+    found = keeper.candidates()
     assert [c.path.name for c in found] == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
     assert all(9 * MIB <= c.bytes <= 10 * MIB for c in found)
     assert keeper.make_room(9 * MIB) is not None
     assert steps_in(work) == [20, 30, 40, 100], "and no more than is needed"
-    keeper.carry_out(keeper.candidates(None))
+    keeper.carry_out(keeper.candidates())
     assert steps_in(work) == [40, 100]
 
 
@@ -692,10 +692,10 @@ def test_a_save_that_was_cut_off_goes_first_once_its_trainer_has_ended(
     stage_id, work = own_trainer(workspace, 10, 20)
     foreign_checkpoint(work, 30, saved=False)
     keeper = room_for(workspace, MIB)
-    assert keeper.candidates(None) == []
+    assert keeper.candidates() == []
     workspace.close_attempt(stage_id, 1, FULL)
-    assert [c.path.name for c in keeper.candidates(None)] == ["checkpoint-30"]
-    chosen = keeper.candidates(None)
+    assert [c.path.name for c in keeper.candidates()] == ["checkpoint-30"]
+    chosen = keeper.candidates()
     claim(workspace, make_plan(own_config(workspace, stage_id), SOURCES), "command", after=1)
     assert keeper.carry_out(chosen).items == (), "another attempt may write it anew by now"
 
@@ -708,7 +708,7 @@ def own_config(workspace: Workspace, stage_id: str) -> RecipeConfig:
 def test_a_pinned_trainer_s_checkpoints_stay(workspace: Workspace) -> None:
     stage_id, _ = own_trainer(workspace, 10, 20, 30, 40)
     pin(workspace.layout, stage_id)
-    assert room_for(workspace, MIB).candidates(None) == []
+    assert room_for(workspace, MIB).candidates() == []
 
 
 def test_the_next_save_of_an_own_trainer_needs_what_its_largest_took(workspace: Workspace) -> None:
@@ -780,30 +780,6 @@ def test_many_candidates_are_chosen_from_in_one_pass() -> None:
     found = plan_reclaim(Stock(tuple(items), {"s-1": StageFacts()}), 10**9)
     assert len(found) == 4000
     assert Counted.sums <= 2 * len(found)
-
-
-def test_caches_are_found_without_tokens_and_only_where_they_are_marked(
-    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = tmp_path / "hf"
-    for name in ("hub", "datasets"):
-        (home / name).mkdir(parents=True)
-    (home / "token").write_text("secret")
-    plain, marked = tmp_path / "plain", tmp_path / "compile-cache"
-    for folder in (plain, marked):
-        folder.mkdir()
-        (folder / "x").write_text("x")
-    wandb = tmp_path / "w" / "wandb"
-    for name, uploaded in (("offline-run-1", True), ("offline-run-2", False)):
-        (wandb / name).mkdir(parents=True)
-        (wandb / name / f"run-{name}.wandb").write_text("")
-        if uploaded:
-            (wandb / name / f"run-{name}.wandb.synced").write_text("")
-    monkeypatch.setenv("HF_HOME", str(home))
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "w"))
-    names = ("HF_HOME", "WANDB_DIR", str(plain), str(marked), str(tmp_path), "NOT_SET")
-    found = {i.path.relative_to(tmp_path).as_posix() for i in find_caches(names, workspace.layout)}
-    assert found == {"hf/hub", "hf/datasets", "w/wandb/offline-run-1", "compile-cache/x"}
 
 
 def test_the_watch_tells_each_crossing_once(workspace: Workspace) -> None:

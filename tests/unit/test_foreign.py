@@ -582,11 +582,6 @@ def test_a_process_that_has_given_itself_a_name_is_known_by_its_mark(tmp_path: P
     ("groups", "counts", "expected"),
     [
         ("0::/job_7/step_0\n", {"job_7/step_0/memory.events": "oom 3\noom_kill 2\n"}, 2),
-        (
-            "4:memory:/slurm/job_7\n1:cpu:/\n0::/\n",
-            {"memory/slurm/job_7/memory.oom_control": "under_oom 0\noom_kill 0\n"},
-            0,
-        ),
         ("0::/\n", {}, 5),
         ("0::/not/seen/from/here\n", {}, 5),
     ],

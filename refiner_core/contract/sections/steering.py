@@ -119,8 +119,8 @@ class DiskConfig:
 
     probe: str = execution(
         "auto",
-        doc="how room is measured: `auto`, `statvfs`, `quota`, `repquota`, `xfs`, `btrfs`, "
-        "`lustre`, or `command:PROGRAM ARGUMENTS`",
+        doc="how room is measured: `auto`, `statvfs`, `quota`, `xfs`, `btrfs`, "
+        "`lustre`, `gpfs`, or `command:PROGRAM ARGUMENTS`",
     )
     pattern: str | None = execution(
         None,
@@ -153,8 +153,7 @@ class DiskConfig:
     )
     watch_caches: tuple[str, ...] = execution(
         ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "WANDB_DIR"),
-        doc="environment variables (or paths) of caches that fill the same quota; shown, and "
-        "reclaimed by `refiner disk --reclaim --caches` only",
+        doc="has no effect any more: look after caches with their own tools (`hf cache ls`)",
     )
 
 
