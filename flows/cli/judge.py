@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 @click.group("judge")
 def judge_command() -> None:
-    """Ask a judge, measure it, see and end the servers of judges.
+    """Ask and measure judges; list and stop their servers.
 
     A judge is named by fields of the recipe: judge.base_url=http://127.0.0.1:8000/v1
-    judge.model=NAME. Without any, it is the lexical one, which needs no server.
+    judge.model=NAME. The default is the lexical judge, which needs no server.
     """
 
 
@@ -155,10 +155,10 @@ _HEADER = ("server", "state", "model", "where", "needed by", "idle", "last word"
 @argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
 @json_option
 def servers_command(words: tuple[str, ...], as_json: bool) -> None:
-    """List the judges' servers of a workspace: how they are, where they answer, who needs them.
+    """List the judge servers of a workspace: state, address, users.
 
-    A server is started by a run that needs it, shared by all runs of the workspace that would start
-    the same one, and ends by itself when nobody has needed it for `judge.serve.idle_timeout_s`.
+    A server is started by the first run that needs it and shared by all runs of the workspace. It
+    ends when it has been idle for `judge.serve.idle_timeout_s`.
     """
     from flows.judges import list_judge_servers
     from refiner_core.contract.records import to_json
@@ -197,10 +197,10 @@ def _row(service: ServiceStatus) -> Sequence[str]:
 @argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
 @json_option
 def stop_command(words: tuple[str, ...], as_json: bool) -> int:
-    """End a judge's server, or all that nobody needs just now.
+    """Stop a judge's server, or all idle ones.
 
-    SERVICE is an id that `refiner judge servers` shows, or its beginning. A run that still needs a
-    server starts another one. Exit code: 0 when they have ended, 1 when one has not.
+    SERVICE is an id from `refiner judge servers`, or its beginning. A run that still needs a server
+    starts another one. Exit code: 0 when they have ended, 1 when one has not.
     """
     from flows.judges import stop_judge_servers
 

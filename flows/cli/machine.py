@@ -58,11 +58,11 @@ _BROKEN = 8  # as for every call that finds this machine lacking
 def doctor_command(
     words: tuple[str, ...], only: tuple[str, ...], as_json: bool, **options: Any
 ) -> int:
-    """Look at this machine: what works, what does not, and the one command that mends it.
+    """Check this machine: what works, what does not, and the command that fixes it.
 
-    With RECIPE, what it needs is `broken` where it does not work, and the exit code is 8; without
-    one, what is not there is only `missing`. Nothing is changed: files are tried in a scratch
-    folder, jobs with `sbatch --test-only`. AREAs: recipe, python, machine, gpu, workspace, slurm,
+    With RECIPE, what it needs and does not work is `broken`, and the exit code is 8; without one,
+    what is absent is only `missing`. Nothing is changed: files are tried in a scratch folder, jobs
+    with `sbatch --test-only`. AREAs: recipe, python, machine, gpu, workspace, slurm,
     node, prefect, hub, wandb, judge, vllm, network.
     """
     from flows.doctor import examine, findings_json
@@ -406,7 +406,7 @@ def _kept(report: dict[str, Any]) -> Iterator[str]:
 
 @click.group("track")
 def track_command() -> None:
-    """Send what W&B has logged offline, from a node with network."""
+    """Upload offline W&B runs, from a node with network."""
 
 
 @track_command.command("sync")
@@ -414,11 +414,11 @@ def track_command() -> None:
 @click.option("--dry-run", is_flag=True, help="say what would be sent; send nothing")
 @json_option
 def sync_command(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
-    """Send the offline W&B runs of RUNs or SWEEPs (default: the newest run) to the W&B server.
+    """Upload the offline W&B runs of RUNs or SWEEPs (default: the newest run).
 
-    Compute nodes without internet log offline; run this where the network is, with WANDB_API_KEY
-    set or after `wandb login`. It may be run again at any time, also while training goes on: only
-    what is new is sent. All attempts at a stage are one W&B run, under the stage's id.
+    Compute nodes without internet log offline; run this on a node with network, with WANDB_API_KEY
+    set or after `wandb login`. It may be repeated at any time, also during training: only new data
+    is sent. All attempts at a stage are one W&B run, under the stage's id.
     """
     from flows.tracking import sync_tracking
 

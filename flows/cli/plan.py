@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 def plan_command(recipe: str, overrides: tuple[str, ...], as_json: bool, with_disk: bool) -> None:
     """Show what a recipe would do: which stages run, which are skipped, and why.
 
-    Changes nothing, and needs neither network nor GPU.
+    Nothing is changed; neither network nor GPU is needed.
     """
     from flows.checking.resources import memory_json, planning_notes
     from flows.disk import disk_of_plan
@@ -143,9 +143,9 @@ def _resources(asked: Resources) -> str:
 @overrides_argument
 @json_option
 def explain_command(stage: str, recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Say why STAGE (a name such as `evaluate-sft`, or a kind) would run or be skipped.
+    """Explain why STAGE (a name such as `evaluate-sft`, or a kind) would run or be skipped.
 
-    Names every field in which it differs from the most similar stage that the workspace has.
+    Lists every field in which it differs from the most similar stage of the workspace.
     """
     from flows.plans import explain_stage
 

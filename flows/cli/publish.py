@@ -53,10 +53,10 @@ def publish_command(
 ) -> int:
     """Publish the last checkpoint of RUN (default: the newest that trains), or those of --step.
 
-    The run may still train, have ended, or have died: no training is begun, what is there is
-    exported, published with its card, and evaluated for it. Where it goes is as the run has it, or
-    as overrides of `publish` say, e.g. publish.target=hub publish.repo_id=me/my-model. What is
-    published already is not sent again.
+    The run may still train, have ended, or have died. No training is started: the checkpoint is
+    exported, published with its card, and evaluated. The target is the run's own, or set by
+    overrides, e.g. publish.target=hub publish.repo_id=me/my-model. Files that are published already
+    are not sent again.
     """
     from flows.cli.plan import show_made_plan
     from flows.publishing.by_hand import begin_publication, plan_publication
@@ -86,7 +86,7 @@ _WRONG = 3
     epilog="A card that `refiner publish` makes is checked before it leaves, by the same rules.",
 )
 def card_command() -> None:
-    """Check a model card, show one again from records, or print the template."""
+    """Check or print model cards."""
 
 
 @card_command.command("check")
@@ -207,11 +207,11 @@ def adopt_command(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Take over the run in DIR, whatever other trainer has written it.
+    """Import a checkpoint of another trainer from DIR.
 
-    Every checkpoint is looked at: shards that are cut short or missing, folders that are empty. The
-    newest complete one becomes a finished stage in the workspace, ready to be published and
-    evaluated; nothing is copied unless asked for.
+    Every checkpoint is examined for truncated or missing shards and empty folders. The newest
+    complete one becomes a finished stage in the workspace, ready to be published and evaluated.
+    Files are linked, not copied, unless --copy is given.
     """
     from flows.adopting import adopt_run
 

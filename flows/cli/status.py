@@ -58,11 +58,11 @@ def status_command(
     every: bool,
     as_json: bool,
 ) -> None:
-    """Show how RUN or SWEEP (default: the newest) stands: stages, jobs, progress, disk, failures.
+    """Show the state of RUN or SWEEP (default: the newest): stages, jobs, progress, disk, failures.
 
-    RUN is an id, or enough of its beginning or end; a trial of a sweep is also SWEEP:ARM/seed1. Of
-    a sweep all trials are shown, with totals. Nothing is written, and nobody is waited for: a
-    scheduler that does not answer at once is left out, and the last line says so.
+    RUN is an id, or an unambiguous part of its beginning or end; a trial of a sweep is also
+    SWEEP:ARM/seed1. Of a sweep all trials are shown, with totals. Nothing is written. A scheduler
+    that does not answer at once is left out, and the last line says so.
     """
     from flows.running.status import SCHEDULER_WAIT_S, watch_run
     from flows.sweeping.status import status_json as of_sweep
@@ -302,12 +302,12 @@ def report_command(
     every_s: int,
     as_json: bool,
 ) -> None:
-    """Say what RUN has done and learned, or what SWEEP has shown (default: the newest).
+    """Write the report of RUN or SWEEP (default: the newest).
 
-    RUN is an id, or enough of its beginning or end; a trial of a sweep is also SWEEP:ARM/seed1.
-    Prints report.md, and writes report.html, a page that needs nothing but a browser, with
-    report.md and report.json beside it (of a sweep report.csv and trials.csv too). While a run or
-    sweep is worked on, its page loads itself again; --watch keeps it fresh.
+    RUN is an id, or an unambiguous part of its beginning or end; a trial of a sweep is also
+    SWEEP:ARM/seed1. Prints report.md and writes report.html, a page that works offline, with
+    report.json beside it (for a sweep report.csv and trials.csv, too). The page of a running run or
+    sweep reloads itself; --watch keeps it up to date.
     """
     from flows.reporting.run.report import report_run
     from flows.reporting.writing import report_sweep
