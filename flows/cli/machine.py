@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flows.cli.aliases import former_flag
+from flows.cli.aliases import former_option
 from flows.cli.options import (
     argument,
     at_most_one,
@@ -279,7 +279,7 @@ _SHOWN = 12  # runs and pins that are listed one by one; the JSON has all
 @json_option
 @click.option("--reclaim", is_flag=True, help="delete all that the policy allows")
 @click.option("--dry-run", is_flag=True, help="with --reclaim: only list what would go")
-@former_flag("--caches", "Caches are for their own tools: `hf cache prune`.")
+@former_option("--caches", "Caches are for their own tools: `hf cache prune`.")
 @click.option("--judgements", is_flag=True, help="with --reclaim: what judges have said, too")
 def disk_command(
     words: tuple[str, ...],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flows.cli.aliases import former_flag
+from flows.cli.aliases import former_option
 from flows.cli.options import (
     argument,
     command_line,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @overrides_argument
 @json_option
 @click.option("--disk", "with_disk", is_flag=True, help="show what each stage takes on the disk")
-@former_flag("--fit", "Where a plan does not fit, what takes less stands below it.")
+@former_option("--fit", "Where a plan does not fit, what takes less stands below it.")
 def plan_command(recipe: str, overrides: tuple[str, ...], as_json: bool, with_disk: bool) -> None:
     """Show what a recipe would do: which stages run, which are skipped, and why.
 
@@ -209,47 +209,35 @@ def diff_command(
 
 @click.command("why", context_settings={"ignore_unknown_options": True})
 @argument("words", nargs=-1, required=True, metavar="NUMBER|NAME... [RUN] [workspace=DIR]")
-@click.option("--card", metavar="FILE|DIR", help="a card with the refiner.json beside it")
+@former_option("--card", "Name the workspace=DIR of its run.", metavar="FILE|DIR")
 @click.option("--sample", metavar="ID", help="show this sample in full (default: a typical one)")
 @json_option
-def why_command(
-    words: tuple[str, ...], card: str | None, sample: str | None, as_json: bool
-) -> None:
+def why_command(words: tuple[str, ...], sample: str | None, as_json: bool) -> None:
     """Follow a number to its protocol, samples, answers and judgements.
 
     NUMBER is as it was printed, such as 0.512; or names say which it is: a metric, a model, a
     decoding (`citation_f1 grpo greedy`), or a training metric and a step (`scores step50`).
-    Numbers of RUN are looked at (default: the newest run, then all), or of a card.
+    Numbers of RUN are looked at (default: the newest run, then all).
     """
     from flows.why.explanation import (
         OUTPUT_VERSION,
         candidate_lines,
-        counted_samples,
         explain_number,
         explanation_lines,
         find_numbers,
-        sample_name,
-        words_apart,
     )
 
     where, rest = split_workspace(words)
-    figures = find_numbers(rest, where, card=card)
-    asked, of_card = " ".join(rest), [] if card is None else ["--card", card]
-    lines: Callable[[], Iterator[str]]
+    figures, asked = find_numbers(rest, where), " ".join(rest)
+    lines: Callable[[], list[str]]
     if len(figures) > 1:
         shown, lines = [asdict(f) for f in figures], partial(candidate_lines, figures, asked)
-        # How to say which one is meant: the names of the first two.
         others = [w for w in words if w.startswith("workspace=")]
-        commands = [
-            command_line("why", *said, *others, *of_card)
-            for figure, said in list(zip(figures, words_apart(figures), strict=True))[:2]
-            if figure.kind != "fact"
-        ]
+        commands = [command_line("why", *figure.words, *others) for figure in figures[:2]]
     else:
         found = explain_number(figures[0], where, sample=sample)
         shown, lines = [found], partial(explanation_lines, figures[0], found)
-        commands, counted = [], counted_samples(found)
-        if sample is None and len(counted) > 1:
-            commands = [command_line("why", *words, *of_card, "--sample", sample_name(counted[0]))]
+        lowest = [s["name"] for s in found["samples"][:1] if sample is None]
+        commands = [command_line("why", *words, "--sample", name) for name in lowest]
     value = {"version": OUTPUT_VERSION, "query": asked, "figures": shown}
     show(as_json, lambda: value, lines, commands, gap=True)
