@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from flows.cli.aliases import former_flag
+from flows.cli.aliases import former_option
 from flows.cli.options import (
     at_most_one,
     command_line,
@@ -291,8 +291,8 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
 @click.option("--watch", is_flag=True, help="make it again until nobody works on it")
 @click.option("--every", "every_s", type=click.IntRange(min=1), default=15, show_default=True,
               metavar="SECONDS", help="how often, with --watch")  # fmt: skip
-@former_flag("--wandb", "Log a sweep's numbers yourself: wandb.Table(dataframe=flows.api."
-             "comparisons_frame(SWEEP)), or report.csv.")  # fmt: skip
+@former_option("--wandb", "Log a sweep's numbers yourself: wandb.Table(dataframe=flows.api."
+             "comparisons_frame(SWEEP)), or report.csv.", flag=True)  # fmt: skip
 @json_option
 def report_command(
     words: tuple[str, ...],
