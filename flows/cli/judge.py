@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows.cli.aliases import former_option
 from flows.cli.options import (
     argument,
     ask_leave,
@@ -258,16 +259,15 @@ ASK_ABOVE = 5000
 @click.option("--sample", type=click.IntRange(min=1), metavar="N", help="at most N groups")
 @click.option("--model", "models", multiple=True, help="of evaluations: only this model")
 @click.option("--decoding", "decodings", multiple=True, type=click.Choice(["greedy", "sampled"]))
-@click.option("--baseline", default="own", metavar="SETTING", help="what the others are compared "
-              "with (default: own)")  # fmt: skip
-@click.option("--common", is_flag=True, help="several runs: use the prompts that all have")
 @click.option("--metric", type=click.Choice(["total", "rubric", "citation"]), default="total",
               help="of the judge x policy matrix")  # fmt: skip
-@click.option("--price-in", type=float, metavar="P", help="per million tokens read")
-@click.option("--price-out", type=float, metavar="P", help="per million tokens written")
 @click.option("--dry-run", is_flag=True, help="say what would be asked; ask and write nothing")
 @click.option("--yes", is_flag=True, help=f"do not ask before more than {ASK_ABOVE} calls")
 @click.option("--out", metavar="DIR", help="where the files go (default: WORKSPACE/rescores/ID)")
+@former_option("--common", "Several runs are compared on the prompts that all have.", flag=True)
+@former_option("--baseline", "All are compared with what the run gave; rescore.json has the means.")
+@former_option("--price-in", "Multiply the tokens that are shown.")
+@former_option("--price-out", "Multiply the tokens that are shown.")
 @json_option
 def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     """Score stored rollouts of RUNs again under other settings (default: the newest run).
@@ -293,7 +293,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
         ask_leave(f"Make {calls} calls?", why, f"add --yes; {less}")
     out = output_folder(options["out"]) if options["out"] else None
     try:
-        document, folder = rescore(planned, out, _tell)
+        document, folder = rescore(planned, out, progress("rollouts scored"))
     except KeyboardInterrupt:
         say("What was judged is kept: the same command goes on from there.")
         raise
@@ -315,14 +315,13 @@ def _planned(words: Sequence[str], options: dict[str, Any]) -> Planned:
     names, overrides = split_overrides(rest)
     part = {name: options[name] for name in ("source", "sample", "models", "decodings")}
     judges, rubrics, weights = (options[name] for name in ("judges", "rubrics", "weights"))
-    more = {name: options[name] for name in ("steps", "baseline", "metric", "common")}
     return plan_rescoring(
         names,
         where,
         options=Options(judges, rubrics, weights, tuple(overrides), options["cross"]),
         part=Part(**part),
-        prices=(options["price_in"], options["price_out"]),
-        **more,
+        steps=options["steps"],
+        metric=options["metric"],
     )
 
 
@@ -337,22 +336,7 @@ def _plan_json(planned: Planned) -> dict[str, Any]:
         ],
         "settings": [setting.name for setting in planned.settings],
         "judging": [
-            {
-                **{"judge": plan.name, "questions": len(plan.questions), "stored": plan.kept},
-                **picked(plan, "identity", "calls"),
-                "reused": len(plan.questions) - plan.open,
-                "unknown": plan.open - plan.kept,
-                "prompt_tokens_about": plan.prompt_tokens,
-            }
-            for plan in planned.judges.values()
-            if plan.questions
+            plan.figures() for plan in planned.judges.values() if plan.reused or plan.unknown
         ],
         "calls": planned.new_calls,
     }
-
-
-def _tell(what: str, done: int, total: int) -> None:
-    """Progress of judging, on standard error."""
-    progress(what)(done, total)
-    if done == total and what != "scorings":
-        say(f"{done} {what}")

@@ -279,7 +279,7 @@ _SHOWN = 12  # runs and pins that are listed one by one; the JSON has all
 @json_option
 @click.option("--reclaim", is_flag=True, help="delete all that the policy allows")
 @click.option("--dry-run", is_flag=True, help="with --reclaim: only list what would go")
-@former_option("--caches", "Caches are for their own tools: `hf cache prune`.")
+@former_option("--caches", "Caches are for their own tools: `hf cache prune`.", flag=True)
 @click.option("--judgements", is_flag=True, help="with --reclaim: what judges have said, too")
 def disk_command(
     words: tuple[str, ...],

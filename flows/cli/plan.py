@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @overrides_argument
 @json_option
 @click.option("--disk", "with_disk", is_flag=True, help="show what each stage takes on the disk")
-@former_option("--fit", "Where a plan does not fit, what takes less stands below it.")
+@former_option("--fit", "Where a plan does not fit, what takes less stands below it.", flag=True)
 def plan_command(recipe: str, overrides: tuple[str, ...], as_json: bool, with_disk: bool) -> None:
     """Show what a recipe would do: which stages run, which are skipped, and why.
 
@@ -209,7 +209,7 @@ def diff_command(
 
 @click.command("why", context_settings={"ignore_unknown_options": True})
 @argument("words", nargs=-1, required=True, metavar="NUMBER|NAME... [RUN] [workspace=DIR]")
-@former_option("--card", "Name the workspace=DIR of its run.", metavar="FILE|DIR")
+@former_option("--card", "Name the workspace=DIR of its run.")
 @click.option("--sample", metavar="ID", help="show this sample in full (default: a typical one)")
 @json_option
 def why_command(words: tuple[str, ...], sample: str | None, as_json: bool) -> None:

@@ -293,7 +293,7 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
 @click.option("--every", "every_s", type=click.IntRange(min=1), default=15, show_default=True,
               metavar="SECONDS", help="how often, with --watch")  # fmt: skip
 @former_option("--wandb", "Log a sweep's numbers yourself: wandb.Table(dataframe=flows.api."
-             "comparisons_frame(SWEEP)), or report.csv.")  # fmt: skip
+             "comparisons_frame(SWEEP)), or report.csv.", flag=True)  # fmt: skip
 @json_option
 def report_command(
     words: tuple[str, ...],
