@@ -199,7 +199,7 @@ def test_a_full_file_system_is_a_finding(tmp_path: Path) -> None:
     assert named(found, "workspace", "room").state == "broken"
     full = named(found, "workspace", "file system")
     assert full.state == "broken"
-    assert "is full: No space left on device (ENOSPC)" in full.what
+    assert "takes no files: No space left on device (ENOSPC)" in full.what
     assert full.mend.startswith("refiner disk --reclaim")
     assert sum("ENOSPC" in f.what for f in found) == 1, "one cause, one line"
 
