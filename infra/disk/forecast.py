@@ -359,7 +359,8 @@ def _training_need(
     config = plan.config
     section = section_of(config, stage.kind)
     parameters, each = model.parameters or 0, STATE_BYTES[config.model.dtype]
-    one = history.checkpoint_bytes or parameters * each
+    less = _MUON_SAVES if getattr(section, "optimizer", "") == "muon" else 0.0
+    one = history.checkpoint_bytes or int(parameters * (each - less))
     weights = parameters * WEIGHT_BYTES[config.model.dtype]
     steps = _steps(stage.kind, config)
     saves = max(1, -(-steps // max(1, section.save_freq))) if steps else section.keep

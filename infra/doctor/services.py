@@ -43,19 +43,15 @@ def _switched_off() -> list[str]:
     return [n for n in _SWITCHES if os.environ.get(n, "").upper() in ("1", "ON", "YES", "TRUE")]
 
 
-def _switches(look: Look) -> Finding | None:
-    if not (off := _switched_off()):
-        return None
-    stages = look.needs_network or (["publish"] if look.publishes else [])
-    needing = f", and {', '.join(stages)} need the network" if stages else ""
-    why = "where jobs run without network, refiner sets them itself"
-    what = f"{', '.join(off)} set{needing}"
-    return found(doubtful(stages), what, f"unset {' '.join(off)}", why)
-
-
 def _endpoint(look: Look) -> Finding:
     address, needed = masked(endpoint_now()), _hub_needed(look)
-    if look.offline or _switched_off():
+    if off := _switched_off():
+        stages = look.needs_network or (["publish"] if look.publishes else [])
+        needing = f", and {', '.join(stages)} need the network" if stages else ""
+        what, mend = f"{', '.join(off)} set{needing}", f"unset {' '.join(off)}"
+        why = "where jobs run without network, refiner sets them itself"
+        return found(doubtful(stages), what, mend, why, name="offline switches")
+    if look.offline:
         return found("missing", f"{address} was not asked (offline)")
     status = http_status(endpoint_now(), _ANSWER_S)
     if isinstance(status, int):
@@ -190,7 +186,6 @@ NETWORK = (Check("network", "compute nodes", _compute_nodes, limit_s=10),)
 _STOP, _WHO = "refiner server stop", "hf auth whoami"
 CHECKS = (
     Check("prefect", "server", _server, limit_s=15, hung=_STOP),
-    Check("hub", "offline switches", _switches),
     Check("hub", "address", _endpoint, limit_s=12, needed=_hub_needed),
     Check("hub", "token", _token, limit_s=25, needed=lambda x: x.publishes, hung=_WHO),
     Check("hub", "publishing", _publishing, limit_s=30, needed=lambda x: x.publishes),

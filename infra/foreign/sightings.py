@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from infra.foreign.checkpoints import damage, files_below, signature, trainer_note
 from refiner_core.contract.errors import ConfigurationError
+
+_CHUNK = 4 << 20
 
 Layout = Literal["hf", "weights", "other", "none"]
 #: Why a layout cannot be used as it is, and what makes it usable.
@@ -50,6 +53,10 @@ def contents_damage(path: Path) -> str | None:
         if part.suffix != ".safetensors":
             continue
         where = "" if part == path else f"{part.name}: "
+        with part.open("rb") as raw:
+            raw.seek(part.stat().st_size // 2)
+            if not any(data.strip(b"\0") for data in iter(partial(raw.read, _CHUNK), b"")):
+                return f"{where}is empty in its second half, as where a file was cut off"
         try:
             with safe_open(part, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  # it is no mapping

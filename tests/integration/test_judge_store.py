@@ -97,16 +97,6 @@ def test_processes_share_a_store_while_they_write_and_are_killed(
     assert known(folder, range(flushed + 1)) == flushed + 1
 
 
-def test_what_was_put_is_on_its_way_before_anybody_asks_for_it(tmp_path: Path) -> None:
-    """Killed while it waits, without a flush: what is older than a moment is there."""
-    folder = tmp_path / "judgements"
-    process = putter(folder, 0, 50, "wait")
-    with process:
-        wait_until(lambda: known(folder, range(50)) == 50, "50 judgements in the file", 30)
-        process.kill()
-    assert known(folder, range(50)) == 50
-
-
 @pytest.mark.quota
 def test_a_full_disk_costs_nothing_but_calls_after_a_crash(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -276,12 +266,6 @@ def test_other_prompts_are_other_questions(calls: Callable[..., int], tmp_path: 
     system = own / "rubric.system.md"
     system.write_text(system.read_text() + "\nBe strict.")
     assert calls(prompt=str(own)) == len(QUESTIONS)
-
-
-def test_the_same_judge_elsewhere_is_not_asked_again(calls: Callable[..., int]) -> None:
-    """Each call of the fixture is a server at another address."""
-    assert calls() == 0
-    assert calls(timeout_s=7.0, concurrency=2, max_retries=1, api_key_env="OTHER") == 0
 
 
 def test_no_store_is_kept_where_none_is_wanted(calls: Callable[..., int], tmp_path: Path) -> None:

@@ -102,13 +102,6 @@ def test_a_4b_model_in_bfloat16_takes_56_gb_a_checkpoint(workspace: Workspace) -
     assert need(plan_of(keep=5), workspace).peak - kept_two.kept == 4 * one, "it saves four times"
 
 
-def test_active_sampling_may_store_as_many_rounds_as_it_may_take(workspace: Workspace) -> None:
-    once = need(plan_of(), workspace).kept
-    often = need(plan_of(active_sampling=True, active_sampling_max_rounds=3), workspace).kept
-    rollouts = 200 * 256 * (12 * 1024 + 2048)  # of all steps
-    assert often - once == 2 * rollouts
-
-
 def test_an_own_trainer_takes_what_it_keeps_and_one_more(workspace: Workspace) -> None:
     """What its checkpoints take is learned from those that are there: nothing else tells."""
     command = CommandConfig(run="train", keep=3)
@@ -255,22 +248,6 @@ def test_disk_shows_pins_and_reclaims(workspace: Workspace) -> None:
     assert "2.0 MiB reclaimed" in run(disk_command, where, "--reclaim").output
     steps = workspace.layout.stage(stage.id).checkpoints
     assert [p.name for p in steps.iterdir()] == ["step-00000002"]
-
-
-def test_older_runs_are_counted(workspace: Workspace) -> None:
-    from tests.support.plans import run_record
-
-    for seed in range(15):
-        config = small_config("data")
-        config = replace(config, data=replace(config.data, split_seed=seed))
-        plan = make_plan(config, SOURCES)
-        claim(workspace, plan, "data")
-        run_id = f"20261121-1200{seed:02d}-small-0000"
-        workspace.write_run(replace(run_record(workspace, plan), run=run_id))
-    shown = run(disk_command, f"workspace={workspace.root}").output
-    assert "(3 older runs: --json)" in shown
-    assert shown.index("120014-small") < shown.index("120003-small")
-    assert "120002-small" not in shown
 
 
 @pytest.mark.parametrize(

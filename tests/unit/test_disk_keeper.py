@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from infra.disk import inventory as copies_module
-from infra.disk import inventory as stock_module
-from infra.disk.inventory import StageFacts, Stock, read_stock
+from infra.disk.inventory import read_stock
 from infra.disk.keeper import (
     FLOOR_BYTES,
     SAVE_INODES,
@@ -24,15 +22,13 @@ from infra.disk.keeper import (
     DiskKeeper,
     DiskWatch,
     Ledger,
-    gib,
 )
 from infra.disk.probe import Room
 from infra.disk.reaper import carry_out, plan_reclaim
-from infra.disk.usage import Item, Size, by_run_and_kind, measure, size_of, take_stock
+from infra.disk.usage import by_run_and_kind, measure, size_of, take_stock
 from infra.jobs.protocol import AttemptRef
 from infra.judgements.store import WorkspaceStore
 from infra.orchestrator.waiting import Rooms
-from infra.store import atomic
 from infra.store.checkpoints import (
     CheckpointStore,
     pin,
@@ -44,7 +40,7 @@ from infra.store.checkpoints import (
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig, DiskConfig, RecipeConfig
 from refiner_core.contract.errors import NoSpaceError
-from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import Outcome, from_json, to_json
 from refiner_core.contract.types import StoredJudgement
 from tests.support.disk import finish, foreign_checkpoint, published, save, weights_go
@@ -138,11 +134,6 @@ def test_a_missing_workspace_has_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_room_is_told_in_bytes_where_these_are_scarcer(workspace: Workspace) -> None:
-    save(workspace, claim(workspace, small_plan("data"), "data").id, 1)
-    assert "GiB used" in room_for(workspace, 0).status_line()
-
-
 # ---------------------------------------------------------------- reservations
 
 
@@ -203,16 +194,6 @@ def test_workspaces_on_one_quota_may_share_a_ledger(tmp_path: Path) -> None:
     assert len(ledgers[0].others(refs[0])) == 1, "it cannot be looked at, and may be at work"
 
 
-def test_a_damaged_reservation_is_named_and_left_out(
-    workspace: Workspace, caplog: pytest.LogCaptureFixture
-) -> None:
-    ledger = Ledger(workspace)
-    ledger.folder.mkdir(parents=True)
-    (ledger.folder / "x.json").write_text("{")
-    assert ledger.others() == []
-    assert "x.json" in caplog.text
-
-
 # ---------------------------------------------------------------- shortage and reserving
 
 
@@ -245,14 +226,6 @@ def test_inodes_that_others_have_reserved_are_missing_too(
     assert keeper.lacking(MIB, ref) == "1.0 MiB", "its own are not in its way"
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(3 << 39, "1.5 TiB"), (3 << 30, "3.0 GiB"), (12 << 20, "12.0 MiB"), (5 << 10, "5 KiB")],
-)
-def test_a_size_is_told_in_a_unit_that_fits(size: int, text: str) -> None:
-    assert gib(size) == text
-
-
 def test_a_write_that_fails_outweighs_figures_that_promise_room(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,29 +239,6 @@ def test_a_write_that_fails_outweighs_figures_that_promise_room(
     monkeypatch.setattr(os, "fsync", over_quota)
     assert keeper.make_room(MIB) is None
     assert keeper.shortage(MIB) == MIB
-
-
-def test_a_write_that_went_through_is_believed_for_two_seconds_and_no_larger_one(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [100.0]
-    keeper = DiskKeeper(workspace, DiskConfig(), clock=lambda: clock[0])
-    written: list[int] = []
-    monkeypatch.setattr("infra.disk.keeper.refusal", lambda _, size: written.append(size))
-
-    def asked(need: int, **how: bool) -> bool:
-        written.clear()
-        assert keeper.shortage(need, **how) == 0
-        return bool(written)
-
-    assert asked(KIB * 512)
-    assert not asked(KIB * 512)
-    assert asked(MIB), "less went through"
-    clock[0] += 1.9
-    assert not asked(MIB)
-    assert asked(MIB, fresh=True)
-    clock[0] += 2.0
-    assert asked(MIB)
 
 
 def test_for_a_read_only_file_system_nothing_is_deleted(
@@ -584,20 +534,6 @@ def test_published_weights_go_with_a_note_of_where_they_are(
     assert not weights_go(workspace), "nothing is left of them"
 
 
-def test_weights_go_though_somebody_else_has_begun_to_delete_them(
-    workspace: Workspace, tmp_path: Path, elsewhere: Callable[[bool], None]
-) -> None:
-    elsewhere(True)
-    plan = small_plan("data", "sft", "publish")
-    sft, _ = published(workspace, tmp_path, plan, more_safetensors=os.urandom(MIB))
-    keeper = DiskKeeper(workspace, DiskConfig())
-    candidates = keeper.candidates()
-    weights = workspace.layout.attempt(sft, 1).output / "model"
-    (weights / "model.safetensors").unlink()
-    keeper.carry_out(candidates)
-    assert not (weights / "more.safetensors").exists()
-
-
 def test_weights_stay_where_deleting_would_gain_nothing(
     workspace: Workspace, tmp_path: Path
 ) -> None:
@@ -705,12 +641,6 @@ def own_config(workspace: Workspace, stage_id: str) -> RecipeConfig:
     return from_json(RecipeConfig, recorded)
 
 
-def test_a_pinned_trainer_s_checkpoints_stay(workspace: Workspace) -> None:
-    stage_id, _ = own_trainer(workspace, 10, 20, 30, 40)
-    pin(workspace.layout, stage_id)
-    assert room_for(workspace, MIB).candidates() == []
-
-
 def test_the_next_save_of_an_own_trainer_needs_what_its_largest_took(workspace: Workspace) -> None:
     stage_id, _ = own_trainer(workspace, 10, 20)
     keeper = DiskKeeper(workspace, DiskConfig())
@@ -734,52 +664,6 @@ def test_a_first_save_needs_what_the_model_s_size_tells(workspace: Workspace) ->
     plan = make_plan(replace(config, model=model), SOURCES)
     stage = claim(workspace, plan, "sft")
     assert DiskKeeper(workspace, DiskConfig()).need_of(stage.id) == 4 * 10**9 * 14
-
-
-def test_a_look_at_what_may_go_plans_each_unfinished_run_once(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A workspace has thousands of runs, and is looked at whenever room is short."""
-    plan, planned = small_plan("data"), list[str]()
-
-    def counted(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
-        planned.append(config.recipe)
-        return make_plan(config, sources)
-
-    monkeypatch.setattr(stock_module, "make_plan", counted)
-    claim(workspace, plan, "data")
-    provenance = {"sources": SOURCES}
-    for _ in range(3):
-        run = run_record(workspace, plan)
-        workspace.write_run(replace(run, config=to_json(plan.config), provenance=provenance))
-    for _ in range(4):
-        read_stock(workspace)
-    assert len(planned) == 3
-    finish(workspace, plan.by_name["data"].id)
-    for number in range(3):
-        run = replace(run_record(workspace, plan), started_at=f"later {number}")
-        workspace.write_run(replace(run, config=to_json(plan.config), provenance=provenance))
-    read_stock(workspace)
-    assert len(planned) == 3, "what is finished reads nothing any more"
-
-
-def test_many_candidates_are_chosen_from_in_one_pass() -> None:
-    class Counted(int):
-        """Counts how often it is added up."""
-
-        sums = 0
-
-        def __radd__(self, other: int) -> int:
-            Counted.sums += 1
-            return int(self) + other
-
-    size = Size(1, 1, Counted(1))
-    items = [
-        Item(Path(f"/ws/s-1/checkpoints/.tmp-{i}"), "temporary", size, "s-1") for i in range(4000)
-    ]
-    found = plan_reclaim(Stock(tuple(items), {"s-1": StageFacts()}), 10**9)
-    assert len(found) == 4000
-    assert Counted.sums <= 2 * len(found)
 
 
 def test_the_watch_tells_each_crossing_once(workspace: Workspace) -> None:
@@ -814,12 +698,3 @@ def test_the_watch_reclaims_before_it_complains(workspace: Workspace) -> None:
         assert seen.wait(10)
     assert "short" not in [e.kind for e in told]
     assert steps_of(workspace, stage.id) == [2]
-
-
-def test_records_of_marks_are_plain_json(workspace: Workspace) -> None:
-    stage = claim(workspace, small_plan("data"), "data")
-    pin(workspace.layout, stage.id)
-    path = workspace.layout.disk / "pins" / f"{stage.id}.json"
-    assert json.loads(path.read_text())["stage_id"] == stage.id
-    (path.parent / f"{atomic.TEMPORARY}x.json").write_text("{}")
-    assert pins(workspace.layout) == {stage.id}

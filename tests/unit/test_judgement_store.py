@@ -157,16 +157,6 @@ def test_a_table_knows_what_a_dictionary_knows(
     assert table.get(wanted) == [values.get(k) for k in wanted]
 
 
-def test_keys_are_told_apart_by_all_of_their_bytes() -> None:
-    table = Table()
-    base = bytearray(key(7))
-    table.add(decode(encode_record(bytes(base), YES))[0])
-    for place in range(16):
-        other = bytearray(base)
-        other[place] ^= 1
-        assert table.get([bytes(other), bytes(base)]) == [None, YES]
-
-
 # ---------------------------------------------------------------- damage
 
 
@@ -208,18 +198,6 @@ def test_a_flipped_bit_costs_one_judgement(
         found = one.get([key(n) for n in range(5)])
     damaged = bit // 8 // RECORD_BYTES
     assert found == [None if n == damaged else YES for n in range(5)]
-
-
-def test_damage_is_said_once_in_plain_words(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = one_file(folder, 5)
-    data = bytearray(path.read_bytes())
-    data[HEADER_BYTES + 2 * RECORD_BYTES] ^= 1
-    path.write_bytes(data)
-    with opened(folder) as one:
-        one.get([key(1)])
-        one.get([key(2)])
-    (said,) = warnings(caplog)
-    assert said == f"1 stored judgements in {path} are damaged and skipped"
 
 
 def test_a_file_of_a_newer_version_is_left_alone(
@@ -339,15 +317,6 @@ def test_the_oldest_judgements_go_when_the_store_is_full(folder: Path) -> None:
     assert known(folder, range(1000), limit) == 0
 
 
-def test_a_smaller_limit_is_kept_by_the_next_who_writes(folder: Path) -> None:
-    for number in range(6):
-        filled(folder, range(2000 * number, 2000 * number + 2000))
-    assert summarise(folder)["bytes"] > 400_000
-    with opened(folder, 200_000) as one:
-        one.put(key(99_999), YES)
-    assert summarise(folder)["bytes"] <= 200_000
-
-
 def test_thousands_of_short_jobs_leave_few_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,10 +354,3 @@ def test_readers_and_writers_survive_that_their_files_are_deleted(folder: Path) 
         one.flush()
         assert other.get([key(1), key(2)]) == [YES, NO]
     assert known(folder, range(3)) == 1
-
-
-def test_many_keys_are_looked_up_at_once(folder: Path) -> None:
-    table = Table()
-    raw = b"".join(encode_record(key(n), YES) for n in range(20_000))
-    table.add(decode(raw * 10)[0])
-    assert all(table.get([key(n) for n in range(0, 20_000, 7)]))
