@@ -15,7 +15,7 @@ from infra.disk.forecast import Forecast, Knowledge, forecast_disk, size_of_mode
 from infra.disk.inventory import Hold, Stock, drop_idle
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Candidate, plan_reclaim
-from infra.disk.usage import Row, by_run_and_kind
+from infra.disk.usage import Row, by_run_and_kind, find_caches
 from infra.store.checkpoints import pin, pins, reclaimed_text, unpin
 from infra.store.layout import Layout
 from infra.store.workspace import Workspace
@@ -85,7 +85,8 @@ def disk_report(
             runs[run_id] = tuple(room.read_run(run_id).stages.values())
         except RefinerError:  # it is still worth showing the rest
             runs[run_id] = ()
-    rows = by_run_and_kind(stock.items, runs)
+    caches = find_caches(keeper.config.watch_caches)
+    rows = by_run_and_kind([*stock.items, *caches], runs)
     left, reserved = keeper.room(fresh=True), keeper.ledger.others()
     value = {
         **{"version": 1, "workspace": str(room.root), "data": str(room.layout.data)},
@@ -107,6 +108,7 @@ def disk_report(
         "published": _published(room, stock),
         "holds": [hold_json(h, stock) for h in stock.holds],
         "reclaimable": [candidate_json(c) for c in plan_reclaim(stock, None)],
+        "caches": [{"path": str(i.path), "bytes": i.size.bytes} for i in caches],
     }
     return DiskReport(rows, value)
 

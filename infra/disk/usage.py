@@ -3,6 +3,9 @@
 In: a workspace. Out: one :class:`Item` per thing that could be told apart or deleted alone (a
 checkpoint, an attempt's output, a code snapshot …). Files that are linked several times count
 once. Links to elsewhere are never followed, and what vanishes while it is looked at is left out.
+
+Caches that fill the same quota (``disk.watch_caches``) are found by environment variables or paths.
+They are shown and never deleted: their own tools know what may go.
 """
 
 from __future__ import annotations
@@ -30,10 +33,11 @@ Kind = Literal[
     "published",
     "judgements",  # what judges have said
     "records",  # what is left: of stages, runs and the workspace
+    "caches",
 ]
 KINDS: tuple[Kind, ...] = (
     *("checkpoints", "outputs", "rollouts", "logs", "trackers"),
-    *("temporary", "code", "published", "judgements", "records"),
+    *("temporary", "code", "published", "judgements", "records", "caches"),
 )
 #: The one folder of another trainer (stage ``command``): its checkpoints, as it names them.
 WORK = "work"
@@ -203,3 +207,9 @@ def by_run_and_kind(items: Sequence[Item], runs: dict[str, Sequence[str]]) -> li
     order = [*reversed(list(runs)), ""]
     rows = [Row(run, kind, size) for (run, kind), size in sums.items()]
     return sorted(rows, key=lambda r: (order.index(r.run), KINDS.index(r.kind)))
+
+
+def find_caches(names: Iterable[str]) -> list[Item]:
+    """Caches that environment variables or paths name, with their sizes."""
+    folders = (Path(os.environ.get(name) or name).expanduser().absolute() for name in names)
+    return [Item(f, "caches", size_of(f)) for f in dict.fromkeys(folders) if f.is_dir()]

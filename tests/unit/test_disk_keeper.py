@@ -666,6 +666,18 @@ def test_a_first_save_needs_what_the_model_s_size_tells(workspace: Workspace) ->
     assert DiskKeeper(workspace, DiskConfig()).need_of(stage.id) == 4 * 10**9 * 14
 
 
+def test_caches_that_fill_the_same_quota_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    for name in ("hf/hub", "compile"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "x").write_bytes(b"x" * MIB)
+    found = find_caches(("HF_HOME", "NOT_SET", str(tmp_path / "compile")))
+    assert [i.path.name for i in found] == ["hf", "compile"]
+    assert all(i.size.bytes >= MIB for i in found)
+
+
 def test_the_watch_tells_each_crossing_once(workspace: Workspace) -> None:
     filler = workspace.root / "filler"
     keeper = room_for(workspace, 8 * MIB, warn_share=0.9)

@@ -153,7 +153,8 @@ class DiskConfig:
     )
     watch_caches: tuple[str, ...] = execution(
         ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "WANDB_DIR"),
-        doc="has no effect any more: look after caches with their own tools (`hf cache ls`)",
+        doc="environment variables (or paths) of caches that fill the same quota; `refiner disk` "
+        "shows them, their own tools empty them (`hf cache prune`)",
     )
 
 
