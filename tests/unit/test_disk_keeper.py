@@ -25,7 +25,7 @@ from infra.disk.keeper import (
 )
 from infra.disk.probe import Room
 from infra.disk.reaper import carry_out, plan_reclaim
-from infra.disk.usage import by_run_and_kind, measure, size_of, take_stock
+from infra.disk.usage import by_run_and_kind, find_caches, measure, size_of, take_stock
 from infra.jobs.protocol import AttemptRef
 from infra.judgements.store import WorkspaceStore
 from infra.orchestrator.waiting import Rooms
