@@ -399,7 +399,7 @@ class DiskKeeper:
         missing = self.lacking(0, ref) if inodes else gib(self.shortage(need_bytes, ref))
         return NoSpaceError(
             f"No room for {gib(need_bytes)} in {self.workspace.layout.data}: {missing} are "
-            f"missing ({self.status_line()}, by {room.source}{room.note and f'; {room.note}'})",
+            f"missing ({self.status_line()}, by {room.source})",
             expected="room on the disk, and in the quota of the user or group",
             fix="see `refiner disk`, free some space and run the same command again",
         )

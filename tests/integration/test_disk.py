@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,19 +109,6 @@ def test_a_quota_that_is_full_to_the_last_byte_can_still_be_cleared(quota: Quota
     assert done.bytes >= 8 * MIB
     assert [c.step for c in store.complete()] == [10]
     (quota.folder / "one more").write_bytes(os.urandom(4 * MIB))
-
-
-def test_a_save_waits_while_somebody_clears_the_quota(quota: QuotaFolder) -> None:
-    workspace = Workspace.open(quota.folder / "ws")
-    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
-    filler = quota.folder / "filler"
-    fill(filler, leave=2 * MIB)
-    keeper = DiskKeeper(workspace, DiskConfig(watch_s=0.4, hold_s=30.0))
-    timer = threading.Timer(0.5, filler.unlink)
-    timer.start()
-    with keeper.reserve(ref, 16 * MIB):
-        assert not filler.exists()
-    timer.join()
 
 
 def test_a_quota_that_no_tool_shows_is_found_by_writing(quota: QuotaFolder) -> None:

@@ -275,15 +275,6 @@ def test_a_disk_that_is_filled_again_and_again_does_not_ask_for_ever_more(
     assert asked == [16 * MIB], "twice what was written in vain"
 
 
-def test_a_reservation_holds_for_the_block_and_is_gone_after(workspace: Workspace) -> None:
-    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
-    keeper = room_for(workspace, 8 * MIB)
-    with keeper.reserve(ref, 4 * MIB):
-        assert keeper.reserved() == 4 * MIB
-        assert "reserved" in keeper.status_line()
-    assert keeper.reserved() == 0
-
-
 def test_what_does_not_fit_waits_and_then_says_what_is_missing(workspace: Workspace) -> None:
     ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
     keeper = room_for(workspace, 2 * MIB)
@@ -426,16 +417,6 @@ def test_the_output_of_the_attempt_that_made_the_result_meanwhile_stays(
     finish(workspace, stage.id, number=2)
     assert carry_out(workspace, candidates).items == (str(outputs[0]),)
     assert (outputs[1] / "rows.jsonl").exists()
-
-
-def test_a_checkpoint_of_a_stage_that_is_begun_anew_meanwhile_stays(workspace: Workspace) -> None:
-    stage = claim(workspace, small_plan("data"), "data")
-    save(workspace, stage.id, 1)
-    finish(workspace, stage.id)
-    (candidate,) = DiskKeeper(workspace, DiskConfig()).candidates()
-    workspace.layout.stage(stage.id).result.unlink()
-    assert carry_out(workspace, [candidate]).items == ()
-    assert steps_of(workspace, stage.id) == [1]
 
 
 def test_pinning_keeps_and_unpinning_gives_up(workspace: Workspace) -> None:
@@ -639,12 +620,6 @@ def test_a_save_that_was_cut_off_goes_first_once_its_trainer_has_ended(
 def own_config(workspace: Workspace, stage_id: str) -> RecipeConfig:
     recorded = workspace.part(workspace.layout.attempt(stage_id, 1), "config")
     return from_json(RecipeConfig, recorded)
-
-
-def test_the_next_save_of_an_own_trainer_needs_what_its_largest_took(workspace: Workspace) -> None:
-    stage_id, _ = own_trainer(workspace, 10, 20)
-    keeper = DiskKeeper(workspace, DiskConfig())
-    assert 9 * MIB <= keeper.need_of(stage_id) <= 10 * MIB
 
 
 # ---------------------------------------------------------------- the rest
