@@ -268,8 +268,8 @@ class Room:
         Bytes that can still be written.
     used_bytes, limit_bytes
         Against which limit; None where nothing says.
-    free_inodes, used_inodes, limit_inodes
-        The same for files and folders.
+    free_inodes
+        Files and folders that can still be made; None where nothing says.
     source
         What said so: ``quota user 1000``, ``btrfs qgroup 0/256``, ``file system`` …
     knows_quota
@@ -280,29 +280,13 @@ class Room:
     used_bytes: int | None = None
     limit_bytes: int | None = None
     free_inodes: int | None = None
-    used_inodes: int | None = None
-    limit_inodes: int | None = None
     source: str = ""
     knows_quota: bool = False
 
     @property
     def share(self) -> float:
-        """The larger of the used shares of bytes and inodes, 0 to 1."""
-        return max(self._shares)
-
-    @property
-    def inodes_are_scarcer(self) -> bool:
-        """Tell whether more of the inodes than of the bytes is used."""
-        of_bytes, of_inodes = self._shares
-        return of_inodes > of_bytes
-
-    @property
-    def _shares(self) -> tuple[float, float]:
-        pairs = ((self.used_bytes, self.limit_bytes), (self.used_inodes, self.limit_inodes))
-        of_bytes, of_inodes = (
-            used / most if used is not None and most else 0.0 for used, most in pairs
-        )
-        return of_bytes, of_inodes
+        """Used share of the bytes, 0 to 1."""
+        return self.used_bytes / self.limit_bytes if self.used_bytes and self.limit_bytes else 0.0
 
 
 def quota_room(name: str, quota: Quota) -> Room | None:
@@ -325,8 +309,6 @@ def quota_room(name: str, quota: Quota) -> Room | None:
         used_bytes=None if space.free is None else space.used,
         limit_bytes=space.effective,
         free_inodes=free_inodes,
-        used_inodes=None if inodes is None or free_inodes is None else inodes.used,
-        limit_inodes=None if inodes is None else inodes.effective,
         source=f"{name} {quota.whose}".strip(),
         knows_quota=name != "disk.limit_gb",
     )
@@ -340,14 +322,11 @@ def statvfs_room(folder: Path, mount: Mount) -> Room | None:
         log.debug("no free figures of %s: %s", folder, error)
         return None
     total, unused = status.f_blocks * status.f_frsize, status.f_bfree * status.f_frsize
-    has_inodes = status.f_files > 0
     return Room(
         free_bytes=status.f_bavail * status.f_frsize,
         used_bytes=total - unused,
         limit_bytes=total - unused + status.f_bavail * status.f_frsize,
-        free_inodes=status.f_favail if has_inodes else None,
-        used_inodes=status.f_files - status.f_ffree if has_inodes else None,
-        limit_inodes=status.f_files or None,
+        free_inodes=status.f_favail if status.f_files > 0 else None,
         source=f"file system ({mount.type})",
         knows_quota=mount.type in HONEST,
     )
@@ -358,13 +337,10 @@ def tightest(rooms: Sequence[Room]) -> Room:
     if not rooms:
         return Room(free_bytes=UNLIMITED, source="nothing")
     space = min(rooms, key=lambda r: r.free_bytes)
-    counted = [r for r in rooms if r.free_inodes is not None]
-    inodes = min(counted, key=lambda r: r.free_inodes or 0, default=space)
+    counted = [r.free_inodes for r in rooms if r.free_inodes is not None]
     return replace(
         space,
-        free_inodes=inodes.free_inodes,
-        used_inodes=inodes.used_inodes,
-        limit_inodes=inodes.limit_inodes,
+        free_inodes=min(counted, default=None),
         knows_quota=any(r.knows_quota for r in rooms),
     )
 

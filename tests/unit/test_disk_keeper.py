@@ -142,10 +142,10 @@ def test_reservations_of_others_count_until_written(workspace: Workspace) -> Non
     ref = AttemptRef(claim(workspace, plan, "sft").id, 1)
     other = AttemptRef(claim(workspace, plan, "data").id, 1)
     ledger = Ledger(workspace)
-    ledger.write(ref, 3 * MIB, 4)
+    ledger.write(ref, 3 * MIB)
     assert ledger.others(ref) == []
     (entry,) = ledger.others(other)
-    assert (entry.outstanding, entry.inodes) == (3 * MIB, 4)
+    assert entry.outstanding == 3 * MIB
     part = workspace.layout.stage(ref.stage_id).checkpoints / ".tmp-step-00000007-a1"
     part.mkdir(parents=True)
     (part / "half.bin").write_bytes(os.urandom(2 * MIB))
@@ -221,8 +221,8 @@ def test_inodes_that_others_have_reserved_are_missing_too(
     keeper = DiskKeeper(workspace, DiskConfig())
     room = Room(free_bytes=GIB, free_inodes=SAVE_INODES)
     monkeypatch.setattr(keeper, "room", lambda: room)
-    keeper.ledger.write(ref, 0, 4)
-    assert keeper.lacking(MIB) == "4 more files and folders (inodes)"
+    keeper.ledger.write(ref, 0)
+    assert keeper.lacking(MIB) == f"{SAVE_INODES} more files and folders (inodes)"
     assert keeper.lacking(MIB, ref) == "1.0 MiB", "its own are not in its way"
 
 

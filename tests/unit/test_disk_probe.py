@@ -247,7 +247,7 @@ def test_a_command_probe_reads_what_the_site_says(tmp_path: Path) -> None:
 def test_a_limit_of_one_s_own_counts_what_the_workspace_uses(tmp_path: Path) -> None:
     room = look(Tools(), "tmpfs", tmp_path, limit_gb=1000 / GIB, inode_limit=10)
     assert (room.free_bytes, room.used_bytes) == (300, 700)
-    assert (room.free_inodes, room.used_inodes) == (3, 7)
+    assert room.free_inodes == 3
     assert room.source == "disk.limit_gb"
     assert room.share == pytest.approx(0.7)
 
