@@ -22,6 +22,7 @@ from infra.disk.keeper import (
     DiskKeeper,
     DiskWatch,
     Ledger,
+    gib,
 )
 from infra.disk.probe import Room
 from infra.disk.reaper import carry_out, plan_reclaim
@@ -332,6 +333,61 @@ def test_two_that_do_not_fit_together_never_both_go_on(workspace: Workspace) -> 
         thread.join()
     assert len(ended) == 2
     assert most[0] == 1
+
+
+def test_room_is_told_in_bytes(workspace: Workspace) -> None:
+    save(workspace, claim(workspace, small_plan("data"), "data").id, 1)
+    assert "GiB used" in room_for(workspace, 0).status_line()
+
+
+def test_a_damaged_reservation_is_named_and_left_out(
+    workspace: Workspace, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(workspace)
+    ledger.folder.mkdir(parents=True)
+    (ledger.folder / "x.json").write_text("{")
+    assert ledger.others() == []
+    assert "x.json" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(3 << 39, "1.5 TiB"), (3 << 30, "3.0 GiB"), (12 << 20, "12.0 MiB"), (5 << 10, "5 KiB")],
+)
+def test_a_size_is_told_in_a_unit_that_fits(size: int, text: str) -> None:
+    assert gib(size) == text
+
+
+def test_a_write_that_went_through_is_believed_for_two_seconds_and_no_larger_one(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    keeper = DiskKeeper(workspace, DiskConfig(), clock=lambda: clock[0])
+    written: list[int] = []
+    monkeypatch.setattr("infra.disk.keeper.refusal", lambda _, size: written.append(size))
+
+    def asked(need: int, **how: bool) -> bool:
+        written.clear()
+        assert keeper.shortage(need, **how) == 0
+        return bool(written)
+
+    assert asked(KIB * 512)
+    assert not asked(KIB * 512)
+    assert asked(MIB), "less went through"
+    clock[0] += 1.9
+    assert not asked(MIB)
+    assert asked(MIB, fresh=True)
+    clock[0] += 2.0
+    assert asked(MIB)
+
+
+def test_a_reservation_holds_for_the_block_and_is_gone_after(workspace: Workspace) -> None:
+    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
+    keeper = room_for(workspace, 8 * MIB)
+    with keeper.reserve(ref, 4 * MIB):
+        assert keeper.reserved() == 4 * MIB
+        assert "reserved" in keeper.status_line()
+    assert keeper.reserved() == 0
 
 
 # ---------------------------------------------------------------- reclaiming
