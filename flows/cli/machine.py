@@ -366,8 +366,6 @@ def _lines(used: Sequence[Row], found: dict[str, Any]) -> Iterator[str]:
     more = "" if inodes is None else f"; room for {inodes:,} more files"
     yield f"{found['data']}: {found['status']}"
     yield f"  {gib(room['free_bytes'])} free, by {room['source']}{more}"
-    if room["note"]:
-        yield f"  {room['note']}"
     for entry in found["reservations"]:
         yield f"  {gib(entry['bytes'])} reserved by {entry['stage_id']}, attempt {entry['attempt']}"
     if found["pins"]:

@@ -64,14 +64,12 @@ class Limit(NamedTuple):
 
 
 class Quota(NamedTuple):
-    """One quota: whose, on what, and its limits. ``doubt`` is what the tool says against its own
-    numbers."""
+    """One quota: whose, on what, and its limits."""
 
     whose: str
     where: str
     bytes: Limit
     inodes: Limit | None = None
-    doubt: str = ""
 
 
 def parse_size(text: str) -> int:
@@ -92,7 +90,6 @@ def parse_size(text: str) -> int:
 
 # ---------------------------------------------------------------- quota, lfs quota
 
-_DOUBT = "some targets do not answer, so the numbers are too low"
 _WHOSE = re.compile(r"Disk quotas for (?:usr |grp |prj |prjid )?(.*?)\s*\(")
 #: What the tools write when the time above the soft limit has run out.
 _GRACE_OVER = ("none", "expired")
@@ -101,7 +98,6 @@ _GRACE_OVER = ("none", "expired")
 def parse_quota(text: str) -> list[Quota]:
     """Rows of `quota`, `quota -w` and `lfs quota` (units of KiB); wrapped lines are joined."""
     found, whose = [], ""
-    doubt = _DOUBT if "inaccurate" in text else ""
     for line in _unwrapped(text):
         if title := _WHOSE.search(line):
             whose = title.group(1)
@@ -109,7 +105,7 @@ def parse_quota(text: str) -> list[Quota]:
         row = _quota_cells([c.strip("*[]") for c in cells])
         if row is not None:
             space, inodes = _limit(*row[:4], unit=_KIB), _limit(*row[4:], unit=1)
-            found.append(Quota(whose, where, space, inodes, _DOUBT if "[" in line else doubt))
+            found.append(Quota(whose, where, space, inodes))
     return found
 
 
@@ -178,7 +174,6 @@ def parse_btrfs_qgroups(text: str) -> list[Quota]:
     """Rows of `btrfs qgroup show --raw -re` (bytes); the columns are those of its header."""
     found: list[Quota] = []
     columns: list[str] = []
-    doubt = "btrfs calls its own numbers inconsistent" if "inconsistent" in text else ""
     for line in text.splitlines():
         cells, words = re.split(r"\s{2,}|\s+(?=\S+$)", line.strip()), line.split()
         if "qgroupid" in re.split(r"\s{2,}", line.strip())[0].lower():
@@ -191,7 +186,7 @@ def parse_btrfs_qgroups(text: str) -> list[Quota]:
             for used, limit in (("rfer", "max_rfer"), ("excl", "max_excl")):
                 hard = row.get(limit, "none")
                 space = Limit(int(row[used]), hard=0 if hard == "none" else int(hard))
-                found.append(Quota(f"qgroup {words[0]}", cells[-1], space, doubt=doubt))
+                found.append(Quota(f"qgroup {words[0]}", cells[-1], space))
     return found
 
 
@@ -211,8 +206,7 @@ def parse_mmlsquota(text: str) -> list[Quota]:
         if "blockUsage" in row:
             space, inodes = _gpfs_limit(row, "block", _KIB), _gpfs_limit(row, "files", 1)
             whose = f"{row.get('quotaType', '')} {row.get('name', '')}".strip()
-            where, doubt = row.get("filesystemName", ""), row.get("remarks", "").strip()
-            found.append(Quota(whose, where, space, inodes, doubt))
+            found.append(Quota(whose, row.get("filesystemName", ""), space, inodes))
     return found
 
 
@@ -274,12 +268,10 @@ class Room:
         Bytes that can still be written.
     used_bytes, limit_bytes
         Against which limit; None where nothing says.
-    free_inodes, used_inodes, limit_inodes
-        The same for files and folders.
+    free_inodes
+        Files and folders that can still be made; None where nothing says.
     source
         What said so: ``quota user 1000``, ``btrfs qgroup 0/256``, ``file system`` …
-    note
-        What a person should know: a soft limit and its grace, doubts of the tool.
     knows_quota
         Whether quotas are part of the figures.
     """
@@ -288,30 +280,13 @@ class Room:
     used_bytes: int | None = None
     limit_bytes: int | None = None
     free_inodes: int | None = None
-    used_inodes: int | None = None
-    limit_inodes: int | None = None
     source: str = ""
-    note: str = ""
     knows_quota: bool = False
 
     @property
     def share(self) -> float:
-        """The larger of the used shares of bytes and inodes, 0 to 1."""
-        return max(self._shares)
-
-    @property
-    def inodes_are_scarcer(self) -> bool:
-        """Tell whether more of the inodes than of the bytes is used."""
-        of_bytes, of_inodes = self._shares
-        return of_inodes > of_bytes
-
-    @property
-    def _shares(self) -> tuple[float, float]:
-        pairs = ((self.used_bytes, self.limit_bytes), (self.used_inodes, self.limit_inodes))
-        of_bytes, of_inodes = (
-            used / most if used is not None and most else 0.0 for used, most in pairs
-        )
-        return of_bytes, of_inodes
+        """Used share of the bytes, 0 to 1."""
+        return self.used_bytes / self.limit_bytes if self.used_bytes and self.limit_bytes else 0.0
 
 
 def quota_room(name: str, quota: Quota) -> Room | None:
@@ -334,20 +309,9 @@ def quota_room(name: str, quota: Quota) -> Room | None:
         used_bytes=None if space.free is None else space.used,
         limit_bytes=space.effective,
         free_inodes=free_inodes,
-        used_inodes=None if inodes is None or free_inodes is None else inodes.used,
-        limit_inodes=None if inodes is None else inodes.effective,
         source=f"{name} {quota.whose}".strip(),
-        note=", ".join(filter(None, (_grace("", space), _grace("inode ", inodes), quota.doubt))),
         knows_quota=name != "disk.limit_gb",
     )
-
-
-def _grace(what: str, limit: Limit | None) -> str:
-    if limit is None or limit.soft <= 0 or limit.used <= limit.soft:
-        return ""
-    if limit.over:
-        return f"the {what}soft limit is passed and its grace is over: it counts as hard"
-    return f"above the {what}soft limit"
 
 
 def statvfs_room(folder: Path, mount: Mount) -> Room | None:
@@ -358,14 +322,11 @@ def statvfs_room(folder: Path, mount: Mount) -> Room | None:
         log.debug("no free figures of %s: %s", folder, error)
         return None
     total, unused = status.f_blocks * status.f_frsize, status.f_bfree * status.f_frsize
-    has_inodes = status.f_files > 0
     return Room(
         free_bytes=status.f_bavail * status.f_frsize,
         used_bytes=total - unused,
         limit_bytes=total - unused + status.f_bavail * status.f_frsize,
-        free_inodes=status.f_favail if has_inodes else None,
-        used_inodes=status.f_files - status.f_ffree if has_inodes else None,
-        limit_inodes=status.f_files or None,
+        free_inodes=status.f_favail if status.f_files > 0 else None,
         source=f"file system ({mount.type})",
         knows_quota=mount.type in HONEST,
     )
@@ -374,17 +335,12 @@ def statvfs_room(folder: Path, mount: Mount) -> Room | None:
 def tightest(rooms: Sequence[Room]) -> Room:
     """The room with the fewest free bytes; inodes of whichever has the fewest of these."""
     if not rooms:
-        return Room(free_bytes=UNLIMITED, source="nothing", note="nothing says how much is free")
+        return Room(free_bytes=UNLIMITED, source="nothing")
     space = min(rooms, key=lambda r: r.free_bytes)
-    counted = [r for r in rooms if r.free_inodes is not None]
-    inodes = min(counted, key=lambda r: r.free_inodes or 0, default=space)
-    notes = dict.fromkeys(filter(None, (r.note for r in rooms)))
+    counted = [r.free_inodes for r in rooms if r.free_inodes is not None]
     return replace(
         space,
-        free_inodes=inodes.free_inodes,
-        used_inodes=inodes.used_inodes,
-        limit_inodes=inodes.limit_inodes,
-        note="; ".join(notes),
+        free_inodes=min(counted, default=None),
         knows_quota=any(r.knows_quota for r in rooms),
     )
 
@@ -569,14 +525,12 @@ def _btrfs_kernel(groups: Path, subvolume: int) -> list[Quota]:
     if not folder.is_dir():
         return []
     value = {p.name: int(p.read_text()) for p in folder.iterdir()}
-    consistent = (groups / "inconsistent").read_text().strip() == "0"
-    doubt = "" if consistent else "btrfs calls its own numbers inconsistent"
     # What is written and not yet on the disk is reserved, and counts against the limit.
     reserved = sum(v for name, v in value.items() if name.startswith("rsv_"))
     limits = [
         Limit(value[u] + reserved, hard=value[f"max_{u}"]) for u in ("referenced", "exclusive")
     ]
-    return [Quota(f"qgroup 0/{subvolume}", "", limit, doubt=doubt) for limit in limits]
+    return [Quota(f"qgroup 0/{subvolume}", "", limit) for limit in limits]
 
 
 def _ask_gpfs(prober: Prober, mount: Mount) -> list[Quota]:

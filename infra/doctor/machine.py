@@ -193,8 +193,7 @@ def _room_text(room: Room) -> str:
     limit = f" of {gib(room.limit_bytes)}" if room.limit_bytes else ""
     inodes = "" if room.free_inodes is None else f", {room.free_inodes:,} files"
     quota = "" if room.knows_quota else "; no quota is known there"
-    note = f" ({room.note})" if room.note else ""
-    return f"{free}{limit}{inodes}, says {room.source}{note}{quota}"
+    return f"{free}{limit}{inodes}, says {room.source}{quota}"
 
 
 CHECKS = (

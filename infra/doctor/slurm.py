@@ -115,11 +115,7 @@ def _one_shape(look: Look, resources: Resources, names: Sequence[str]) -> Findin
     except RefinerError as error:
         nodes = 'sinfo --format="%P %a %l %D nodes, %c cores, %m MB, %G, %f"'
         mend = error.fix if error.fix.startswith("scontrol") else nodes
-        why = (
-            f"{resources.gpus} GPUs, {resources.cpus} cores, {resources.memory_gb} GiB, "
-            f"{resources.nodes} nodes, {resources.time_limit_min} min are asked for by profile "
-            f"{profile.name!r}"
-        )
+        why = f"asked for by profile {profile.name!r}; `refiner plan` says what"
         return found("broken", error.what, mend, why, name=name)
     return fine(f"sbatch would take it: {said}", name=name)
 

@@ -112,7 +112,7 @@ def test_checks_that_hang_or_break_take_no_other_with_them() -> None:
     ]
     found = run_checks([*stuck, Check("hub", "b", breaks), Check("hub", "w", works)], Look())
     assert named(found, "gpu", "stuck 19") == Finding(
-        "gpu", "stuck 19", "broken", "no answer in 0.3 s", "nvidia-smi", seconds=0.3
+        "gpu", "stuck 19", "broken", "no answer in 0.3 s", "nvidia-smi"
     )
     assert "KeyError" in named(found, "hub", "b").what
     assert named(found, "hub", "well").ok

@@ -340,3 +340,26 @@ def test_a_checkpoint_that_somebody_asks_for_at_the_last_moment_stays(folder: Pa
     save(CheckpointStore(folder, 1, keep=2, held=held), 3)
     assert len(asked) > 1
     assert steps(CheckpointStore(folder, 1)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC),
+        (type("SafetensorError", (Exception,), {})("I/O error: (os error 122)"), errno.EDQUOT),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos"), errno.EDQUOT),
+    ],
+)
+def test_the_systems_number_is_kept_also_where_a_writer_does_not_say_it(
+    folder: Path, error: Exception, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "refusal", lambda *_: errno.EDQUOT)
+    with pytest.raises(NoSpaceError) as caught:
+        save_and_fail(CheckpointStore(folder, 1), 2, error)
+    assert caught.value.errno == number
+
+
+def test_a_checkpoint_of_a_later_step_is_never_in_the_way(folder: Path) -> None:
+    save(CheckpointStore(folder, 2, keep=1), 9)
+    save(CheckpointStore(folder, 1, keep=1), 5)
+    assert steps(CheckpointStore(folder, 2)) == [5, 9]

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 
 from flows.cli.machine import disk_command
-from infra.disk.inventory import FreshLook, read_holds
+from infra.disk.inventory import read_holds
 from infra.disk.keeper import DiskKeeper
-from infra.disk.reaper import Rank, carry_out
+from infra.disk.reaper import Rank
 from infra.store.checkpoints import CheckpointStore, Holds, pin, read_reclaimed
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
@@ -208,23 +208,6 @@ def test_our_token_goes_to_no_hub_but_the_one_that_is_configured(
     assert exported.weights.exists()
 
 
-def test_a_hub_that_could_not_vouch_is_left_alone_for_a_while(
-    workspace: Workspace, hub: LoopbackHub, exported: Exported
-) -> None:
-    now = [0.0]
-    look = FreshLook(lambda: now[0])
-    candidates = DiskKeeper(workspace, DiskConfig()).candidates()
-    hub.api.repos[REPO].git, kept = hub.create("me/empty"), hub.git(REPO)
-    asked = len(hub.log)
-    for _ in range(5):  # a trainer that waits for room asks again and again
-        carry_out(workspace, candidates, look)
-    assert len([r for r in hub.log[asked:] if r.path not in REGISTRY]) == 1
-    hub.api.repos[REPO].git = kept
-    now[0] += 61.0
-    carry_out(workspace, candidates, look)
-    assert not exported.weights.exists()
-
-
 def test_what_was_not_verified_or_has_no_commit_counts_for_nothing(
     workspace: Workspace, exported: Exported
 ) -> None:
@@ -330,26 +313,6 @@ def test_a_hold_that_comes_between_the_plan_and_the_deletion_is_seen(
     keeper.carry_out(candidates)
     assert steps_of(workspace, grpo) == [2, 4]
     assert holds.there(()) == {(grpo, 2)}
-
-
-def test_what_is_held_before_the_deletion_is_at_no_moment_out_of_sight(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, grpo = holding(workspace, 2)
-    keeper = DiskKeeper(workspace, DiskConfig())
-    candidates = keeper.candidates()
-    Holds(plan, workspace.layout).keep(())
-    renamed, rename = list[str](), Path.rename
-
-    def noted(path: Path, target: Path) -> Path:
-        renamed.append(path.name)
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", noted)
-    keeper.carry_out(candidates)
-    assert steps_of(workspace, grpo) == [2, 4]
-    assert {"step-00000001", "step-00000003"} <= {*renamed}
-    assert "step-00000002" not in renamed
 
 
 def test_a_cancelled_run_s_holds_go_with_a_reclaim_and_another_run_s_stay(

@@ -22,6 +22,7 @@ from infra.disk.keeper import (
     DiskKeeper,
     DiskWatch,
     Ledger,
+    gib,
 )
 from infra.disk.probe import Room
 from infra.disk.reaper import carry_out, plan_reclaim
@@ -142,10 +143,10 @@ def test_reservations_of_others_count_until_written(workspace: Workspace) -> Non
     ref = AttemptRef(claim(workspace, plan, "sft").id, 1)
     other = AttemptRef(claim(workspace, plan, "data").id, 1)
     ledger = Ledger(workspace)
-    ledger.write(ref, 3 * MIB, 4)
+    ledger.write(ref, 3 * MIB)
     assert ledger.others(ref) == []
     (entry,) = ledger.others(other)
-    assert (entry.outstanding, entry.inodes) == (3 * MIB, 4)
+    assert entry.outstanding == 3 * MIB
     part = workspace.layout.stage(ref.stage_id).checkpoints / ".tmp-step-00000007-a1"
     part.mkdir(parents=True)
     (part / "half.bin").write_bytes(os.urandom(2 * MIB))
@@ -221,8 +222,8 @@ def test_inodes_that_others_have_reserved_are_missing_too(
     keeper = DiskKeeper(workspace, DiskConfig())
     room = Room(free_bytes=GIB, free_inodes=SAVE_INODES)
     monkeypatch.setattr(keeper, "room", lambda: room)
-    keeper.ledger.write(ref, 0, 4)
-    assert keeper.lacking(MIB) == "4 more files and folders (inodes)"
+    keeper.ledger.write(ref, 0)
+    assert keeper.lacking(MIB) == f"{SAVE_INODES} more files and folders (inodes)"
     assert keeper.lacking(MIB, ref) == "1.0 MiB", "its own are not in its way"
 
 
@@ -273,15 +274,6 @@ def test_a_disk_that_is_filled_again_and_again_does_not_ask_for_ever_more(
     rooms = Rooms(workspace, Asked(workspace), plan.config.disk, time.monotonic, lambda _: None)
     assert data.id in rooms.short({data.id: record})
     assert asked == [16 * MIB], "twice what was written in vain"
-
-
-def test_a_reservation_holds_for_the_block_and_is_gone_after(workspace: Workspace) -> None:
-    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
-    keeper = room_for(workspace, 8 * MIB)
-    with keeper.reserve(ref, 4 * MIB):
-        assert keeper.reserved() == 4 * MIB
-        assert "reserved" in keeper.status_line()
-    assert keeper.reserved() == 0
 
 
 def test_what_does_not_fit_waits_and_then_says_what_is_missing(workspace: Workspace) -> None:
@@ -341,6 +333,61 @@ def test_two_that_do_not_fit_together_never_both_go_on(workspace: Workspace) -> 
         thread.join()
     assert len(ended) == 2
     assert most[0] == 1
+
+
+def test_room_is_told_in_bytes(workspace: Workspace) -> None:
+    save(workspace, claim(workspace, small_plan("data"), "data").id, 1)
+    assert "GiB used" in room_for(workspace, 0).status_line()
+
+
+def test_a_damaged_reservation_is_named_and_left_out(
+    workspace: Workspace, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(workspace)
+    ledger.folder.mkdir(parents=True)
+    (ledger.folder / "x.json").write_text("{")
+    assert ledger.others() == []
+    assert "x.json" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(3 << 39, "1.5 TiB"), (3 << 30, "3.0 GiB"), (12 << 20, "12.0 MiB"), (5 << 10, "5 KiB")],
+)
+def test_a_size_is_told_in_a_unit_that_fits(size: int, text: str) -> None:
+    assert gib(size) == text
+
+
+def test_a_write_that_went_through_is_believed_for_two_seconds_and_no_larger_one(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    keeper = DiskKeeper(workspace, DiskConfig(), clock=lambda: clock[0])
+    written: list[int] = []
+    monkeypatch.setattr("infra.disk.keeper.refusal", lambda _, size: written.append(size))
+
+    def asked(need: int, **how: bool) -> bool:
+        written.clear()
+        assert keeper.shortage(need, **how) == 0
+        return bool(written)
+
+    assert asked(KIB * 512)
+    assert not asked(KIB * 512)
+    assert asked(MIB), "less went through"
+    clock[0] += 1.9
+    assert not asked(MIB)
+    assert asked(MIB, fresh=True)
+    clock[0] += 2.0
+    assert asked(MIB)
+
+
+def test_a_reservation_holds_for_the_block_and_is_gone_after(workspace: Workspace) -> None:
+    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
+    keeper = room_for(workspace, 8 * MIB)
+    with keeper.reserve(ref, 4 * MIB):
+        assert keeper.reserved() == 4 * MIB
+        assert "reserved" in keeper.status_line()
+    assert keeper.reserved() == 0
 
 
 # ---------------------------------------------------------------- reclaiming
@@ -426,16 +473,6 @@ def test_the_output_of_the_attempt_that_made_the_result_meanwhile_stays(
     finish(workspace, stage.id, number=2)
     assert carry_out(workspace, candidates).items == (str(outputs[0]),)
     assert (outputs[1] / "rows.jsonl").exists()
-
-
-def test_a_checkpoint_of_a_stage_that_is_begun_anew_meanwhile_stays(workspace: Workspace) -> None:
-    stage = claim(workspace, small_plan("data"), "data")
-    save(workspace, stage.id, 1)
-    finish(workspace, stage.id)
-    (candidate,) = DiskKeeper(workspace, DiskConfig()).candidates()
-    workspace.layout.stage(stage.id).result.unlink()
-    assert carry_out(workspace, [candidate]).items == ()
-    assert steps_of(workspace, stage.id) == [1]
 
 
 def test_pinning_keeps_and_unpinning_gives_up(workspace: Workspace) -> None:
@@ -639,12 +676,6 @@ def test_a_save_that_was_cut_off_goes_first_once_its_trainer_has_ended(
 def own_config(workspace: Workspace, stage_id: str) -> RecipeConfig:
     recorded = workspace.part(workspace.layout.attempt(stage_id, 1), "config")
     return from_json(RecipeConfig, recorded)
-
-
-def test_the_next_save_of_an_own_trainer_needs_what_its_largest_took(workspace: Workspace) -> None:
-    stage_id, _ = own_trainer(workspace, 10, 20)
-    keeper = DiskKeeper(workspace, DiskConfig())
-    assert 9 * MIB <= keeper.need_of(stage_id) <= 10 * MIB
 
 
 # ---------------------------------------------------------------- the rest

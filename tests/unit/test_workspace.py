@@ -528,26 +528,6 @@ def test_an_exclusive_write_works_without_hard_links(
     assert atomic.read_json(tmp_path / "a.json") == {"v": 1}
 
 
-def test_a_reader_that_comes_while_it_is_written_without_hard_links_waits_a_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.json"
-    path.write_text("")
-    moments: list[float] = []
-
-    def the_writer_goes_on(seconds: float) -> None:
-        moments.append(seconds)
-        path.write_text('{"v": 1}')
-
-    monkeypatch.setattr("infra.store.atomic.time.sleep", the_writer_goes_on)
-    assert atomic.read_json(path) == {"v": 1}
-    assert len(moments) == 1
-    path.write_text("{")
-    monkeypatch.setattr("infra.store.atomic.time.sleep", moments.append)
-    with pytest.raises(ValueError, match="Expecting"):
-        atomic.read_json(path)
-
-
 # ---------------------------------------------------------------- runs, code, provenance
 
 
