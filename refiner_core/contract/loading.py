@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 
 def without_former(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a recipe, with former fields and words renamed."""
+    name = "grpo.rollout_server.weight_transfer"
+    if dict(leaves("", values)).get(name) in ("nccl", "ipc"):
+        warn_former(name, "weights go through files in memory (grpo.rollout_server.weights_dir)")
     notify = values.get("notify")
     if not isinstance(notify, Mapping):
         return dict(values)
