@@ -34,13 +34,11 @@ def former_listing(kind: str, name: str) -> click.Command:
     return listed
 
 
-def former_option(name: str, instead: str, **declared: Any) -> Callable[[F], F]:
-    """An option (a flag, if nothing else is declared) that does nothing any more, and says what to
-    do instead."""
+def former_option(name: str, instead: str, *, flag: bool = False) -> Callable[[F], F]:
+    """An option that does nothing any more, and says what to do instead."""
 
-    def warn(context: click.Context, option: click.Parameter, given: Any) -> None:
+    def warn(context: click.Context, option: click.Parameter, given: object) -> None:
         if given:
             click.echo(f"warning: {name} does nothing any more. {instead}", err=True)
 
-    declared |= {"is_flag": not declared, "hidden": True, "expose_value": False}
-    return click.option(name, callback=warn, **declared)
+    return click.option(name, is_flag=flag, hidden=True, expose_value=False, callback=warn)
