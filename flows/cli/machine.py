@@ -134,8 +134,7 @@ _VERDICT_COLOURS = {"pass": "green", "fail": "red", "absent": "yellow"}
     "--only",
     multiple=True,
     metavar="PART",
-    help="only this part (repeatable; nothing is recorded then): numerics, ranks, speed, servers, "
-    "faults",
+    help="only this part (repeatable; nothing is recorded then): numerics, ranks, speed, faults",
 )
 @click.option(
     "--time-limit",
@@ -156,10 +155,10 @@ def certify_command(
 ) -> int:
     """Try on this node what training relies on, and record a certificate in the workspace.
 
-    Attention kernels, bfloat16, ranks and ZeRO, speed and memory, vLLM where an
-    environment is given, and a kill -9; on all GPUs that torch sees, or on the CPU. Run it on
-    a compute node, e.g. `srun --gpus-per-node=1 refiner certify workspace=DIR`. RECIPE gives the
-    workspace, the type of weights and the environment of vLLM; KEY=VALUE words do, too.
+    Attention kernels, bfloat16, ranks and ZeRO, speed and memory, and a kill -9; on all GPUs that
+    torch sees, or on the CPU. Run it on a compute node, e.g. `srun --gpus-per-node=1 refiner
+    certify workspace=DIR`. RECIPE gives the workspace and the type of weights; KEY=VALUE words do,
+    too. (vLLM: `refiner doctor RECIPE`; training checks each transfer of weights to it.)
 
     Exit code 0: nothing failed; 1: a check failed.
     """
@@ -205,10 +204,10 @@ def certify_command(
 @click.option(
     "--seed", type=int, default=0, show_default=True, metavar="S", help="draws steps and phases"
 )
-@former_option("--how", "Both take turns.", type=click.Choice(["kill", "stop", "both"]))
-@former_option("--processes", "Set sft.nproc_per_node or grpo.nproc_per_node.", type=int)
-@former_option("--resume-processes", "Resume a run itself on another number.", type=int)
-@former_option("--tolerance", "It follows from device and number type.", type=float)
+@former_option("--how", "Both take turns.")
+@former_option("--processes", "Set sft.nproc_per_node or grpo.nproc_per_node.")
+@former_option("--resume-processes", "Resume a run itself on another number.")
+@former_option("--tolerance", "It follows from device and number type.")
 @click.option("--keep", is_flag=True, help="keep both runs (those that diverge always stay)")
 @json_option
 def prove_resume_command(
