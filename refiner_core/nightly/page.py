@@ -14,7 +14,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from refiner_core.nightly.changes import Series, changed_beside
+from refiner_core.nightly.changes import Series
 from refiner_core.nightly.definition import Nightly, Row
 from refiner_core.report.drawing import Line, Plot, line_of
 from refiner_core.report.pages import base_style, read, template_of
@@ -97,7 +97,6 @@ def _line(series: Series, index: int) -> Line:
 def _series(series: Series, plot: Plot, line: Line) -> dict[str, Any]:
     last, spread = series.rows[-1], series.noise.spread
     rows = {_day(row.night): row for row in series.rows}
-    changed = changed_beside(series.rows)
     return {
         "checkpoint": series.key.checkpoint,
         "title": series.title,
@@ -108,6 +107,5 @@ def _series(series: Series, plot: Plot, line: Line) -> dict[str, Any]:
         "noise": number(spread) if series.canary and spread else "",
         "points": [(plot.x(d), plot.y(v), rows[d], number(v)) for d, v, *_ in line.known],
         "paths": plot.paths(line),
-        "marks": [(plot.x(_day(night)), night, facts) for night, facts in changed.items()],
         "told": [(plot.x(_day(change.night)), change) for change in series.told],
     }
