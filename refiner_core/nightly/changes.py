@@ -44,6 +44,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -444,6 +445,18 @@ def _points(rows: Sequence[Row], metric: str, values_of: ValuesOf) -> list[Point
         values = known[row.stage]
         if values is not None and len(values.prompts):
             found.append(Point(row.night, row.measured_in, row.digest, values, row.facts))
+    return found
+
+
+def changed_beside(rows: Sequence[Row]) -> dict[str, dict[str, tuple[str, str]]]:
+    """Night -> what is not what it was in the series' night before: weights and facts."""
+    found: dict[str, dict[str, tuple[str, str]]] = {}
+    for one, other in pairwise(rows):
+        facts = moved(one.facts, other.facts)
+        if one.digest != other.digest:
+            facts = {"weights": (one.source, other.source), **facts}
+        if facts:
+            found[other.night] = facts
     return found
 
 
