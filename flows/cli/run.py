@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows.cli.aliases import former_option
 from flows.cli.options import (
     argument,
     ask_leave,
@@ -285,11 +286,9 @@ def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 @argument("words", nargs=-1, metavar="[SWEEP] [KEY=VALUE]...")
 @click.option("--dry-run", is_flag=True, help="show arms, forecast and warnings; change nothing")
 @click.option("--yes", "-y", is_flag=True, help="launch without asking")
-@click.option(
+@former_option(
     "--rescore",
-    metavar="RUN",
-    help="also say, by the stored rollouts of RUN, which share of groups the arms' rewards and "
-    "judges would change; asks no judge",
+    "`refiner rescore RUN KEY=VALUE …` says what an arm's reward and judge would change.",
 )
 @click.option(
     "--past-canary", is_flag=True, help="go on whatever the first trial's first steps have shown"
@@ -300,7 +299,6 @@ def sweep_command(
     words: tuple[str, ...],
     dry_run: bool,
     yes: bool,
-    rescore: str | None,
     detach: str | None,
     as_json: bool,
     launch: Launch,
@@ -316,7 +314,6 @@ def sweep_command(
     held by a limit, 5 or 7 when a full disk or a judge stands in the way; the same command goes on.
     """
     from flows.running.status import is_finished
-    from flows.sweeping.evidence import rescore_share, share_lines
     from flows.sweeping.launching import (
         begin_sweep,
         work_on_sweep,
@@ -327,22 +324,17 @@ def sweep_command(
     names, overrides = split_overrides(words)
     if not names:
         where, rest = split_workspace(overrides)
-        if rest or dry_run or yes or rescore is not None or detach is not None:
+        if rest or dry_run or yes or detach is not None:
             raise misuse("No sweep is named; `refiner sweep` alone lists them.")
         _list(where, as_json)
         return 0
     at_most_one(names, "sweep")
     plan = make_sweep_plan(names[0], overrides)
     if dry_run:
-        share = rescore_share(plan, rescore) if rescore is not None else None
-        show(
-            as_json,
-            lambda: sweep_json(plan) | ({} if share is None else {"rescore": share}),
-            lambda: [*show_sweep_plan(plan), *(() if share is None else share_lines(share))],
-        )
+        show(as_json, lambda: sweep_json(plan), lambda: show_sweep_plan(plan))
         return 0
     finished = is_finished(workspace_of(plan), plan.stages())
-    look = None if finished else _looked_at(plan, rescore, shown=not (launch.quiet and yes))
+    look = None if finished else _looked_at(plan, shown=not (launch.quiet and yes))
     if not finished and not yes:
         why = "Nothing was launched: this is no terminal, so nobody can be asked."
         ask_leave("Launch it?", why, "look at it with --dry-run, then add --yes")
@@ -354,9 +346,8 @@ def sweep_command(
     return _finish_sweep(work_on_sweep(plan, workspace, record, launch), as_json)
 
 
-def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLook:
+def _looked_at(plan: SweepPlan, *, shown: bool) -> SweepLook:
     """Forecast of a sweep, before anybody is asked; refuses what cannot be."""
-    from flows.sweeping.evidence import rescore_share, share_lines
     from flows.sweeping.launching import check_launch
     from flows.sweeping.planning import forecast_sweep, show_sweep_plan
     from sweeps.forecast import refuse_what_cannot_fit
@@ -364,8 +355,7 @@ def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLoo
     check_launch(plan)
     look = forecast_sweep(plan)
     if shown:
-        share = rescore_share(plan, rescore) if rescore is not None else None
-        for line in [*show_sweep_plan(plan, look), *(() if share is None else share_lines(share))]:
+        for line in show_sweep_plan(plan, look):
             say(line)  # stdout is for the result
     refuse_what_cannot_fit(look.passed)
     return look

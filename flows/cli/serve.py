@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
@@ -184,15 +182,12 @@ def history_command(file: str, overrides: tuple[str, ...], as_json: bool, as_csv
 
 
 def _history_lines(reading: Reading, as_csv: bool) -> Iterator[str]:
-    from flows.nightly.history import CSV_COLUMNS, history_lines
+    from flows.nightly.history import history_lines
+    from refiner_core.report.sweep.rendering import csv_of
 
     lines = history_lines(reading)
     if as_csv:
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-        yield text.getvalue().removesuffix("\n")
+        yield csv_of(lines).removesuffix("\n")
         return
     lines = [line for line in lines if line["metric"] in reading.nightly.alerts.metrics]
     shown = ("night", "checkpoint", "decoding", "metric", "value", "low", "high", "n")

@@ -69,7 +69,6 @@ def test_a_number_is_chosen_among_all_that_were_measured(browser: Page, show: Sh
     assert seen(browser, ".cmp h3") == ["oracle of grpo (sampled, protocol held-out) decides"]
     choose(browser, "c", "citation_f1 of grpo (greedy, protocol own)")
     assert seen(browser, ".cmp h3") == ["citation_f1 of grpo (greedy, protocol own)"]
-    assert "Judge `qwen` moved." in browser.text()
     assert "◆ judge moved" in seen(browser, ".cmp .says")
 
 
@@ -128,7 +127,6 @@ def test_the_matrix_says_who_trains_on_what_and_who_is_held_out(browser: Page, s
     assert "● trains static-0 and static-0.2" in heads[1]
     assert "held out" in heads[3]
     assert any("#1" in cell for cell in seen(browser, ".matrix td"))
-    assert "Kendall's tau 0.60" in browser.text()
 
 
 def test_a_flipped_prompt_leads_to_its_answers(browser: Page, show: Show) -> None:

@@ -34,7 +34,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "resume": ("resume_run",),
     "sweep": (
         *("begin_sweep", "detach_sweep", "forecast_sweep", "list_sweeps", "make_sweep_plan"),
-        *("rescore_share", "resume_sweep"),
+        "resume_sweep",
     ),
     "report": ("report_run", "report_sweep"),
     "certify": ("certificate_json", "certify_node"),

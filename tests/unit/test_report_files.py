@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from flows.sweeping.admission import LivePage
 from infra.store.sweep_records import read_sweep, write_sweep
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.records import (
@@ -140,7 +138,6 @@ def test_the_answer_claims_what_is_clear_and_names_what_is_not() -> None:
         "On oracle of grpo (sampled, protocol held-out), mixed-0 is better than static-0 by +0.029 "
         "[0.012, 0.046] (adjusted p = 0.038; 2 seeds × 200 prompts)"
     )
-    assert "For the other arm the difference is not clear" in said
     assert said.endswith("Without a comparison: instance-0.")
 
 
@@ -155,8 +152,8 @@ def with_verdicts(verdict: Any) -> SweepReport:
 
 def test_where_nothing_is_clear_the_answer_says_what_could_have_been_seen() -> None:
     said = answer(with_verdicts("not clear"))
-    assert said.startswith("No arm differs clearly from the baseline static-0")
-    assert "an effect of 0.021 would have been seen in 80\u00a0% of such sweeps" in said
+    assert "An effect of 0.021 would have been seen in 80\u00a0% of such sweeps" in said
+    assert "does not clearly differ from static-0: +0.0" in said
     assert "better" not in said
 
 
@@ -307,28 +304,3 @@ def test_a_sweep_that_is_not_there_is_named_with_the_nearest(
     assert main(["report", f"workspace={tmp_path / 'none'}"]) == 2
     assert "refiner sweep FILE" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
-
-
-def test_the_page_is_kept_fresh_by_another_process(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flows.sweeping.admission.EVERY_S", 0.3)
-    live = LivePage(workspace, "weights")
-    path = live.folder / "report.html"
-    live.end()
-    assert not path.exists(), "nothing was at work, so there is nothing new to say"
-    until = time.monotonic() + 60
-    while not path.exists() and time.monotonic() < until:
-        live.tick()
-        time.sleep(0.05)
-    first = path.stat().st_mtime_ns
-    live.end(timeout_s=100)
-    assert path.stat().st_mtime_ns > first, "of how it has ended"
-    live.close()
-
-
-def test_why_a_report_could_not_be_made_stands_beside_it(workspace: Workspace) -> None:
-    live = LivePage(workspace, "gone")
-    live.tick()
-    live.end(timeout_s=100)
-    assert "has no run 'gone'" in (live.folder / "page.log").read_text()
