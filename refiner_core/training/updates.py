@@ -220,7 +220,8 @@ class GrpoUpdate:
     def _buffers(
         self, train_samples: Sequence[TrainSample], whole: _StepBatches, tokens: int
     ) -> _Buffers:
-        advantages = np.concatenate([_advantages(sample) for sample in train_samples])
+        lengths = [len(sample.response_ids) for sample in train_samples]
+        advantages = np.repeat([sample.advantage for sample in train_samples], lengths)
         sampler = np.concatenate([np.array(s.sampler_logprobs) for s in train_samples])
         device = self.engine.device
         sampler_F = torch.tensor(sampler, dtype=torch.float32, device=device)
@@ -392,10 +393,3 @@ def _placed(train_samples: Sequence[TrainSample]) -> tuple[list[Sample], int]:
         samples.append(Sample(sample.prompt_ids, tokens, mask, start))
         start += len(tokens)
     return samples, start
-
-
-def _advantages(sample: TrainSample) -> np.ndarray:
-    """One per response token."""
-    if sample.advantages is None:
-        return np.full(len(sample.response_ids), sample.advantage)
-    return np.array(sample.advantages)
