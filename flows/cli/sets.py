@@ -250,8 +250,8 @@ def protocol_fields_command(as_json: bool) -> None:
 environments_command = _group(
     "environments",
     "Show and check what agents with tools work in; play a task by hand.",
-    "KEY=VALUE are fields of a recipe, e.g. environment.domains=[orders] or "
-    "environment.tasks=FILE.jsonl. How to write one: refiner_core/environments/README.md.",
+    "KEY=VALUE are fields of a recipe, e.g. environment.domains=[orders]. How to write one: "
+    "refiner_core/environments/README.md.",
 )
 
 

@@ -176,9 +176,9 @@ def remove_leftovers(parent: Path) -> None:
         found = _NAME.fullmatch(folder.name)
         if found is None or not minder.is_private(str(folder)):
             continue
-        # Ticks since this boot, which memory does not outlive; older versions wrote a time.
-        boot = "" if "." in found["started"] else ProcessId.of().boot
-        owner = ProcessId(host_name(), int(found["pid"]), float(found["started"]), boot)
+        # Ticks since this boot, which memory does not outlive.
+        boot, started = ProcessId.of().boot, float(found["started"])
+        owner = ProcessId(host_name(), int(found["pid"]), started, boot)
         if not owner.alive:
             log.warning("removing %s, which a process that is gone has left", folder)
             minder.remove(str(folder))

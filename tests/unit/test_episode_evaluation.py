@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,20 @@ from flows.reporting.samples import SamplesReader
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
-    DataError,
     EnvironmentOutage,
     Interrupted,
 )
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.fingerprint import derive_seed
-from refiner_core.contract.protocols import protocol_of as protocol_of_file
 from refiner_core.contract.types import PromptRow
-from refiner_core.environments.protocol import FAILURES, EpisodeRecord, over_domains
-from refiner_core.evaluation.episodes import ending_call, evaluate_episodes, failure_of
+from refiner_core.environments.protocol import EpisodeRecord
+from refiner_core.evaluation.episodes import evaluate_episodes, failure_of
 from refiner_core.evaluation.metrics import (
-    METRICS,
     episode_metrics,
-    higher_is_better,
-    in_order,
     load_samples,
-    main_metrics,
 )
 from refiner_core.evaluation.protocol import make_protocol, sampling_params
-from refiner_core.evaluation.results import compare_results, load_results
+from refiner_core.evaluation.results import compare_results
 from refiner_core.evaluation.statistics import paired_difference_over_seeds
 from refiner_core.report.sweep.comparing import make_report
 from refiner_core.report.sweep.rendering import markdown, page, views_of
@@ -157,34 +150,11 @@ def test_a_yes_or_no_of_each_task_has_wilsons_interval_and_a_share_a_bootstrap(
     assert (first["numerator"], first["denominator"]) == (2.0, 4), "tasks, not attempts"
 
 
-def test_why_attempts_failed_is_counted_by_class_and_domain(results: dict[str, Any]) -> None:
-    told = results["episodes"]["sampled"]
-    assert told["attempts"] == 4
-    assert told["tasks"] == {B0: [3, 4], B1: [1, 4], O0: [0, 4], O1: [4, 4]}
-    for domain, found in told["domains"].items():
-        failed = sum(found["failures"].values())
-        assert found["asked"] == 8 == found["passed"] + failed + sum(found["errors"].values())
-        assert found["failures"]["no_call"] == 1, domain
-    shares = numbers(results, "sampled")
-    assert sum(shares[f"failure/{name}"]["numerator"] for name in FAILURES) == 8
-    assert shares["failure/no_call"]["value"] == 2 / 16
-
-
 def test_greedy_makes_one_attempt_at_a_task(results: dict[str, Any]) -> None:
     found = numbers(results, "greedy")
     assert found["pass@1"]["value"] == found["pass@1_first"]["value"] == 0.5
     assert found["pass@1"]["interval"] == "wilson"
     assert "pass@2" not in found
-
-
-def test_beside_the_model_stands_who_does_nothing(results: dict[str, Any]) -> None:
-    floor = numbers(results, "sampled", "reference")
-    assert {e["stage"] for e in floor.values()} == {"do_nothing"}
-    assert floor["pass@1"]["value"] == 0.0
-    assert floor["turns"]["value"] == 1.0
-    assert "pass@2" not in floor
-    same = numbers(results, "sampled")["pass@1"]["protocol"]
-    assert floor["pass@1"]["protocol"] == same
 
 
 @pytest.mark.usefixtures("results")
@@ -309,27 +279,6 @@ def _without_times(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def test_without_tasks_there_is_no_table_of_nothing(bench: Bench, tmp_path: Path) -> None:
-    empty = Bench(tmp_path)
-    write_tasks(tmp_path / "data", [])
-    with pytest.raises(DataError, match="no tasks"):
-        empty.run(bench.player(by_attempt({})))
-
-
-def test_few_tasks_are_of_all_domains(bench: Bench) -> None:
-    """Tasks stand domain by domain: the first ones would be of one domain, and called overall."""
-    config = replace_fields(bench.config, {"evaluate.max_prompts": 2})
-    results = bench.run(bench.player(by_attempt(PLAYED)), name="few", config=config)
-    assert set(results["episodes"]["greedy"]["tasks"]) == {B0, O0}
-    ids = [B0, B1, "bookings/2", O0, O1, "orders/2", "orders/3", "orders/4", "orders/5"]
-    rows = [replace(bench.rows[0], sample_id=one) for one in ids]
-    chosen = [[row.sample_id for row in over_domains(rows, most)] for most in range(1, 10)]
-    assert chosen[2] == [B0, O0, O1]
-    assert chosen[5] == [B0, B1, O0, O1, "orders/2", "orders/3"]
-    assert chosen[8] == ids == [row.sample_id for row in over_domains(rows, None)]
-    assert all(set(few) < set(more) for few, more in pairwise(chosen))
-
-
 def test_the_reward_decides_what_a_success_is() -> None:
     """As in training and rejection sampling, whatever reason an environment gives beside it."""
     record = EpisodeRecord("a", "d", 1, "finished", "done", (), (), reward=1.0, failure="gave_up")
@@ -397,14 +346,6 @@ def test_what_does_not_leaves_it(bench: Bench, change: dict[str, Any]) -> None:
     assert one.fingerprint == other.fingerprint
 
 
-def test_weights_of_checks_are_part_of_what_they_weigh_alone(bench: Bench) -> None:
-    changed = replace_fields(bench.config, {"environment.shaping.weights": ["action=1"]})
-    one, other = protocol_of(bench.config, bench.rows), protocol_of(changed, bench.rows)
-    assert one.fingerprint == other.fingerprint
-    mine, theirs = one.with_reward(bench.config), other.with_reward(changed)
-    assert mine.fingerprint != theirs.fingerprint
-
-
 def test_protocols_of_answers_are_what_they_were() -> None:
     """Fingerprints that stand in published cards, recorded before there were agents, and before a
     claim counted once: no number of today has one of them."""
@@ -469,40 +410,7 @@ def test_tasks_of_other_domains_are_not_left_out_of_a_domains_number() -> None:
     assert (found.n, found.excluded) == (3, 0)
 
 
-# ---------------------------------------------------------------- names
-
-
-def test_names_say_which_way_is_good() -> None:
-    assert [higher_is_better(m) for m in ("pass^4/orders", "reward", "turns")] == [True, True, None]
-    worse = ("failure/no_call", "episode_error/orders", "uncited")
-    assert [higher_is_better(m) for m in worse] == [False] * 3
-    assert in_order(reversed(METRICS)) == list(METRICS)
-    told = episode_metrics(2, ("a",))
-    assert in_order(told) == list(told)
-
-
-def test_results_can_be_read_back(bench: Bench, results: dict[str, Any]) -> None:
-    assert load_results(bench.root / "out") == json.loads(json.dumps(results))
-
-
 # ---------------------------------------------------------------- what reads them
-
-
-@pytest.mark.usefixtures("results")
-def test_reports_read_tasks_domains_and_the_first_attempts(bench: Bench) -> None:
-    reader = SamplesReader()
-    file = bench.root / "out" / "samples-sampled.parquet"
-    means = reader.means(file)
-    assert list(means.metrics) == [
-        m for m in episode_metrics(4, ("bookings", "orders")) if m in set(means.metrics)
-    ]
-    prompts, row = means.about("pass@4/orders")
-    assert prompts == (O0, O1)
-    assert row is not None
-    assert row.tolist() == [0.0, 1.0]
-    shown = reader.rows(file, [B1])
-    assert [r["sample_index"] for r in shown] == [0, 1, 2, 3]
-    assert reader.rubrics(file) is None
 
 
 def test_arms_of_agents_are_compared_by_domain_with_their_failures(
@@ -533,37 +441,6 @@ def test_arms_of_agents_are_compared_by_domain_with_their_failures(
     assert (orders["asked"], orders["passed"], sum(orders["failures"].values())) == (8, 4, 4)
     assert "1 seed × 4 tasks" in page(report)
     assert "| after |" in markdown(report)
-
-
-def test_the_closing_table_of_a_run_names_the_largest_k() -> None:
-    shown = main_metrics(episode_metrics(8, ("a",)))
-    assert shown[:4] == ["pass@1_first", "pass@1", "pass@8", "pass^8"]
-    assert main_metrics(["oracle"]) == ["oracle"]
-
-
-def test_who_does_nothing_says_goodbye_where_nothing_ends_an_episode(bench: Bench) -> None:
-    class Endless(Desk):
-        finish = ""
-
-    call = ending_call(Endless(bench.config), "orders")
-    assert (call.name, dict(call.arguments)) == ("respond", {"content": "Goodbye."})
-    assert ending_call(Desk(bench.config), "orders").name == "finish"
-
-
-def test_a_protocol_file_fixes_the_user_only_where_it_names_one() -> None:
-    recipe = replace_fields(
-        agent_config(),
-        {"evaluate.user.model": "mine", "evaluate.user.base_url": "http://127.0.0.1:9/v1"},
-    )
-    silent = protocol_of_file({"name": "a-v1", "evaluate": {"num_samples": 2}})
-    assert silent.over(recipe).evaluate.user == recipe.evaluate.user
-    user = {"model": "gpt-4.1", "temperature": 0.0}
-    named = protocol_of_file({"name": "b-v1", "evaluate": {"user": user, "top_k": 20}})
-    fixed = named.over(recipe).evaluate
-    assert (fixed.user.model, fixed.user.max_tokens, fixed.top_k) == ("gpt-4.1", 512, 20)
-    assert fixed.user.base_url == "http://127.0.0.1:9/v1", "where it is asked is the recipe's"
-    assert "evaluate.user.model" in named.fixed
-    assert "evaluate.user.model" not in silent.fixed
 
 
 def test_arms_that_change_the_environment_change_their_yardstick() -> None:

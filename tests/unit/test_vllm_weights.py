@@ -193,8 +193,3 @@ def test_nobody_samples_when_sending_weights_has_failed(
         fleet.sync(whole(changed()), "1")  # there is room again
         assert furthest(changed(), requests(), generator(fleet).generate(requests(), PLAIN)) < 1e-4
         assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_nobody_samples_before_there_are_weights(tmp_path: Path) -> None:
-    with fleet_of(InThreads(1), tmp_path) as fleet, pytest.raises(RuntimeError, match="sync"):
-        generator(fleet).generate(requests(), PLAIN)

@@ -214,10 +214,9 @@ def _check_samples(config: RecipeConfig) -> None:
     )
     _check_pack(config, "grpo")
     refuse(
-        config.environment.name == "tau2" and grpo.credit == "turn_rewards",
-        "environment.name grpo.credit",
-        "an environment that tells progress between turns, as `desk` does; tau2-bench says only at "
-        "the end of an episode how much of it is done",
+        grpo.credit == "turn_rewards",
+        "grpo.credit",
+        "credit by whole episodes: that by turns was taken out",
         "set grpo.credit=trajectory",
     )
 

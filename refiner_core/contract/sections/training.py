@@ -263,9 +263,7 @@ class GrpoConfig:
     )
     credit: Literal["trajectory", "turn_rewards"] = added(
         "trajectory",
-        doc="what the tokens of an episode are credited with: `trajectory`, all of them with the "
-        "advantage of the whole; `turn_rewards`, each turn with the sum of the rewards, normalised "
-        "over all turns of the group, from it on (process supervision of DeepSeekMath)",
+        doc="what the tokens of an episode are credited with: the advantage of the whole",
     )
     mask_truncated_completions: bool = identity(
         False, doc="completions that hit the length limit carry no loss (after group statistics)"

@@ -37,9 +37,6 @@ from refiner_core.training.model.optim import (
 )
 from refiner_core.training.ranks import Ranks, gpu_of
 
-#: Gradients that travel together (float32 elements): 256 MiB.
-BUCKET_ELEMENTS = 1 << 26
-
 
 class PlainEngine(Engine):
     """Torch's own optimisers, in one process or data-parallel in several.
@@ -233,24 +230,11 @@ def sum_over_ranks(parameters: Sequence[Any], ranks: Ranks) -> None:
     import torch.distributed as dist
 
     counts = ranks.add([parameter.grad is not None for parameter in parameters])
+    sums = []
     for parameter, count in zip(parameters, counts, strict=True):
-        if count and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        dist.all_reduce(flat)
-        for gradient, total in zip(
-            bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True
-        ):
-            gradient.copy_(total.view_as(gradient))
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    bucket: list[torch.Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET_ELEMENTS:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
+        if count:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = gradient.contiguous()
+            sums.append(dist.all_reduce(parameter.grad, async_op=True))
+    for one in sums:
+        one.wait()

@@ -37,7 +37,7 @@ from refiner_core.contract.errors import (
     NoSpaceError,
     WorkspaceError,
 )
-from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
+from refiner_core.contract.types import Progress, StageIO
 from refiner_core.training.engines.protocol import Engine, StateSnapshot, write_synced
 from refiner_core.training.ranks import RanksIO
 
@@ -110,7 +110,7 @@ class Boundary:
         """
         while (checkpoint := self.io.latest_checkpoint()) is not None:
             try:
-                progress = self._load(checkpoint)
+                progress = self.engine.restore(checkpoint.path)
             except DamagedCheckpoint as error:
                 self.io.pass_over(checkpoint, error.what)
                 continue
@@ -125,17 +125,6 @@ class Boundary:
             self.saved_step, self.restored = checkpoint.step, checkpoint.path
             return progress
         return None
-
-    def _load(self, checkpoint: SavedCheckpoint) -> dict[str, Any]:
-        """Its progress, its state loaded by every rank or by none."""
-        damage: DamagedCheckpoint | None = None
-        progress: dict[str, Any] = {}
-        try:
-            progress = self.engine.restore(checkpoint.path)
-        except DamagedCheckpoint as error:
-            damage = error
-        self.engine.ranks.all_or_none(damage)
-        return progress
 
     def attachment(self, name: str) -> bytes | None:
         """A file that was saved beside the state that was restored; None where there is none."""
