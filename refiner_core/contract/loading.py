@@ -48,7 +48,7 @@ def without_former(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a recipe without fields and words of before."""
     notify, disk = values.get("notify"), values.get("disk")
     caches = disk.get("watch_caches") if isinstance(disk, Mapping) else None
-    if caches is not None and tuple(caches) != RecipeConfig().disk.watch_caches:
+    if caches not in (None, [*RecipeConfig().disk.watch_caches]):
         warn_former("disk.watch_caches", "caches have tools of their own (`hf cache prune`)")
     if not isinstance(notify, Mapping):
         return dict(values)
