@@ -20,7 +20,6 @@ from infra.store.checkpoints import pin, pins, reclaimed_text, unpin
 from infra.store.layout import Layout
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RecipeConfig
-from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import from_json, picked, to_json
 
@@ -79,12 +78,7 @@ def disk_report(
     room = Workspace.read_only(workspace)
     keeper = DiskKeeper(room, disk_config(room, overrides))
     stock = keeper.stock()
-    runs: dict[str, Sequence[str]] = {}
-    for run_id in room.run_ids():
-        try:
-            runs[run_id] = tuple(room.read_run(run_id).stages.values())
-        except RefinerError:  # it is still worth showing the rest
-            runs[run_id] = ()
+    runs = {run.run: tuple(run.stages.values()) for run in room.runs()}
     caches = find_caches(keeper.config.watch_caches)
     rows = by_run_and_kind([*stock.items, *caches], runs)
     left, reserved = keeper.room(fresh=True), keeper.ledger.others()

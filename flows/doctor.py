@@ -83,7 +83,9 @@ def examine(
     for area in only:
         if area not in AREAS:
             raise no_such("There is no area", area, AREAS)
-    config = load_recipe(recipe, overrides) if recipe else _defaults(overrides)
+    config = (
+        load_recipe(recipe, overrides) if recipe else apply_overrides(RecipeConfig(), overrides)
+    )
     mask_keys_of(config)
     plan, refusal = _planned(recipe, overrides) if recipe else (None, None)
     words = shlex.join([*([recipe] if recipe else []), *map(shown_override, overrides)])
@@ -106,14 +108,6 @@ def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
         "works": all(f.ok for f in findings),
         "findings": [asdict(f) for f in findings],
     }
-
-
-def _defaults(overrides: Sequence[str]) -> RecipeConfig:
-    words = list(overrides)
-    given = {word.partition("=")[0] for word in words}
-    if given & {"judge.base_url", "judge.base_urls"} and "judge.kind" not in given:
-        words.append("judge.kind=openai")
-    return apply_overrides(RecipeConfig(), words)
 
 
 def _planned(recipe: str, overrides: Sequence[str]) -> tuple[Plan | None, RefinerError | None]:

@@ -173,7 +173,6 @@ _ROW_BYTES = 8 << 10  # of a prepared row
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 #: Muon keeps one moment of hidden matrices where AdamW keeps two; the rest is an eighth or so.
 _MUON_SAVES = 3.5
-_CARD_BYTES = 64 << 10  # the card, and what it was made from
 
 
 class StageNeed(NamedTuple):
@@ -310,22 +309,21 @@ def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
     length = config.grpo.response_length
     tokens = config.grpo.max_token_length if config.environment.name else length
     attempts = training_prompts(config) * config.sample.attempts
-    size, basis = {
-        "data": ((config.data.synthetic_sft_rows + config.data.synthetic_rl_rows) * _ROW_BYTES, ""),
-        "sample": (2 * attempts * _sample_bytes(tokens), ""),
-        "evaluate": (evaluation_samples(config) * _sample_bytes(length), ""),
-        "card": (_CARD_BYTES, ""),
-        "publish": (_CARD_BYTES, "goes to the Hub"),
-        "fetch": (0, "goes to the Hub's cache (HF_HOME)"),
-        "serve": (0, "a server: its log alone"),
-    }.get(stage.kind, (None, ""))
+    size, basis = (
+        {
+            "data": (config.data.synthetic_sft_rows + config.data.synthetic_rl_rows) * _ROW_BYTES,
+            "sample": 2 * attempts * _sample_bytes(tokens),
+            "evaluate": evaluation_samples(config) * _sample_bytes(length),
+        }.get(stage.kind, 0),
+        "estimated",
+    )
     if history.output_bytes and stage.kind != "publish":
         size, basis = history.output_bytes, "measured"
-    need = _flat_need(stage, size, basis or "estimated")
+    need = _flat_need(stage, size, basis)
     if stage.kind != "sample":
         return need
-    half = (size or 0) // 2  # checkpoints hold links to the same files
-    return need._replace(peak=need.peak + (size or 0), final=need.final + half)
+    half = size // 2  # checkpoints hold links to the same files
+    return need._replace(peak=need.peak + size, final=need.final + half)
 
 
 def _flat_need(stage: PlannedStage, size: int | None, basis: str) -> StageNeed:

@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -196,7 +196,7 @@ class Row(NamedTuple):
     size: Size
 
 
-def by_run_and_kind(items: Sequence[Item], runs: dict[str, Sequence[str]]) -> list[Row]:
+def by_run_and_kind(items: Sequence[Item], runs: Mapping[str, Sequence[str]]) -> list[Row]:
     """Sums of use. ``runs`` maps run ids, oldest first, to the ids of their stages; a stage that
     several runs use is shown with the newest of them. What no run names is under ``""``."""
     owner = {stage: run for run, stages in runs.items() for stage in stages}

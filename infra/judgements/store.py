@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from infra.host.files import names_in
 from infra.judgements.segments import (
     HEADER,
     HEADER_BYTES,
@@ -144,21 +145,19 @@ class _Reader:
     def fresh(self) -> Iterator[Array]:
         """Records that have come since the last time, in batches."""
         try:
-            names = sorted(os.listdir(self._folder))  # noqa: PTH208
-        except FileNotFoundError:
-            names = []
+            names = [name for name in names_in(self._folder) if is_segment(name)]
         except OSError as error:
             self._complaints.say("folder", "stored judgements cannot be read: %s", error)
             return
         for name in names:
-            if is_segment(name) and name not in self._mine:
-                try:
+            try:
+                if name not in self._mine:
                     yield from self._added(self._folder / name)
-                except FileNotFoundError:
-                    continue  # removed meanwhile
-                except OSError as error:
-                    text = "stored judgements are skipped: %s"
-                    self._complaints.say(f"read {error.errno}", text, error)
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            except OSError as error:
+                text = "stored judgements are skipped: %s"
+                self._complaints.say(f"read {error.errno}", text, error)
         self._read_to = {name: at for name, at in self._read_to.items() if name in names}
 
     def _added(self, path: Path) -> Iterator[Array]:
@@ -245,7 +244,6 @@ class WorkspaceStore:
         self._reader = _Reader(folder, self._writer.mine, self._complaints)
         self._table, self._waiting = Table(), bytearray()
         self._looked_at = self._try_again_at = -1e9
-        self._closed = False
         self._thread: threading.Thread | None = None
         # Always taken in this order. Only the last one is held while nothing slow happens.
         self._looking, self._writing = threading.RLock(), threading.RLock()
@@ -277,7 +275,7 @@ class WorkspaceStore:
         record = encode_record(key, judgement)
         with self._lock:
             self._table.put(key, judgement)
-            if self._closed or len(self._waiting) >= _MOST_WAITING:
+            if self._ended.is_set() or len(self._waiting) >= _MOST_WAITING:
                 return
             self._waiting += record
             if self._thread is None:
@@ -296,10 +294,6 @@ class WorkspaceStore:
 
     def close(self) -> None:
         """Flush, and write no more. More than one call does no harm."""
-        with self._lock:
-            was_closed, self._closed = self._closed, True
-        if was_closed:
-            return
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
