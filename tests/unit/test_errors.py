@@ -50,8 +50,7 @@ INNER = {
 #: Builtin and other libraries' classes, by module: why what a user gives never ends as one.
 PLAIN = {
     "flows/cli/run.py": "Ctrl-C again, which flows.cli.main knows",
-    "flows/__init__.py": "a name of a module that is not there, as Python says it",
-    "flows/ensuring.py": "what ends a cancelled or suspended flow run, which Prefect catches",
+    "flows/running/showing.py": "Ctrl-C again, which flows.cli.main knows",
     "flows/flow_runs.py": "what leaves a suspended flow run as it is, which Prefect catches",
     "flows/api.py": "a name of a module that is not there, as Python says it",
     "flows/reporting/samples.py": "caught where it is raised: the file is named",
