@@ -168,7 +168,7 @@ def _answers(policies: Sequence[Policy], questions: int) -> Iterable[tuple[Promp
     found: dict[str, dict[str, PromptRow]] = {}
     for policy in policies:
         for rollout in policy.rollouts:
-            if rollout.status != "malformed":
+            if rollout.result.status != "malformed":
                 answers = found.setdefault(rollout.prompt.sample_id, {})
                 if len(answers) < ANSWERS:
                     answers.setdefault(rollout.text, rollout.prompt)

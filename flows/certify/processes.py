@@ -6,8 +6,8 @@ Ranks: plain torch and ZeRO-1 to 3 on 1 to N of them, against one process; colle
 of ranks is one start, through the launcher that training stages use
 (:mod:`infra.ranks.launch`), with every engine in turn.
 
-Servers, where an environment has vLLM: the start, every way of weight transfer, and the key of the
-routes. Weights are changed between two transfers, and a fixed prompt is scored on both sides: what
+Servers, where an environment has vLLM: the start, new weights, and the key of the
+routes. Weights are changed between two loads, and a fixed prompt is scored on both sides: what
 a server has has to be the new weights, not those before.
 
 Faults: a worker that is killed with SIGKILL and goes on, as a real run, with an orchestrator and a
@@ -102,28 +102,20 @@ def _furthest(found: Sequence[float], expected: Sequence[float]) -> float:
 
 _MODEL = "builtin:tiny"
 _WINDOW = 512
-#: How much the weights are changed by before the second transfer.
+#: How much the weights are changed by before the second load.
 _CHANGE = 1.05
+_WEIGHTS = "vLLM, weights by reload"
 #: A route that changes a server; vLLM leaves it open.
 _CONTROL = "/pause"
 
 
 def server_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
-    """Every way of weight transfer; absent without an environment that has vLLM."""
-    for way in ("reload", "nccl", "ipc"):
-        name = f"vLLM, weights by {way}"
-        if not order.vllm:
-            yield absent(name, "no environment with vLLM is given (grpo.rollout_server.python=…)")
-        elif way == "nccl" and order.gpus < 2:
-            yield absent(name, "it takes two GPUs: one trains, the other serves")
-        elif way == "ipc" and not order.gpus:
-            yield absent(name, "it shares the memory of a GPU, and there is none")
-        else:
-            yield from _served(order, way, folder / way)
-
-
-def _served(order: Order, way: str, folder: Path) -> Iterator[CertifiedCheck]:
-    config = _config(order, way)
+    """A server, new weights for it, and its key; absent without an environment that has vLLM."""
+    if not order.vllm:
+        why = "no environment with vLLM is given (grpo.rollout_server.python=…)"
+        yield absent(_WEIGHTS, why)
+        return
+    config = _config(order)
     model = load_model(_MODEL, config.model)
     model.to("cuda:0" if order.gpus else "cpu")
     tokenizer = load_tokenizer(_MODEL, config.model)
@@ -149,37 +141,36 @@ def _served(order: Order, way: str, folder: Path) -> Iterator[CertifiedCheck]:
             gap = admin.difference(make_canary(model, tokenizer, _WINDOW), "after")
             stale = admin.difference(old, "after")
             yield check(
-                *(f"vLLM, weights by {way}", gap <= tolerance < stale),
+                *(_WEIGHTS, gap <= tolerance < stale),
                 f"up in {start_s:.0f} s; new weights in {seconds:.2g} s, log-probabilities off by "
                 f"{gap:.2g} (at most {tolerance:g}), from the old ones by {stale:.2g}",
                 start_s=start_s,
                 seconds=seconds,
                 gap=gap,
             )
-            yield _keyed(endpoint, way)
+            yield _keyed(endpoint)
     except UnsupportedError as error:
-        yield absent(f"vLLM, weights by {way}", error.what)
+        yield absent(_WEIGHTS, error.what)
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        yield check(f"vLLM, weights by {way}", False, why)
+        yield check(_WEIGHTS, False, why)
 
 
-def _config(order: Order, way: str) -> RecipeConfig:
-    apart = way == "nccl"
-    server = {**order.vllm, "weight_transfer": way, "colocate": bool(order.gpus) and not apart}
+def _config(order: Order) -> RecipeConfig:
+    server = {**order.vllm, "colocate": bool(order.gpus)}
     fields = {
         "generation_backend": "vllm",
         "max_token_length": _WINDOW,
         "response_length": 64,
-        "resources.gpus": (2 if apart else 1) if order.gpus else 0,
+        "resources.gpus": min(order.gpus, 1),
         **{f"rollout_server.{name}": value for name, value in server.items()},
     }
     return recipe(order, model={"gradient_checkpointing": False}, grpo=fields)
 
 
-def _keyed(endpoint: Endpoint, way: str) -> CertifiedCheck:
+def _keyed(endpoint: Endpoint) -> CertifiedCheck:
     """True if a route that changes the server turns away who has no key."""
-    name = f"vLLM, key of its control routes ({way})"
+    name = "vLLM, key of its control routes (reload)"
     status = httpx.post(
         endpoint.url.removesuffix("/v1") + _CONTROL, timeout=20, trust_env=False
     ).status_code

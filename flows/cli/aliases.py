@@ -1,4 +1,4 @@
-"""Former names of commands, and a former option: they say on standard error what to do now."""
+"""Former names of commands, and former options: they say on standard error what to do now."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def former_listing(kind: str, name: str) -> click.Command:
     return listed
 
 
-def former_flag(name: str, instead: str) -> Callable[[F], F]:
-    """A flag that does nothing any more, and says what to do instead."""
+def former_option(name: str, instead: str, *, flag: bool = False) -> Callable[[F], F]:
+    """An option that does nothing any more, and says what to do instead."""
 
-    def warn(context: click.Context, option: click.Parameter, given: bool) -> None:
+    def warn(context: click.Context, option: click.Parameter, given: object) -> None:
         if given:
             click.echo(f"warning: {name} does nothing any more. {instead}", err=True)
 
-    return click.option(name, is_flag=True, hidden=True, expose_value=False, callback=warn)
+    return click.option(name, is_flag=flag, hidden=True, expose_value=False, callback=warn)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows.cli.aliases import former_option
 from flows.cli.options import (
+    argument,
     ask_leave,
     at_most_one,
     command_line,
@@ -33,10 +35,10 @@ if TYPE_CHECKING:
 
 @click.group("judge")
 def judge_command() -> None:
-    """Ask a judge, measure it, see and end the servers of judges.
+    """Ask and measure judges; list and stop their servers.
 
     A judge is named by fields of the recipe: judge.base_url=http://127.0.0.1:8000/v1
-    judge.model=NAME. Without any, it is the lexical one, which needs no server.
+    judge.model=NAME. The default is the lexical judge, which needs no server.
     """
 
 
@@ -46,7 +48,7 @@ _KINDS = ("rubric", "citation_recall", "citation_precision", "citation_needed")
 @judge_command.command(
     "report", short_help="Measure a judge: repeats, agreement, bias, hostile answers, cost."
 )
-@click.argument("words", nargs=-1, metavar="[RUN] [workspace=DIR] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[RUN] [workspace=DIR] [KEY=VALUE]...")
 @click.option(
     "--against",
     multiple=True,
@@ -107,7 +109,7 @@ def report_command(
 @judge_command.command(
     "ask", short_help="Ask one question by hand: does the judge answer, and what?"
 )
-@click.argument("words", nargs=-1, metavar="[workspace=DIR] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[workspace=DIR] [KEY=VALUE]...")
 @click.option("--question", metavar="TEXT")
 @click.option("--answer", metavar="TEXT", help="what is judged: an answer, a claim, a passage")
 @click.option("--criterion", metavar="TEXT", help="what it is held against: a criterion, evidence, "
@@ -151,13 +153,13 @@ _HEADER = ("server", "state", "model", "where", "needed by", "idle", "last word"
 
 
 @judge_command.command("servers")
-@click.argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
 @json_option
 def servers_command(words: tuple[str, ...], as_json: bool) -> None:
-    """List the judges' servers of a workspace: how they are, where they answer, who needs them.
+    """List the judge servers of a workspace: state, address, users.
 
-    A server is started by a run that needs it, shared by all runs of the workspace that would start
-    the same one, and ends by itself when nobody has needed it for `judge.serve.idle_timeout_s`.
+    A server is started by the first run that needs it and shared by all runs of the workspace. It
+    ends when it has been idle for `judge.serve.idle_timeout_s`.
     """
     from flows.judges import list_judge_servers
     from refiner_core.contract.records import to_json
@@ -193,13 +195,13 @@ def _row(service: ServiceStatus) -> Sequence[str]:
 
 
 @judge_command.command("stop")
-@click.argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
 @json_option
 def stop_command(words: tuple[str, ...], as_json: bool) -> int:
-    """End a judge's server, or all that nobody needs just now.
+    """Stop a judge's server, or all idle ones.
 
-    SERVICE is an id that `refiner judge servers` shows, or its beginning. A run that still needs a
-    server starts another one. Exit code: 0 when they have ended, 1 when one has not.
+    SERVICE is an id from `refiner judge servers`, or its beginning. A run that still needs a server
+    starts another one. Exit code: 0 when they have ended, 1 when one has not.
     """
     from flows.judges import stop_judge_servers
 
@@ -228,7 +230,7 @@ ASK_ABOVE = 5000
 
 
 @click.command("rescore", context_settings={"ignore_unknown_options": False})
-@click.argument("words", nargs=-1, metavar="[RUN]... [workspace=DIR] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[RUN]... [workspace=DIR] [KEY=VALUE]...")
 @click.option(
     "--judge",
     "judges",
@@ -257,16 +259,15 @@ ASK_ABOVE = 5000
 @click.option("--sample", type=click.IntRange(min=1), metavar="N", help="at most N groups")
 @click.option("--model", "models", multiple=True, help="of evaluations: only this model")
 @click.option("--decoding", "decodings", multiple=True, type=click.Choice(["greedy", "sampled"]))
-@click.option("--baseline", default="own", metavar="SETTING", help="what the others are compared "
-              "with (default: own)")  # fmt: skip
-@click.option("--common", is_flag=True, help="several runs: use the prompts that all have")
 @click.option("--metric", type=click.Choice(["total", "rubric", "citation"]), default="total",
               help="of the judge x policy matrix")  # fmt: skip
-@click.option("--price-in", type=float, metavar="P", help="per million tokens read")
-@click.option("--price-out", type=float, metavar="P", help="per million tokens written")
 @click.option("--dry-run", is_flag=True, help="say what would be asked; ask and write nothing")
 @click.option("--yes", is_flag=True, help=f"do not ask before more than {ASK_ABOVE} calls")
 @click.option("--out", metavar="DIR", help="where the files go (default: WORKSPACE/rescores/ID)")
+@former_option("--common", "Several runs are compared on the prompts that all have.", flag=True)
+@former_option("--baseline", "All are compared with what the run gave; rescore.json has the means.")
+@former_option("--price-in", "Multiply the tokens that are shown.")
+@former_option("--price-out", "Multiply the tokens that are shown.")
 @json_option
 def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     """Score stored rollouts of RUNs again under other settings (default: the newest run).
@@ -292,7 +293,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
         ask_leave(f"Make {calls} calls?", why, f"add --yes; {less}")
     out = output_folder(options["out"]) if options["out"] else None
     try:
-        document, folder = rescore(planned, out, _tell)
+        document, folder = rescore(planned, out, progress("rollouts scored"))
     except KeyboardInterrupt:
         say("What was judged is kept: the same command goes on from there.")
         raise
@@ -314,14 +315,13 @@ def _planned(words: Sequence[str], options: dict[str, Any]) -> Planned:
     names, overrides = split_overrides(rest)
     part = {name: options[name] for name in ("source", "sample", "models", "decodings")}
     judges, rubrics, weights = (options[name] for name in ("judges", "rubrics", "weights"))
-    more = {name: options[name] for name in ("steps", "baseline", "metric", "common")}
     return plan_rescoring(
         names,
         where,
         options=Options(judges, rubrics, weights, tuple(overrides), options["cross"]),
         part=Part(**part),
-        prices=(options["price_in"], options["price_out"]),
-        **more,
+        steps=options["steps"],
+        metric=options["metric"],
     )
 
 
@@ -336,22 +336,7 @@ def _plan_json(planned: Planned) -> dict[str, Any]:
         ],
         "settings": [setting.name for setting in planned.settings],
         "judging": [
-            {
-                **{"judge": plan.name, "questions": len(plan.questions), "stored": plan.kept},
-                **picked(plan, "identity", "calls"),
-                "reused": len(plan.questions) - plan.open,
-                "unknown": plan.open - plan.kept,
-                "prompt_tokens_about": plan.prompt_tokens,
-            }
-            for plan in planned.judges.values()
-            if plan.questions
+            plan.figures() for plan in planned.judges.values() if plan.reused or plan.unknown
         ],
         "calls": planned.new_calls,
     }
-
-
-def _tell(what: str, done: int, total: int) -> None:
-    """Progress of judging, on standard error."""
-    progress(what)(done, total)
-    if done == total and what != "scorings":
-        say(f"{done} {what}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flows.cli.options import (
+    argument,
     ask_leave,
     at_most_one,
     json_option,
@@ -56,11 +57,11 @@ def run_command(
     as_json: bool,
     launch: Launch,
 ) -> int:
-    """Carry out RECIPE: a shipped name (see `refiner list recipes`) or a YAML file.
+    """Run RECIPE: a shipped name (see `refiner list recipes`) or a YAML file.
 
-    What is done is skipped, what already runs is waited for, what was interrupted goes on from its
+    Finished stages are skipped, running ones are waited for, interrupted ones resume from their
     last checkpoint. Ctrl-C, SIGTERM and closing the terminal (unless under nohup) ask the running
-    stages to save and stop; the same command goes on. With --detach the terminal may be closed.
+    stages to save and stop; the same command resumes. With --detach the terminal may be closed.
     """
     from flows.running.calls import begin_run, make_recipe_plan, run_recipe
 
@@ -137,16 +138,16 @@ def _like_ctrl_c(_number: int, _frame: FrameType | None) -> None:
 
 
 @click.command("cancel")
-@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [STAGE]... [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP] [STAGE]... [workspace=DIR]")
 @click.option("--wait", "wait_s", type=float, help="seconds to wait for the end")
 @click.option("--now", is_flag=True, help="do not leave it to the orchestrator; end jobs from here")
 @json_option
 def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_json: bool) -> int:
-    """End RUN (default: the newest), or only the STAGEs named; of a SWEEP all trials.
+    """Cancel RUN (default: the newest), only some STAGEs of it, or all trials of a SWEEP.
 
-    Jobs are asked to save and end, and killed when they take longer than `dispatch.grace_s`.
-    `refiner resume` goes on later. Jobs that another run waits for too are ended as well. Exit
-    code: 0 when nothing of it runs any more, 1 when that takes longer than was waited for.
+    Jobs are asked to save and end, and killed after `dispatch.grace_s`. `refiner resume` continues
+    later. Jobs that another run waits for are cancelled as well. Exit code: 0 when nothing of it
+    runs any more, 1 when --wait was too short.
     """
     from flows.running.cancelling import cancel_run, outcome_json, outcome_lines
     from flows.running.status import find_run
@@ -169,14 +170,14 @@ def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_j
 
 
 @click.command("logs")
-@click.argument("words", nargs=-1, required=True, metavar="STAGE [RUN] [workspace=DIR]")
+@argument("words", nargs=-1, required=True, metavar="STAGE [RUN] [workspace=DIR]")
 @click.option("-f", "--follow", is_flag=True, help="go on printing until the stage ends")
 @click.option("--attempt", type=int, help="an attempt's number (default: the newest)")
 def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> None:
     """Print the log of STAGE's newest attempt in RUN (default: the newest run).
 
-    With -f it goes over to the next attempt when there is one, and ends when the stage does. On a
-    terminal control sequences are left out; a pipe has the log as it is.
+    -f follows the stage from attempt to attempt until it ends. On a terminal, control sequences are
+    removed; a pipe gets the log unchanged.
     """
     from flows.running.logs import find_log, follow_log, log_pieces
 
@@ -281,7 +282,7 @@ def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 @click.command("sweep")
-@click.argument("words", nargs=-1, metavar="[SWEEP] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[SWEEP] [KEY=VALUE]...")
 @click.option("--dry-run", is_flag=True, help="show arms, forecast and warnings; change nothing")
 @click.option("--yes", "-y", is_flag=True, help="launch without asking")
 @click.option(
@@ -304,13 +305,12 @@ def sweep_command(
     as_json: bool,
     launch: Launch,
 ) -> int:
-    """Carry out SWEEP: a shipped name or a YAML file; without one, list sweeps.
+    """Run SWEEP: a shipped name or a YAML file; without one, list sweeps.
 
-    It is planned, forecast and shown; then it asks, or takes --yes. One trial goes ahead alone
-    until it has trained two steps and saved once; the forecast is corrected by what these took, and
-    the others follow. A failed trial stops no other. What is done is skipped: the same command goes
-    on after any interruption, and when an arm, a seed or a limit in the file has changed, only what
-    is new runs.
+    Plan and forecast are shown, and launched after confirmation or with --yes. One trial starts
+    alone as a canary; after two steps and a save it corrects the forecast, and the others start. A
+    failed trial stops no other. Finished work is skipped: the same command resumes after any
+    interruption, and after a change of arms, seeds or limits runs only what is new.
 
     Exit codes: 0 when every trial is done, 1 when one has failed, 6 when some were stopped or are
     held by a limit, 5 or 7 when a full disk or a judge stands in the way; the same command goes on.
@@ -424,7 +424,7 @@ def _list(where: str, as_json: bool) -> None:
 
 
 @click.command("resume")
-@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
 @click.option("--take-over", is_flag=True, help="though another host says that it works on it")
 @click.option("--past-canary", is_flag=True, help="of a sweep: whatever its first trial has shown")
 @click.option("--as-job", is_flag=True, hidden=True, help="this is a job that may come back")

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from flows.rescoring.asking import JudgePlan, Prices
 from flows.rescoring.reading import Part, Policy, read_policies
 from flows.running.status import find_run
 from flows.stages.judging import stored
@@ -29,21 +27,21 @@ from infra.host.secrets import mask_keys_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import LEXICAL_MODELS, JudgeConfig, RecipeConfig, RewardConfig
-from refiner_core.contract.errors import ConfigurationError, no_such
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.files import yaml_fields
-from refiner_core.contract.fingerprint import digest
+from refiner_core.contract.fingerprint import canonical_json, digest
 from refiner_core.contract.loading import apply_overrides, parse_config
 from refiner_core.contract.marks import walk
 from refiner_core.contract.recipes import settled
-from refiner_core.contract.records import RunRecord, to_json
-from refiner_core.contract.types import Judgement
+from refiner_core.contract.records import to_json
+from refiner_core.contract.types import Judgement, JudgeRequest
+from refiner_core.judge_report.material import is_batched
 from refiner_core.judges import judge_prompts_digest
+from refiner_core.judges.calls import Call, plan_calls
 from refiner_core.rescoring.compare import common_prompts
 from refiner_core.rescoring.rollouts import (
-    Key,
     Metric,
     Question,
-    is_batched,
     judge_identity,
     questions_of,
     recorded,
@@ -105,13 +103,7 @@ def make_settings(base: RecipeConfig, options: Options) -> list[Setting]:
         changes = list(product(*(factor for factor in factors if factor)))  # type: ignore[arg-type]
     if not changes and any(not _says_where(o) for o in options.overrides):
         return [_setting(base, (), options.overrides)]
-    made = [_setting(base, change, options.overrides) for change in changes]
-    again = Counter[str]()
-    for place, setting in enumerate(made):  # no two of one name
-        again[setting.name] += 1
-        if (number := again[setting.name]) > 1:
-            made[place] = setting._replace(name=f"{setting.name} #{number}")
-    return made
+    return [_setting(base, change, options.overrides) for change in changes]
 
 
 def _says_where(override: str) -> bool:
@@ -146,18 +138,15 @@ def _setting(
 def rubrics_of(name: str, reward: RewardConfig) -> RewardConfig:
     """The reward with another rubric set, or with ``instance`` or ``none``.
 
-    A run that had instance rubrics keeps them beside the set; ``static:SET`` uses the set alone,
-    ``instance+SET`` both.
+    A run that had instance rubrics keeps them beside the set; ``static:SET`` uses the set alone.
     """
-    if name in ("instance", "none"):
-        source: Any = name
-        return replace(reward, rubric_source=source, instance_rubrics_only=False)
-    source = "static" if reward.rubric_source in ("static", "none") else "instance+static"
-    for prefix, meant in (("static:", "static"), ("instance+", "instance+static")):
-        if name.startswith(prefix):
-            name, source = name.removeprefix(prefix), meant
-    load_rubric_set(name)
-    return replace(reward, static_rubrics=name, rubric_source=source, instance_rubrics_only=False)
+    source: Any = name
+    if name not in ("instance", "none"):
+        alone = name.startswith("static:") or "instance" not in reward.rubric_source
+        name, source = name.removeprefix("static:"), "static" if alone else "instance+static"
+        load_rubric_set(name)
+        reward = replace(reward, static_rubrics=name)
+    return replace(reward, rubric_source=source, instance_rubrics_only=False)
 
 
 def judge_of(spec: str, base: RecipeConfig) -> tuple[str, JudgeConfig]:
@@ -219,31 +208,75 @@ LAST_STEPS = "last:5"
 WRITER = "rescore"
 
 
+@dataclass(eq=False)
+class JudgePlan:
+    """One judge, and the questions of all settings that it judges.
+
+    ``known`` are the judgements that were stored with rollouts that this judge has judged. Of what
+    is asked they answer ``reused``, and ``unknown`` is the rest; of its ``calls`` those that are
+    ``missing`` are not in the workspace's store (of a judge that is not served: none).
+    """
+
+    name: str
+    config: JudgeConfig
+    identity: Mapping[str, Any]
+    known: dict[JudgeRequest, Judgement] = field(default_factory=dict)
+    reused: set[JudgeRequest] = field(default_factory=set)
+    unknown: set[JudgeRequest] = field(default_factory=set)
+    calls: dict[tuple[bytes, ...], Call] = field(default_factory=dict)
+    missing: list[Call] = field(default_factory=list)
+
+    @property
+    def served(self) -> bool:
+        """Yes where asking it takes calls."""
+        return self.config.kind != "lexical"
+
+    @property
+    def asked(self) -> int:
+        """How many questions it has to answer."""
+        if not self.served:
+            return len(self.unknown)
+        return len({request for call in self.missing for request in call.requests})
+
+    def need(
+        self, requests: Iterable[JudgeRequest], known: Mapping[JudgeRequest, Judgement]
+    ) -> None:
+        """Note what a policy's rollouts ask under one setting."""
+        new = dict.fromkeys(request for request in requests if request not in known)
+        self.reused.update(request for request in requests if request in known)
+        self.unknown.update(new)
+        if new and self.served:
+            self.calls |= {call.keys: call for call in plan_calls(list(new), self.config)}
+
+    def figures(self) -> dict[str, Any]:
+        """Numbers of questions, and of calls."""
+        return {
+            **{"judge": self.name, "identity": self.identity},
+            **{"questions": len(self.reused | self.unknown), "reused": len(self.reused)},
+            "stored": len(self.unknown) - self.asked,
+            **{"asked": self.asked, "calls": len(self.missing)},
+        }
+
+
 @dataclass
 class Planned:
     """What is wanted, and the work that it takes. ``questions`` are by policy and kind of
-    questions; ``recorded``, the judgements stored with the rollouts, and ``unused``, how many of
-    these nobody asks for any more, by policy."""
+    questions; ``recorded`` are the judgements stored with the rollouts, by policy."""
 
     workspace: Workspace
-    runs: tuple[RunRecord, ...]
     options: Options
     part: Part
-    baseline: str = OWN
-    metric: Metric = "total"
-    common: bool = False
-    prices: Prices = (None, None)
-    policies: list[Policy] = field(default_factory=list)
-    settings: list[Setting] = field(default_factory=list)
+    metric: Metric
+    policies: list[Policy]
+    settings: list[Setting]
     judges: dict[str, JudgePlan] = field(default_factory=dict)
     questions: dict[tuple[str, str], list[tuple[Question, ...]]] = field(default_factory=dict)
-    recorded: dict[str, Mapping[Key, Sequence[Judgement]]] = field(default_factory=dict)
-    unused: dict[str, int] = field(default_factory=dict)
+    recorded: dict[str, Mapping[JudgeRequest, Judgement]] = field(default_factory=dict)
 
     @property
     def new_calls(self) -> int:
         """Calls of servers that it would take."""
-        return sum(plan.calls for plan in self.judges.values())
+        return sum(len(plan.missing) for plan in self.judges.values())
 
     @property
     def short_id(self) -> str:
@@ -255,38 +288,41 @@ class Planned:
                 [s.name, *identity_of(s.config), _rubrics(s.config.reward)] for s in self.settings
             ],
             "judges": sorted(self.judges),
-            "baseline": self.baseline,
             "metric": self.metric,
-            "common": self.common,
         }
         return digest(asked)[:10]
 
-    def judge_key(self, policy: Policy, setting: Setting) -> str:
+    def judge_of(self, policy: Policy, config: RecipeConfig) -> JudgePlan:
         """The judge of a setting on a policy's rollouts. A setting that changes nothing of the
         judge has the run's own one, as it was then; any other is as it is today."""
-        same = judge_fields(policy.config) == judge_fields(setting.config)
-        prompts = policy.sources.get("judge_prompt") if same else None
-        judge = setting.config.judge
-        identity = judge_identity(judge, prompts)
-        key = digest(identity)
-        if key not in self.judges:
-            name = "lexical" if judge.model == LEXICAL_MODELS[0] else judge.model
-            self.judges[key] = JudgePlan(name, judge, identity)
-        return key
+        same = judge_fields(policy.config) == judge_fields(config)
+        judge = config.judge
+        identity = judge_identity(judge, policy.sources.get("judge_prompt") if same else None)
+        name = "lexical" if judge.model == LEXICAL_MODELS[0] else judge.model
+        return self.judges.setdefault(digest(identity), JudgePlan(name, judge, identity))
 
-    def questions_under(self, policy: Policy, reward: RewardConfig) -> list[tuple[Question, ...]]:
+    def known(self, policy: Policy, config: RecipeConfig) -> Mapping[JudgeRequest, Judgement]:
+        """What answers a setting's questions without anybody being asked. A judge that is asked
+        about all rubrics of an answer at once may say another thing in other company."""
+        plan = self.judge_of(policy, config)
+        batched, other = is_batched(config.judge), _asks(config) != _asks(policy.config)
+        return {} if batched and other else plan.known
+
+    def questions_under(self, policy: Policy, config: RecipeConfig) -> list[tuple[Question, ...]]:
         """Found once for all settings that ask the same."""
-        which = json.dumps([getattr(reward, name) for name in _ASKS])
-        if (policy.name, which) not in self.questions:
-            self.questions[policy.name, which] = questions_of(policy.rollouts, reward)
-        return self.questions[policy.name, which]
+        key = policy.name, _asks(config)
+        if key not in self.questions:
+            self.questions[key] = questions_of(policy.rollouts, config.reward)
+        return self.questions[key]
 
     def baseline_of(self, policy: Policy) -> str:
-        """The setting that a policy's others are compared with: by default its run's own."""
-        if self.baseline != OWN:
-            return self.baseline
+        """The setting that a policy's others are compared with: its run's own."""
         own = (s.name for s in self.settings if identity_of(s.config) == identity_of(policy.config))
         return next(own)
+
+
+def _asks(config: RecipeConfig) -> str:
+    return json.dumps([getattr(config.reward, name) for name in _ASKS])
 
 
 def _rubrics(reward: RewardConfig) -> str | None:
@@ -302,8 +338,7 @@ def plan_rescoring(
     options: Options | None = None,
     part: Part | None = None,
     steps: str | None = None,
-    prices: Prices | None = None,
-    **more: Any,
+    metric: Metric = "total",
 ) -> Planned:
     """What scoring stored rollouts again would take. Asks no judge and writes nothing.
 
@@ -319,10 +354,8 @@ def plan_rescoring(
         Which rollouts or samples (:class:`flows.rescoring.reading.Part`).
     steps
         ``all``, ``last:5`` or ``40-50`` (default: all, or the last few of several runs).
-    prices
-        Of a million tokens that judges read, and that they write.
-    **more
-        ``baseline``, ``metric`` and ``common`` of :class:`flows.rescoring.planning.Planned`.
+    metric
+        What the judge x policy matrix of several runs is of: ``total``, ``rubric``, ``citation``.
 
     Returns
     -------
@@ -345,39 +378,33 @@ def plan_rescoring(
             expected="a workspace in which something was trained",
             fix="name another one with workspace=DIR",
         )
-    default = "all" if len(wanted) == 1 else LAST_STEPS
-    part = replace(part or Part(), steps=steps or default)
-    prices = prices or (None, None)
-    planned = Planned(room, wanted, options or Options(), part, prices=prices, **more)
-    _fill(planned)
-    return planned
-
-
-def _fill(planned: Planned) -> None:
-    policies = read_policies(planned.workspace, planned.runs, planned.part)
+    part = replace(part or Part(), steps=steps or ("all" if len(wanted) == 1 else LAST_STEPS))
+    options = options or Options()
+    policies = read_policies(room, wanted, part)
     if len(policies) > 1:
-        common = common_prompts({p.name: p.rollouts for p in policies}, restrict=planned.common)
+        common = common_prompts({p.name: p.rollouts for p in policies})
         policies = [replace(p, rollouts=tuple(common[p.name])) for p in policies]
-    planned.policies, planned.settings = policies, _settings(policies, planned)
+    planned = Planned(room, options, part, metric, policies, _settings(policies, options))
     for policy in policies:
-        questions = planned.questions_under(policy, policy.config.reward)
-        batched = is_batched(policy.config.judge)
-        known, planned.unused[policy.name] = recorded(policy.rollouts, questions, batched=batched)
-        planned.recorded[policy.name] = known
-        own = planned.judges[planned.judge_key(policy, own_setting(policy.config))]
-        own.known = {**known, **own.known}
+        questions = planned.questions_under(policy, policy.config)
+        known = planned.recorded[policy.name] = recorded(policy.rollouts, questions)
+        planned.judge_of(policy, policy.config).known.update(known)
     for setting, policy in product(planned.settings, policies):
-        plan = planned.judges[planned.judge_key(policy, setting)]
+        plan = planned.judge_of(policy, setting.config)
         plan.config = setting.config.judge  # with the address that this call has given
         # A run's own settings have been asked already.
         if identity_of(setting.config) != identity_of(policy.config):
-            asked = planned.questions_under(policy, setting.config.reward)
-            plan.need([request for questions in asked for request, _ in questions])
+            asked = planned.questions_under(policy, setting.config)
+            requests = [request for questions in asked for request, _ in questions]
+            plan.need(requests, planned.known(policy, setting.config))
     for plan in planned.judges.values():
-        if plan.served and plan.open:
+        if plan.calls:
             _check_prompts(plan)
-            with stored(plan.config, planned.workspace, WRITER) as store:
-                plan.count(store)
+            with stored(plan.config, room, WRITER) as store:
+                for call in plan.calls.values():
+                    if store is None or None in store.get(call.keys):
+                        plan.missing.append(call)
+    return planned
 
 
 def _check_prompts(plan: JudgePlan) -> None:
@@ -388,33 +415,27 @@ def _check_prompts(plan: JudgePlan) -> None:
         return
     raise ConfigurationError(
         f"The judge's prompts {judge.prompt} have changed since the run ({then[:12]} then, "
-        f"{now[:12]} now), and {plan.open} questions have not been asked with the old ones",
+        f"{now[:12]} now), and {len(plan.unknown)} questions were not asked with the old ones",
         expected="one wording for all that a judge is asked",
         fix="put them back as they were; or copy the new ones to a folder of another name, and "
         "name it with --judge prompt=DIR, which asks everything anew",
     )
 
 
-def _settings(policies: Sequence[Policy], wanted: Planned) -> list[Setting]:
+def _settings(policies: Sequence[Policy], options: Options) -> list[Setting]:
     """The runs' own settings, each once, then what was asked for (over those of the first run)."""
-    owners: list[Policy] = []
-    for policy in policies:
-        if all(identity_of(policy.config) != identity_of(other.config) for other in owners):
-            owners.append(policy)
-    settings = [
-        own_setting(
-            policy.config,
-            wanted.options.overrides,
-            OWN if len(owners) == 1 else f"{OWN} of {policy.run_name}",
-        )
-        for policy in owners
+    owners = {canonical_json(identity_of(p.config)): p for p in reversed(policies)}
+    own = [
+        own_setting(p.config, options.overrides, OWN if len(owners) == 1 else f"{OWN} of {p.run}")
+        for p in reversed(owners.values())
     ]
-    settings += make_settings(policies[0].config, wanted.options)
-    names = [setting.name for setting in settings]
-    if wanted.baseline not in (OWN, *names):
-        fix = "name one of these with --baseline"
-        raise no_such("To compare with, there is no setting", wanted.baseline, names, fix)
-    return settings
+    settings: dict[str, Setting] = {}
+    for setting in (*own, *make_settings(policies[0].config, options)):
+        name = setting.name
+        while name in settings:  # such as two files of one name
+            name += " (another)"
+        settings[name] = setting._replace(name=name)
+    return list(settings.values())
 
 
 def identity_of(config: RecipeConfig) -> list[object]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from flows.stored import HELD_OUT, TRAINED_ON, newest_rollouts, prompts_of
 from infra.store.checkpoints import reclaimed_text
@@ -18,7 +18,6 @@ from infra.store.traces import read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError, no_such
-from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.protocols import protocol_name
 from refiner_core.contract.records import RunRecord, StageSpec, from_json
 from refiner_core.contract.types import PromptRow
@@ -73,7 +72,6 @@ class Policy:
 
     name: str
     run: str
-    run_name: str
     stage_id: str
     model: str
     attempt: int
@@ -101,17 +99,16 @@ def read_policies(workspace: Workspace, runs: Sequence[RunRecord], part: Part) -
     UnsupportedError
         A run is of an agent, which no judge and no rubrics have scored.
     """
-    names = _short_names([run.run for run in runs])
     read = _trained if part.source == "rollouts" else _evaluated
     policies: dict[tuple[str, str], Policy] = {}
     for run in runs:
         _require_answers(run)
         for policy in read(workspace, run, part):
-            name = policy.name if len(runs) == 1 else f"{names[run.run]} {policy.name}"
+            name = policy.name if len(runs) == 1 else f"{run.run} {policy.name}"
             rollouts = policy.rollouts
             if part.sample is not None:
                 rollouts = tuple(some_groups(rollouts, part.sample))
-            named = replace(policy, name=name, run_name=names[run.run], rollouts=rollouts)
+            named = replace(policy, name=name, rollouts=rollouts)
             policies.setdefault((policy.stage_id, policy.name), named)
     return list(policies.values())
 
@@ -125,12 +122,6 @@ def _require_answers(run: RunRecord) -> None:
             expected="a run whose answers were judged",
             fix="name another run; `refiner why` and the report show episodes with their checks",
         )
-
-
-def _short_names(runs: Sequence[str]) -> dict[str, str]:
-    """Run ids without their time, where that tells them apart."""
-    short = {run: "-".join(run.split("-")[2:]) or run for run in runs}
-    return short if len(set(short.values())) == len(short) else {run: run for run in runs}
 
 
 # ---------------------------------------------------------------- training
@@ -260,27 +251,12 @@ def _policy(
     policy = Policy(
         name=model,
         run=run.run,
-        run_name=run.run,
         stage_id=stage_id,
         model=model,
         attempt=number,
-        config=from_json(RecipeConfig, with_legacy_values(values)),
+        config=from_json(RecipeConfig, values),
         sources=from_json(StageSpec, spec).sources,
         rollouts=(),
         data_stage=data_id,
     )
     return policy, load_prompts(path)
-
-
-def with_legacy_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded configuration with what older versions had in effect, for options that did not
-    exist when it was recorded."""
-    filled: dict[str, Any] = {
-        k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
-    }
-    for path, info in walk(RecipeConfig):
-        section, _, name = path.partition(".")
-        known = section in filled and isinstance(filled[section], dict)
-        if info.legacy_value is not ABSENT and name and "." not in name and known:
-            filled[section].setdefault(name, info.legacy_value)
-    return filled

@@ -14,20 +14,19 @@ import contextlib
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.rescoring.asking import Asking, JudgePlan
 from flows.rescoring.planning import (
     AGAIN,
     WRITER,
+    JudgePlan,
     Planned,
     Setting,
     identity_of,
     judge_fields,
-    own_setting,
 )
 from flows.rescoring.reading import Policy
 from flows.stages.judging import judge_by_hand
@@ -35,33 +34,26 @@ from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.traces import encode_rollouts
 from infra.store.workspace import now_text
-from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.records import picked, to_json
-from refiner_core.contract.types import Judge, Judgement
+from refiner_core.contract.types import Judge, JudgeUsage
 from refiner_core.judge_report.measures import plain
 from refiner_core.judges import build_judge
+from refiner_core.judges.surroundings import usage_of
 from refiner_core.report.printing import table_lines
 from refiner_core.rescoring import document as doc
-from refiner_core.rescoring.compare import (
-    compare,
-    judges_agree,
-    make_matrix,
-)
+from refiner_core.rescoring.compare import compare, judges_agree, make_matrix
 from refiner_core.rescoring.rollouts import (
-    Key,
-    NobodyToAsk,
     RecordedJudge,
     Scores,
     fidelity,
     groups_of,
-    is_batched,
     judge_identity,
     scores_under,
     stored_scores,
 )
 
-#: Listener to how far it is: what is counted, how many of it are done, of how many.
-Tell = Callable[[str, int, int], None]
+#: Listener to how many rollouts are scored, of how many.
+Tell = Callable[[int, int], None]
 #: Scores by policy, then setting; the run's own are as they were stored.
 ScoresOf = Mapping[str, Mapping[str, Scores]]
 
@@ -85,7 +77,7 @@ def rescore(
     folder
         Where the files go (default: ``rescores/ID`` in the workspace).
     tell
-        Told what is counted (judgements, scorings), how many are done, and of how many.
+        Told how many rollouts are scored, of how many; each counts once per setting.
 
     Returns
     -------
@@ -124,23 +116,32 @@ def carry_out(planned: Planned, tell: Tell = lambda *_: None) -> tuple[dict[str,
     """
     scores: dict[str, dict[str, Scores]] = {}
     faithful: dict[str, dict[str, Any]] = {}
-    total = len(planned.policies) * len(planned.settings)
+    done, total = 0, sum(len(p.rollouts) * len(planned.settings) for p in planned.policies)
+
+    def scored(more: int) -> None:
+        nonlocal done
+        done += more
+        tell(done, total)
+
     with contextlib.ExitStack() as stack:
-        asking = {
-            key: stack.enter_context(_asking(planned, plan, tell))
-            for key, plan in planned.judges.items()
-            if plan.questions
+        judges = {
+            plan: stack.enter_context(_judge(planned, plan))
+            for plan in planned.judges.values()
+            if plan.unknown
         }
         for policy in planned.policies:
             again = _own_again(planned, policy)
-            faithful[policy.name] = _fidelity(planned, policy, again)
+            faithful[policy.name] = fidelity(policy.rollouts, again)
             of_policy = scores.setdefault(policy.name, {})
             for setting in planned.settings:
-                of_policy[setting.name] = _scores(planned, policy, setting, again, asking)
-                tell("scorings", sum(map(len, scores.values())), total)
-            if not faithful[policy.name]["sound"]:
+                of_policy[setting.name] = _scores(planned, policy, setting, again, judges, scored)
+            if not faithful[policy.name]["exact"]:
                 of_policy[AGAIN] = again
-        bills = [asked.bill(planned.prices) for asked in asking.values()]
+        bills = [
+            _bill(plan, judges.get(plan))
+            for plan in planned.judges.values()
+            if plan.reused or plan.unknown
+        ]
     document = {
         "version": doc.DOCUMENT_VERSION,
         "id": planned.short_id,
@@ -159,11 +160,16 @@ def carry_out(planned: Planned, tell: Tell = lambda *_: None) -> tuple[dict[str,
     return dict(atomic.finite(plain(document))), scores
 
 
-@contextlib.contextmanager
-def _asking(planned: Planned, plan: JudgePlan, tell: Tell) -> Iterator[Asking]:
-    calls = plan.calls > 0
-    with judge_by_hand(plan.config, planned.workspace, writer=WRITER, calls=calls) as judge:
-        yield Asking(plan, judge, partial(tell, f"judgements of {plan.name}"))
+def _judge(planned: Planned, plan: JudgePlan) -> AbstractContextManager[Judge]:
+    calls = bool(plan.missing)
+    return judge_by_hand(plan.config, planned.workspace, writer=WRITER, calls=calls)
+
+
+def _bill(plan: JudgePlan, judge: Judge | None) -> dict[str, Any]:
+    """What was planned, and what it took."""
+    usage = (usage_of(judge) if judge is not None else None) or JudgeUsage()
+    took = picked(usage, "calls", "failed", "prompt_tokens", "completion_tokens")
+    return {**plan.figures(), **took}
 
 
 def _scores(
@@ -171,49 +177,26 @@ def _scores(
     policy: Policy,
     setting: Setting,
     again: Scores,
-    asking: Mapping[str, Asking],
+    judges: Mapping[JudgePlan, Judge],
+    scored: Callable[[int], None],
 ) -> Scores:
-    """A policy's rollouts under a setting, by all that is known of its judge, each rollout's own
-    judgements first; under its run's own, as they were stored."""
-    if identity_of(setting.config) == identity_of(policy.config):
-        normalization = policy.config.grpo.advantage_normalization_type
+    """A policy's rollouts under a setting; under its run's own, as they were stored."""
+    config, normalization = setting.config, policy.config.grpo.advantage_normalization_type
+    if identity_of(config) == identity_of(policy.config):
+        scored(len(policy.rollouts))
         return stored_scores(policy.rollouts, again, normalization)
-    key = planned.judge_key(policy, setting)
-    known: dict[Key, Sequence[Judgement]] = dict(planned.judges[key].known)
-    if key == planned.judge_key(policy, own_setting(policy.config)):
-        known |= planned.recorded[policy.name]
-    return _judged(policy, setting.config, known, asking.get(key, NobodyToAsk()))
+    rest = judges.get(planned.judge_of(policy, config))
+    judge = RecordedJudge(planned.known(policy, config), rest)
+    return scores_under(policy.rollouts, config.reward, judge, normalization, scored)
 
 
 def _own_again(planned: Planned, policy: Policy) -> Scores:
     """The run's own settings once more, from what was stored with the rollouts alone; the lexical
     judge, which costs nothing, judges what was not."""
-    judge = policy.config.judge
-    rest = build_judge(judge) if judge.kind == "lexical" else NobodyToAsk()
-    return _judged(policy, policy.config, planned.recorded[policy.name], rest)
-
-
-def _judged(
-    policy: Policy, config: RecipeConfig, known: Mapping[Key, Sequence[Judgement]], rest: Judge
-) -> Scores:
-    judge = RecordedJudge(known, rest, batched=is_batched(config.judge))
-    normalization = policy.config.grpo.advantage_normalization_type
+    config, normalization = policy.config, policy.config.grpo.advantage_normalization_type
+    rest = build_judge(config.judge) if config.judge.kind == "lexical" else None
+    judge = RecordedJudge(planned.recorded[policy.name], rest)
     return scores_under(policy.rollouts, config.reward, judge, normalization)
-
-
-def _fidelity(planned: Planned, policy: Policy, again: Scores) -> dict[str, Any]:
-    known, unused = planned.recorded[policy.name], planned.unused[policy.name]
-    rejudged = alike = 0
-    if policy.config.judge.kind == "lexical":
-        questions = planned.questions_under(policy, policy.config.reward)
-        requests = [asked for of in questions for asked, _ in of if asked in known]
-        today = build_judge(policy.config.judge).judge(requests)
-        rejudged = len(requests)
-        alike = sum(
-            now.score == known[request][0].score
-            for request, now in zip(requests, today, strict=True)
-        )
-    return fidelity(policy.rollouts, again, unused=unused, rejudged=rejudged, judged_alike=alike)
 
 
 def _compare_all(planned: Planned, scores: ScoresOf) -> Iterator[dict[str, Any]]:
@@ -291,7 +274,8 @@ def _rows(planned: Planned, every: ScoresOf) -> Iterator[dict[str, Any]]:
     """One row per rollout and setting."""
     for policy in planned.policies:
         for setting, scores in every[policy.name].items():
-            for i, rollout in enumerate(policy.rollouts):
+            columns = zip(policy.rollouts, scores.results, scores.advantages, strict=True)
+            for rollout, result, advantage in columns:
                 yield {
                     "policy": policy.name,
                     "run": policy.run,
@@ -300,11 +284,11 @@ def _rows(planned: Planned, every: ScoresOf) -> Iterator[dict[str, Any]]:
                     "group": rollout.group,
                     "sample_id": rollout.prompt.sample_id,
                     "sample_index": rollout.sample_index,
-                    "status": scores.statuses[i],
-                    "total": scores.totals[i],
-                    "advantage": scores.advantages[i],
-                    **{f"reward/{k}": v for k, v in scores.components[i].items()},
-                    "judgements": json.dumps(list(scores.judgements[i]), ensure_ascii=False),
+                    "status": result.status,
+                    "total": result.total,
+                    "advantage": advantage,
+                    **{f"reward/{k}": v for k, v in result.components.items()},
+                    "judgements": json.dumps(result.judgements, ensure_ascii=False),
                 }
 
 
@@ -320,16 +304,13 @@ def plan_lines(planned: Planned) -> Iterator[str]:
         yield f"{policy.name}: {len(policy.rollouts)} rollouts in {groups} groups{steps}"
     yield "settings: " + "; ".join(setting.name for setting in planned.settings)
     for plan in planned.judges.values():
-        if not plan.questions:
-            continue
-        reused, asked = len(plan.questions) - plan.open, len(plan.questions)
-        known = f"{reused} of {asked} questions are answered already"
-        if not plan.served:
-            yield f"{plan.name}: {known}, {plan.open} are judged here, without calls"
-            continue
-        kept = f", {plan.kept} are in the workspace's store" if plan.kept else ""
-        tokens = f" (about {plan.prompt_tokens:,} tokens of prompts)" if plan.calls else ""
-        yield f"{plan.name}: {known}{kept}; {plan.calls} calls{tokens}"
+        number = plan.figures()
+        known = f"{number['reused']} of {number['questions']} questions are answered already"
+        if plan.unknown and not plan.served:
+            yield f"{plan.name}: {known}, {plan.asked} are judged here, without calls"
+        elif number["questions"]:
+            kept = f", {n} are in the workspace's store" if (n := number["stored"]) else ""
+            yield f"{plan.name}: {known}{kept}; {number['calls']} calls"
 
 
 def document_lines(document: Mapping[str, Any]) -> Iterator[str]:

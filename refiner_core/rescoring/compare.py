@@ -9,13 +9,10 @@ What is counted over what:
 ================  ===================================  ===========================================
 number            of                                   over
 ================  ===================================  ===========================================
-spearman          advantages, pooled                   samples with an advantage on both sides
 kendall           advantages within a group (tau-b),   groups in which neither side is constant
                   mean over groups
 best_changed      groups that share no best sample     groups with two or more samples that are
                                                        scored on both sides
-best_differs      groups whose sets of best samples    the same groups
-                  are not the same (ties count)
 no_signal         groups without spread                groups with two or more scored samples
 sign_changed      advantages that change sign          samples with an advantage on both sides
 means             a component of the reward            samples that are scored on both sides
@@ -30,7 +27,6 @@ with an interval per cell, and each setting's ranking of the policies.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,21 +35,13 @@ import numpy.typing as npt
 import pandas as pd
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.evaluation.statistics import (
-    CONFIDENCE,
-    Estimate,
-    estimate,
-)
+from refiner_core.evaluation.statistics import Estimate, estimate
 from refiner_core.judge_report.measures import agreement, plain
 from refiner_core.rescoring.rollouts import METRICS, Scores, StoredRollout, described, groups_of
-from refiner_core.training.rollouts.rollout import EQUAL_REWARDS
 
-Floats = npt.NDArray[np.float64]
 #: An advantage that is smaller has no sign: it is what rounding leaves of a mean.
 NO_SIGN = 1e-6
 RESAMPLES = 1000
-#: Above this share of resamples without a correlation, the rest would give an interval of luck.
-_MOST_UNDEFINED = 0.05
 _SIDES = ("baseline", "setting")
 
 
@@ -92,16 +80,12 @@ def compare(
         return estimate(rows, name, kind="yes_no", resamples=resamples, stream=stream)
 
     return {
-        "spearman": pooled_spearman(
-            first.advantages, second.advantages, prompts, resamples=resamples
-        ),
         "kendall": number("tau"),
         "best_changed": share("changed"),
-        "best_differs": share("differs"),
         "no_signal": {side: share(f"flat {side}") for side in sides},
         "sign_changed": share("changed", of_samples),
         "means": {m: {side: number(f"{m} {side}", "value") for side in sides} for m in METRICS},
-        "unscored": {side: scores.unscored for side, scores in sides.items()},
+        "unscored": {side: scores.totals.count(None) for side, scores in sides.items()},
         "rollouts": len(rollouts),
         "groups": len(groups),
         "prompts": len(set(prompts)),
@@ -126,19 +110,14 @@ def _group_row(
     if len(scored) >= 2:
         a, b = ([pair[side] for pair in scored] for side in (0, 1))
         best_a, best_b = best_samples(a), best_samples(b)
-        row |= {"changed": best_a.isdisjoint(best_b), "differs": best_a != best_b}
+        row["changed"] = best_a.isdisjoint(best_b)
         row["tau"] = kendall_tau_b(a, b)
     return row
 
 
 def _levels(values: Sequence[float]) -> npt.NDArray[np.int64]:
     """Place of each value among the distinct ones; those that differ by rounding alone are one."""
-    found = np.asarray(values, dtype=np.float64)
-    order = np.argsort(found, kind="stable")
-    slack = EQUAL_REWARDS * max(1.0, float(np.abs(found).max()))
-    levels = np.empty(len(found), dtype=np.int64)
-    levels[order] = np.cumsum(np.diff(found[order], prepend=found[order[0]]) > slack)
-    return levels
+    return np.unique(np.round(values, 9), return_inverse=True)[1]
 
 
 def best_samples(totals: Sequence[float]) -> frozenset[int]:
@@ -162,49 +141,6 @@ def sign_changes(a: float, b: float) -> bool:
     return a * b < 0 and min(abs(a), abs(b)) > NO_SIGN
 
 
-# ---------------------------------------------------------------- pooled ranks
-
-
-def pooled_spearman(
-    first: Sequence[float | None],
-    second: Sequence[float | None],
-    prompts: Sequence[str],
-    *,
-    resamples: int = RESAMPLES,
-) -> dict[str, Any]:
-    """Spearman's rank correlation of what both sides have, and its percentile interval over
-    prompts: a prompt is drawn again with all its samples, and ranks are taken anew each time.
-    None where one side is constant."""
-    rows = zip(first, second, prompts, strict=True)
-    kept = [(a, b, p) for a, b, p in rows if a is not None and b is not None]
-    units, unit = np.unique([p for _, _, p in kept], return_inverse=True)
-    # Rounded, so that what rounding has left of equal values is one rank.
-    sides = (np.round([row[side] for row in kept], 9) for side in (0, 1))
-    places = [np.unique(side, return_inverse=True)[1] for side in sides]
-    value = _weighted_spearman(places, np.ones(len(kept))) if kept else None
-    found = {"value": value, "low": None, "high": None, "samples": len(kept), "prompts": len(units)}
-    if value is None or len(units) < 2:
-        return found
-    picks = np.random.default_rng(0).integers(0, len(units), size=(resamples, len(units)))
-    weights = (np.bincount(pick, minlength=len(units))[unit].astype(float) for pick in picks)
-    known = [v for w in weights if (v := _weighted_spearman(places, w)) is not None]
-    if len(known) < (1 - _MOST_UNDEFINED) * resamples:
-        return found
-    low, high = np.quantile(known, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return {**found, "low": float(low), "high": float(high)}
-
-
-def _weighted_spearman(places: Sequence[npt.NDArray[Any]], weights: Floats) -> float | None:
-    """Of samples that stand ``weights`` times each; ``places`` number the distinct values in
-    order."""
-    ranks = []
-    for place in places:
-        at_value = np.bincount(place, weights=weights)
-        ranks.append((np.cumsum(at_value) - (at_value - 1) / 2)[place])
-    (xx, xy), (_, yy) = np.cov(ranks, aweights=weights, ddof=0)
-    return float(np.clip(xy / math.sqrt(xx * yy), -1, 1)) if xx * yy > 0 else None
-
-
 #: Rubrics that were judged less often by both stand in the numbers of their kind alone.
 LEAST_PAIRS = 8
 #: Rubrics that are listed, those that were asked most often.
@@ -217,8 +153,8 @@ def judges_agree(
     """Agreement of the judgements that both scorings have: of each kind of question (``criterion``
     is empty there), then of rubrics."""
     rows = []
-    for rollout, *both in zip(rollouts, first.judgements, second.judgements, strict=True):
-        one, other = ({described(entry): entry for entry in entries} for entries in both)
+    for rollout, *both in zip(rollouts, first.results, second.results, strict=True):
+        one, other = ({described(e): e for e in result.judgements} for result in both)
         for question in (q for q in one if q in other):
             entry, theirs = one[question], other[question]
             of = (entry["kind"], entry.get("criterion") or "", str(entry.get("title") or ""))
@@ -249,40 +185,22 @@ def prompts_of(rollouts: Sequence[StoredRollout]) -> dict[str, str]:
 
 
 def common_prompts(
-    policies: Mapping[str, Sequence[StoredRollout]], *, restrict: bool
+    policies: Mapping[str, Sequence[StoredRollout]],
 ) -> dict[str, list[StoredRollout]]:
     """The policies' rollouts on the prompts that all of them have.
-
-    Parameters
-    ----------
-    policies
-        Rollouts by policy.
-    restrict
-        Whether prompts that not all have may be left out.
 
     Raises
     ------
     ConfigurationError
-        They have other prompts and ``restrict`` is off, or no prompt in common.
+        They have no prompt in common.
     """
-    asked = {name: prompts_of(rollouts).items() for name, rollouts in policies.items()}
-    (first, reference), *others = asked.items()
-    for name, prompts in others:
-        if (odd := sorted(prompts ^ reference)) and not restrict:
-            raise ConfigurationError(
-                f"{first} and {name} cannot stand in one matrix: {first} has {len(reference)} "
-                f"prompts and {name} {len(prompts)}, {len(prompts & reference)} of them in common "
-                f"(such as {odd[0][0]}, which the other has not, or with another text)",
-                expected="policies that were asked the same",
-                fix="add --common to use the prompts that they share, choose --steps in which they "
-                "were asked the same, or use `--from evaluation`",
-            )
-    ids = {prompt for prompt, _ in set.intersection(*map(set, asked.values()))}
+    asked = (prompts_of(rollouts).items() for rollouts in policies.values())
+    ids = {prompt for prompt, _ in set.intersection(*map(set, asked))}
     if not ids:
         raise ConfigurationError(
             f"{', '.join(policies)} have no prompt in common",
             expected="policies that were asked the same",
-            fix="name runs on the same data",
+            fix="choose --steps in which they were asked the same, or use `--from evaluation`",
         )
     return {
         name: [r for r in rollouts if r.prompt.sample_id in ids]
@@ -318,16 +236,19 @@ def make_matrix(
             pairs = zip(prompts_in, found, strict=True)
             rows = [{"sample_id": prompt, "value": value} for prompt, value in pairs]
             cells.setdefault(name, {})[setting] = estimate(rows, "value", resamples=resamples)
-    settings = list(next(iter(values.values())))
-    ranks = {s: _ranks({name: cells[name][s] for name in policies}) for s in settings}
-    prompts = len(prompts_of(next(iter(policies.values()))))
-    return {"metric": metric, "prompts": prompts, "cells": cells, "ranks": ranks}
-
-
-def _ranks(column: Mapping[str, Estimate | None]) -> dict[str, int]:
-    known = {name: e.value for name, e in column.items() if e is not None}
-    levels = _levels(list(known.values())) if known else np.zeros(0)
-    ranks = {
-        name: 1 + int((levels > level).sum()) for name, level in zip(known, levels, strict=True)
+    means = pd.DataFrame(
+        {name: {s: e.value for s, e in row.items() if e} for name, row in cells.items()}
+    ).T
+    # Rounded, so that what rounding has left of equal means is one rank.
+    ranks = means.round(9).rank(method="min", ascending=False)
+    return {
+        "metric": metric,
+        "prompts": len(prompts_of(next(iter(policies.values())))),
+        "cells": cells,
+        "ranks": {
+            setting: ranks[setting].dropna().sort_values(kind="stable").astype(int).to_dict()
+            if setting in ranks
+            else {}
+            for setting in next(iter(values.values()))
+        },
     }
-    return dict(sorted(ranks.items(), key=lambda item: item[1]))

@@ -15,7 +15,7 @@ from refiner_core.report.printing import MISSING, Section, measured, piped, tabl
 #: Version of ``rescore.json``. Raised when an older reader would misread it.
 DOCUMENT_VERSION = 1
 _COMPARISON = (
-    *("setting", "rank correlation", "best changes", "sign changes", "no signal", "mean total"),
+    *("setting", "kendall's tau", "best changes", "sign changes", "no signal", "mean total"),
     "unscored",
 )
 _AGREEMENT = ("question", "pairs", "same score", "kappa", "quadratic kappa", "milder by")
@@ -47,7 +47,7 @@ def sections(document: Mapping[str, Any]) -> Iterator[Section]:
         header = ("policy", *matrix["ranks"])
         yield Section(title, (), header, tuple(_matrix_rows(matrix)))
     if document["judging"]:
-        header = ("judge", *_COUNTED, "tokens", "cost")
+        header = ("judge", *_COUNTED, "tokens")
         rows = tuple(map(_judging_row, document["judging"]))
         yield Section("Judging", (judged_line(document),), header, rows)
 
@@ -74,7 +74,7 @@ def _comparison_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     """Of numbers with an arrow, baseline to setting."""
     return (
         entry["setting"],
-        measured(entry["spearman"], MISSING),
+        measured(entry["kendall"] or {}, MISSING),
         share(entry["best_changed"]),
         share(entry["sign_changed"]),
         _moved(entry["no_signal"], "{:.0%}"),
@@ -98,7 +98,7 @@ def _agreement_row(found: Mapping[str, Any]) -> tuple[str, ...]:
 def _judging_row(bill: Mapping[str, Any]) -> tuple[str, ...]:
     tokens = f"{bill['prompt_tokens']} + {bill['completion_tokens']}" if bill["calls"] else MISSING
     counts = (str(bill[name]) for name in _COUNTED)
-    return (bill["judge"], *counts, tokens, _number(bill["cost"], "{:.2f}"))
+    return (bill["judge"], *counts, tokens)
 
 
 def _matrix_rows(matrix: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -110,7 +110,7 @@ def _matrix_rows(matrix: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 def fidelity_line(name: str, found: Mapping[str, Any]) -> str:
     """Sentence on how far a policy's own settings give back what was stored."""
     if not found["exact"]:
-        return ("" if found["sound"] else "warning: ") + f"{name}: {found['warning']}"
+        return f"warning: {name}: {found['warning']}"
     advantages = "" if found["advantages"] is None else " and advantages"
     return (
         f"{name}: the run's own settings give back all {found['rollouts']} stored totals"
@@ -124,10 +124,10 @@ def judged_line(document: Mapping[str, Any]) -> str:
     asked = sum(bill["asked"] for bill in bills if bill["calls"])
     if not asked:
         return "No server was asked: all judgements were known, or need none."
-    calls, seconds = sum(b["calls"] for b in bills), sum(b["seconds"] for b in bills)
+    calls = sum(bill["calls"] for bill in bills)
     failed = sum(bill["failed"] for bill in bills)
     lost = f"; {failed} failed, and their rollouts are unscored" if failed else ""
-    return f"{asked} questions were asked in {calls} calls, {seconds:.1f} s{lost}."
+    return f"{asked} questions were asked in {calls} calls{lost}."
 
 
 # ---------------------------------------------------------------- numbers

@@ -237,20 +237,6 @@ def test_it_is_said_when_rollouts_do_not_come_out_as_they_were_stored(tmp_path: 
     assert "own, again" in done.stdout, "how much of the differences is the code's"
 
 
-def test_a_lexical_judge_that_has_changed_is_noticed(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "runs", steps=1)
-    (path,) = rollout_files(run, run.stage("grpo").id)
-    rows = read_rollouts(path)
-    data = run.workspace.output_dir(run.stage("data").id)
-    assert data is not None
-    row = next(r for r in rows if r["status"] == "scored")
-    judgements = json.loads(row["judgements"])
-    judgements[0]["score"] = 1.0 - judgements[0]["score"]
-    row["judgements"] = json.dumps(judgements)
-    path.write_bytes(encode_rollouts(rows))
-    assert " judgements differ (lexical judge)" in rescore(tmp_path / "runs").stdout
-
-
 # ---------------------------------------------------------------- with a server of judges
 
 
@@ -301,8 +287,8 @@ def test_a_judge_of_the_same_opinion_changes_nothing(judged: tuple[Path, JudgeSe
     root, server = judged
     document, calls = calls_of(server, lambda: found(root, "--judge", "model=same"))
     entry = only(document, "judge=same")
-    assert entry["spearman"]["value"] == pytest.approx(1.0)
-    assert entry["best_changed"]["numerator"] == entry["best_differs"]["numerator"] == 0
+    assert entry["kendall"]["value"] == pytest.approx(1.0)
+    assert entry["best_changed"]["numerator"] == 0
     assert entry["best_changed"]["denominator"] == STEPS * PER_STEP
     assert entry["sign_changed"]["numerator"] == 0
     kinds = {a["kind"]: a for a in entry["agreement"] if not a["criterion"]}
@@ -467,22 +453,6 @@ def _completion(text: str) -> dict[str, Any]:
     return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
 
 
-def test_tokens_and_their_price_are_added_up(tmp_path: Path) -> None:
-    def counted(body: dict[str, Any], call: int) -> Reply:
-        reply = json.loads(opinion(body, call).body)
-        reply["usage"] = {"prompt_tokens": 100, "completion_tokens": 10}
-        return Reply(body=json.dumps(reply))
-
-    with JudgeServer(counted) as server:
-        root = tmp_path / "runs"
-        make_run(root, steps=1)
-        spec = f"model=plain,base_url={server.base_url}"
-        prices = ("--price-in", "2", "--price-out", "10")
-        (bill,) = [b for b in found(root, "--judge", spec, *prices)["judging"] if b["calls"]]
-        assert bill["prompt_tokens"] == 100 * len(server.bodies)
-        assert bill["cost"] == pytest.approx(len(server.bodies) * (100 * 2 + 10 * 10) / 1e6)
-
-
 @pytest.mark.parametrize("where", ["file", "file/below", "/proc/nothing"])
 def test_results_that_cannot_be_written_are_told_before_anybody_is_asked(
     tmp_path: Path, where: str
@@ -543,16 +513,10 @@ def test_policies_on_the_same_prompts_stand_in_one_matrix(tmp_path: Path) -> Non
     assert all(set(ranks.values()) == {1} for ranks in matrix["ranks"].values())
 
 
-def test_policies_on_other_prompts_do_not_unless_restricted_to_what_they_share(
-    tmp_path: Path,
-) -> None:
+def test_policies_are_compared_on_the_prompts_that_they_share(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     a, b = make_run(root, steps=1), make_run(root, "seed=7", steps=2)
-    with pytest.raises(
-        ConfigurationError, match=r"3 prompts and .* 6, 3 of them in common.*--comm"
-    ):
-        found(root, a.run.run, b.run.run)
-    document = found(root, a.run.run, b.run.run, "--common")
+    document = found(root, a.run.run, b.run.run)
     assert document["matrix"]["prompts"] == 3
 
 
@@ -604,7 +568,6 @@ def test_a_run_that_still_trains_has_what_it_has(tmp_path: Path) -> None:
         (["--rubrics", "v33"], ConfigurationError, "no rubric set or file 'v33'"),
         (["--citation-weight", "2"], ConfigurationError, "paper_citation_weight.*between 0 and 1"),
         (["grpo.beta=0.1"], ConfigurationError, "does not know 'grpo.beta=0.1'"),
-        (["--baseline", "rubric=none"], ConfigurationError, "no setting 'rubric=none'"),
         (["--from", "evaluation"], ConfigurationError, "no finished evaluation"),
     ],
 )
@@ -713,4 +676,4 @@ def test_rollouts_of_real_training_come_out_as_they_were_stored(tmp_path: Path) 
     entry = only(document, "citation_weight=1")
     assert entry["no_signal"]["setting"]["value"] == 1.0, "copies are cited without a fault"
     assert entry["no_signal"]["baseline"]["value"] < 1.0
-    assert entry["spearman"]["value"] is None, "no order, so no correlation, and no number for it"
+    assert entry["kendall"] is None, "no order, so no correlation, and no number for it"

@@ -17,7 +17,7 @@ import click
 import pytest
 
 from flows import api
-from flows.cli.main import COMMANDS, cli
+from flows.cli.main import cli
 
 ROOT = Path(api.__file__).parents[1]
 
@@ -95,7 +95,7 @@ def commands() -> dict[str, click.Command]:
     """Every command that does something, by the words that call it."""
     found: dict[str, click.Command] = {}
     context = click.Context(cli)
-    for name in COMMANDS:
+    for name in cli.list_commands(context):
         command = cli.get_command(context, name)
         assert command is not None
         if isinstance(command, click.Group):

@@ -123,20 +123,6 @@ def test_nothing_is_written_by_who_only_looks(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_what_the_store_has_saved_is_counted_once(folder: Path) -> None:
-    filled(folder, range(10))
-    with opened(folder) as one:
-        one.get([key(n) for n in range(4)])
-        one.flush()
-        one.put(key(50), NO)
-        one.get([key(0), key(50), key(99)])
-    summary = summarise(folder)
-    assert summary["saved_judgements"] == 6
-    assert summary["saved_prompt_tokens"] == 5 * 700 + 650
-    assert summary["saved_completion_tokens"] == 6 * 9
-    assert (summary["files"], summary["judgements"]) == (2, 11)
-
-
 def test_names_of_files_say_who_wrote_them_and_are_never_used_again(folder: Path) -> None:
     for _ in range(3):
         filled(folder, range(1))
@@ -169,16 +155,6 @@ def test_a_table_knows_what_a_dictionary_knows(
                 table.put(k, values[k])
     wanted = [struct.pack("<QQ", a, b) for a in range(42) for b in range(4)]
     assert table.get(wanted) == [values.get(k) for k in wanted]
-
-
-def test_keys_are_told_apart_by_all_of_their_bytes() -> None:
-    table = Table()
-    base = bytearray(key(7))
-    table.add(decode(encode_record(bytes(base), YES))[0])
-    for place in range(16):
-        other = bytearray(base)
-        other[place] ^= 1
-        assert table.get([bytes(other), bytes(base)]) == [None, YES]
 
 
 # ---------------------------------------------------------------- damage
@@ -224,18 +200,6 @@ def test_a_flipped_bit_costs_one_judgement(
     assert found == [None if n == damaged else YES for n in range(5)]
 
 
-def test_damage_is_said_once_in_plain_words(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = one_file(folder, 5)
-    data = bytearray(path.read_bytes())
-    data[HEADER_BYTES + 2 * RECORD_BYTES] ^= 1
-    path.write_bytes(data)
-    with opened(folder) as one:
-        one.get([key(1)])
-        one.get([key(2)])
-    (said,) = warnings(caplog)
-    assert said == f"1 stored judgements in {path} are damaged and skipped"
-
-
 def test_a_file_of_a_newer_version_is_left_alone(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -247,7 +211,7 @@ def test_a_file_of_a_newer_version_is_left_alone(
     foreign = folder / "notes.sealed"
     foreign.write_bytes(b"not ours" * 100)
     assert known(folder, range(2)) == 0
-    assert "version 2 instead of 1" in " ".join(warnings(caplog))
+    assert "no file of judgements of version 1" in " ".join(warnings(caplog))
     filled(folder, range(2))
     assert known(folder, range(2)) == 2
     assert path.read_bytes() == bytes(newer)
@@ -353,15 +317,6 @@ def test_the_oldest_judgements_go_when_the_store_is_full(folder: Path) -> None:
     assert known(folder, range(1000), limit) == 0
 
 
-def test_a_smaller_limit_is_kept_by_the_next_who_writes(folder: Path) -> None:
-    for number in range(6):
-        filled(folder, range(2000 * number, 2000 * number + 2000))
-    assert summarise(folder)["bytes"] > 400_000
-    with opened(folder, 200_000) as one:
-        one.put(key(99_999), YES)
-    assert summarise(folder)["bytes"] <= 200_000
-
-
 def test_thousands_of_short_jobs_leave_few_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,11 +354,3 @@ def test_readers_and_writers_survive_that_their_files_are_deleted(folder: Path) 
         one.flush()
         assert other.get([key(1), key(2)]) == [YES, NO]
     assert known(folder, range(3)) == 1
-
-
-def test_many_keys_are_looked_up_at_once(folder: Path) -> None:
-    table = Table()
-    raw = b"".join(encode_record(key(n), YES) for n in range(20_000))
-    table.add(decode(raw * 10)[0])
-    assert len(table) == 20_000, "the same judgement is kept once"
-    assert all(table.get([key(n) for n in range(0, 20_000, 7)]))

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import kendalltau, spearmanr
+from scipy.stats import kendalltau
 
-from flows.rescoring.asking import Asking, JudgePlan, pieces_of
 from flows.rescoring.planning import Options, judge_of, make_settings, own_setting, rubrics_of
-from flows.rescoring.reading import with_legacy_values
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
+from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow, RewardResult
 from refiner_core.rescoring.compare import (
     best_samples,
     common_prompts,
@@ -26,34 +24,30 @@ from refiner_core.rescoring.compare import (
     judges_agree,
     kendall_tau_b,
     make_matrix,
-    pooled_spearman,
 )
 from refiner_core.rescoring.rollouts import (
-    NobodyToAsk,
     RecordedJudge,
     Scores,
     StoredRollout,
     fidelity,
     judge_identity,
-    keys_of,
     questions_of,
     recorded,
     scores_under,
     some_groups,
     stored_rollouts,
+    with_advantages,
 )
-from refiner_core.training.rollouts.rollout import group_advantages
 
 EVIDENCE = "<tool_output><snippet id=a>one two three</snippet></tool_output>"
 
 
-def rollout(group: str, index: int, text: str = "", **more: Any) -> StoredRollout:
+NONE = RewardResult("scored", None, {})
+
+
+def rollout(group: str, index: int, text: str = "") -> StoredRollout:
     prompt = PromptRow(group.split("/")[-1], f"{group}?", EVIDENCE, (), "")
-    fields: dict[str, Any] = {
-        "step": 1, "text": text, "stopped": True, "status": "scored", "total": None,
-        "advantage": None, "components": {}, "judgements": (), **more,
-    }  # fmt: skip
-    return StoredRollout(group=group, sample_index=index, prompt=prompt, **fields)
+    return StoredRollout(group, 1, index, prompt, text, True, NONE, None)
 
 
 def scored(totals: Sequence[Sequence[float | None]]) -> tuple[list[StoredRollout], Scores]:
@@ -61,16 +55,12 @@ def scored(totals: Sequence[Sequence[float | None]]) -> tuple[list[StoredRollout
     rollouts = [
         rollout(f"g{g}", i) for g, members in enumerate(totals) for i in range(len(members))
     ]
-    groups = [group_advantages(members) for members in totals]
-    flat = tuple(t for members in totals for t in members)
-    return rollouts, Scores(
-        totals=flat,
-        advantages=tuple(a for group in groups for a in group.values),
-        statuses=tuple("unscored" if t is None else "scored" for t in flat),
-        components=tuple({"rubric": t or 0.0} for t in flat),
-        judgements=((),) * len(flat),
-        dropped={f"g{g}": group.dropped for g, group in enumerate(groups)},
-    )
+    results = [
+        RewardResult("unscored" if t is None else "scored", t, {"rubric": t or 0.0})
+        for members in totals
+        for t in members
+    ]
+    return rollouts, with_advantages(rollouts, results, "standard")
 
 
 # ---------------------------------------------------------------- numbers by hand
@@ -80,9 +70,8 @@ def test_every_number_of_a_comparison_is_what_one_counts_by_hand() -> None:
     rollouts, first = scored([[0, 1, 2, 3], [5, 5, 1, 1], [4, 4, 4, 4], [1, 2, None, None]])
     _, second = scored([[3, 1, 2, 0], [5, 4, 1, 1], [1, 2, 3, 4], [2, 1, 7, None]])
     found = compare(rollouts, first, second, resamples=50)
-    # g0: best 3 -> 0, lost. g1: {0, 1} -> {0}, differs. g2: all -> {3}, differs. g3: 1 -> 0, lost.
+    # g0: best 3 -> 0, lost. g1: {0, 1} -> {0}. g2: all -> {3}. g3: 1 -> 0, lost.
     assert (found["best_changed"].numerator, found["best_changed"].denominator) == (2, 4)
-    assert (found["best_differs"].numerator, found["best_differs"].denominator) == (4, 4)
     baseline, setting = found["no_signal"].values()
     assert baseline is not None
     assert setting is not None
@@ -117,31 +106,26 @@ TOTALS = st.lists(
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=12))
-def test_correlations_are_those_of_scipy(pairs: list[tuple[int, int]]) -> None:
+def test_the_correlation_is_that_of_scipy(pairs: list[tuple[int, int]]) -> None:
     a, b = ([float(p[i]) for p in pairs] for i in (0, 1))
-    tau, rho = kendall_tau_b(a, b), pooled_spearman(a, b, ["p"] * len(a))["value"]
-    if len(set(a)) == 1 or len(set(b)) == 1:
-        assert tau is None
-        assert rho is None
-        return
-    assert tau == pytest.approx(kendalltau(a, b).statistic)
-    assert rho == pytest.approx(spearmanr(a, b).statistic)
+    tau = kendall_tau_b(a, b)
+    constant = len(set(a)) == 1 or len(set(b)) == 1
+    assert tau == (None if constant else pytest.approx(kendalltau(a, b).statistic))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20, deadline=None)
 @given(TOTALS)
 def test_held_against_itself_nothing_changes(totals: list[list[float]]) -> None:
     rollouts, scores = scored(totals)
     found = compare(rollouts, scores, scores, resamples=20)
-    assert found["spearman"]["value"] is None or found["spearman"]["value"] == pytest.approx(1.0)
     assert found["kendall"] is None or found["kendall"].value == pytest.approx(1.0)
-    for share in (found["best_changed"], found["best_differs"], found["sign_changed"]):
+    for share in (found["best_changed"], found["sign_changed"]):
         assert share is not None
         assert share.numerator == 0
     assert found["no_signal"]["baseline"] == found["no_signal"]["setting"]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20, deadline=None)
 @given(TOTALS, st.randoms(use_true_random=False), st.data())
 def test_the_order_of_groups_and_samples_does_not_matter(
     totals: list[list[float]], order: Any, data: st.DataObject
@@ -158,33 +142,17 @@ def test_the_order_of_groups_and_samples_does_not_matter(
     after = compare(
         [rollouts[i] for i in places], _taken(first, places), _taken(second, places), resamples=2
     )
-    for name in ("best_changed", "best_differs", "sign_changed", "kendall"):
+    for name in ("best_changed", "sign_changed", "kendall"):
         a, b = before[name], after[name]
         assert (a is None) == (b is None)
         if a is not None:
             assert a.value == pytest.approx(b.value)
             assert a.denominator == b.denominator
-    assert before["spearman"]["value"] == pytest.approx(after["spearman"]["value"])
 
 
 def _taken(scores: Scores, places: Sequence[int]) -> Scores:
-    parts = ("totals", "advantages", "statuses", "components", "judgements")
-    return Scores(
-        *(tuple(getattr(scores, name)[i] for i in places) for name in parts),
-        dropped=scores.dropped,
-    )
-
-
-def test_an_interval_is_over_prompts_not_samples() -> None:
-    """Forty copies of the same few samples know no more than the prompts that they are of."""
-    a = [0.0, 1.0, 2.0, 1.0, 0.0, 2.0, 1.0, 2.0] * 5
-    b = [0.0, 1.0, 2.0, 2.0, 1.0, 0.0, 1.0, 2.0] * 5
-    few = pooled_spearman(a, b, ["p", "q", "r", "s"] * 10, resamples=300)
-    many = pooled_spearman(a, b, [str(i) for i in range(40)], resamples=300)
-    assert few["prompts"] == 4
-    assert few["value"] == many["value"]
-    assert few["low"] is not None
-    assert few["low"] < few["value"] < (few["high"] or 0.0)
+    results, advantages = ([of[i] for i in places] for of in (scores.results, scores.advantages))
+    return Scores(results, advantages, scores.dropped)
 
 
 # ---------------------------------------------------------------- what is known and what is asked
@@ -197,71 +165,21 @@ class Asked:
         self.requests: list[JudgeRequest] = []
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
-        first = len(self.requests)
-        self.requests += requests
-        return [Judgement("scored", (first + i) / 100) for i in range(len(requests))]
+        self.requests += (r for r in dict.fromkeys(requests) if r not in self.requests)
+        return [Judgement("scored", self.requests.index(r) / 100) for r in requests]
 
 
 def ask(text: str, criterion: str) -> JudgeRequest:
     return JudgeRequest("rubric", "q", text, criterion)
 
 
-def test_only_new_questions_are_asked_and_each_once() -> None:
-    known = {ask("t", "a"): [Judgement("scored", 0.5)]}
+def test_only_new_questions_are_asked() -> None:
+    known = {ask("t", "a"): Judgement("scored", 0.5), ask("t", "z"): Judgement("failed", None)}
     nobody = Asked()
     judge = RecordedJudge(known, nobody)
-    answers = judge.judge([ask("t", "b"), ask("t", "a"), ask("t", "b")])
+    answers = judge.judge([ask("t", "b"), ask("t", "a"), ask("t", "z")])
     assert nobody.requests == [ask("t", "b")]
-    assert [a.score for a in answers] == [0.0, 0.5, 0.0]
-
-
-def test_each_rollout_gets_back_its_own_judgement() -> None:
-    """A judge that is no longer sure has said two things of one question."""
-    known = {ask("t", "a"): [Judgement("scored", 0.0), Judgement("scored", 1.0)]}
-    judge = RecordedJudge(known, NobodyToAsk())
-    assert [j.score for j in judge.judge([ask("t", "a"), ask("t", "a")])] == [0.0, 1.0]
-
-
-def test_a_failure_that_is_known_stays_one() -> None:
-    judge = RecordedJudge({ask("t", "a"): [Judgement("failed", None)]}, Asked())
-    (answer,) = judge.judge([ask("t", "a")])
-    assert answer.score is None
-
-
-def test_judged_together_a_rubric_is_known_only_in_the_same_company() -> None:
-    one, two = ask("t", "a"), ask("t", "b")
-    keys = keys_of([one, two], batched=True)
-    known = {key: [Judgement("scored", 1.0)] for key in keys}
-    again = Asked()
-    RecordedJudge(known, again, batched=True).judge([one, two])
-    assert again.requests == []
-    RecordedJudge(known, again, batched=True).judge([one, two, ask("t", "c")])
-    assert again.requests == [one, two, ask("t", "c")]
-    alone = JudgeRequest("citation_needed", "q", "t")
-    assert keys_of([alone], batched=True) == [alone]
-
-
-def test_questions_are_cut_into_pieces_without_parting_an_answers_rubrics() -> None:
-    requests = [ask(f"t{answer}", c) for answer in range(300) for c in "abc"]
-    asked = dict(zip(keys_of(requests, batched=True), requests, strict=True))
-    pieces = list(pieces_of(asked, 100))
-    assert sum(map(len, pieces)) == 900
-    for before, after in pairwise(pieces):
-        assert 100 <= len(before) < 103
-        assert list(before.values())[-1].text != next(iter(after.values())).text
-
-
-def test_settings_ask_a_question_once_and_another_company_is_another_question() -> None:
-    judge, told = Asked(), []
-    plan = JudgePlan("m", JudgeConfig(kind="openai", form="batched"), {})
-    settings = [[ask("t", c) for c in "abc"], [ask("t", c) for c in "ab"]] * 2
-    for requests in settings:
-        plan.need(requests)
-    asking = Asking(plan, judge, lambda done, of: told.append((done, of)))
-    for requests in settings:
-        asking.judge(requests)
-    assert judge.requests == [*settings[0], *settings[1]]
-    assert told == [(3, 5), (5, 5)]
+    assert [a.score for a in answers] == [0.0, 0.5, None], "a failure that is known stays one"
 
 
 ANSWER = "<answer>Well now. <snippet id=a>one two three</snippet></answer>"
@@ -270,20 +188,17 @@ RUBRICS = json.dumps([{"title": "R", "description": 'says "one"', "weight": 1}])
 
 def stored_by(judge: Any, reward: RewardConfig, texts: Sequence[str]) -> list[StoredRollout]:
     prompt = PromptRow("p", "q", EVIDENCE, (), RUBRICS)
-    blank = [
-        StoredRollout("g", 1, i, prompt, t, True, "scored", None, None, {}, ())
-        for i, t in enumerate(texts)
-    ]
+    blank = [StoredRollout("g", 1, i, prompt, t, True, NONE, None) for i, t in enumerate(texts)]
     scores = scores_under(blank, reward, judge, "standard")
     rows = [
         {
             "step": 1, "prompt_index": 0, "sample_id": "p", "sample_index": i,
-            "response_text": text, "finish_reason": "stop", "status": scores.statuses[i],
-            "reward": scores.totals[i], "advantage": scores.advantages[i],
-            "judgements": json.dumps(list(scores.judgements[i])),
-            **{f"reward/{k}": v for k, v in scores.components[i].items()},
+            "response_text": text, "finish_reason": "stop", "status": result.status,
+            "reward": result.total, "advantage": scores.advantages[i],
+            "judgements": json.dumps(result.judgements),
+            **{f"reward/{k}": v for k, v in result.components.items()},
         }
-        for i, text in enumerate(texts)
+        for i, (text, result) in enumerate(zip(texts, scores.results, strict=True))
     ]  # fmt: skip
     return stored_rollouts(rows, [prompt])
 
@@ -293,9 +208,9 @@ def test_stored_judgements_answer_the_questions_that_they_were_given_to() -> Non
     rollouts = stored_by(Asked(), reward, [ANSWER, ANSWER.replace("Well", "So"), "none"])
     questions = questions_of(rollouts, reward)
     assert [len(q) for q in questions] == [4, 4, 0], "a malformed answer is not asked about"
-    known, unused = recorded(rollouts, questions)
-    assert (sum(map(len, known.values())), unused) == (8, 0)
-    again = scores_under(rollouts, reward, RecordedJudge(known, NobodyToAsk()), "standard")
+    known = recorded(rollouts, questions)
+    assert len(known) == 6
+    again = scores_under(rollouts, reward, RecordedJudge(known), "standard")
     proof = fidelity(rollouts, again)
     assert proof["exact"]
     assert proof["warning"] == ""
@@ -304,7 +219,7 @@ def test_stored_judgements_answer_the_questions_that_they_were_given_to() -> Non
 def test_other_rubrics_ask_only_for_themselves() -> None:
     reward = RewardConfig()
     rollouts = stored_by(Asked(), reward, [ANSWER])
-    known, _ = recorded(rollouts, questions_of(rollouts, reward))
+    known = recorded(rollouts, questions_of(rollouts, reward))
     other = Asked()
     scores_under(
         rollouts, RewardConfig(rubric_source="static"), RecordedJudge(known, other), "standard"
@@ -312,31 +227,15 @@ def test_other_rubrics_ask_only_for_themselves() -> None:
     assert {r.kind for r in other.requests} == {"rubric"}
 
 
-def test_a_judgement_that_nobody_asks_for_any_more_is_counted() -> None:
-    reward = RewardConfig(rubric_source="instance+static")
-    rollouts = stored_by(Asked(), reward, [ANSWER])
-    known, unused = recorded(rollouts, questions_of(rollouts, RewardConfig()))
-    assert unused > 0
-    again = scores_under(rollouts, RewardConfig(), RecordedJudge(known, NobodyToAsk()), "standard")
-    warning = fidelity(rollouts, again, unused=unused)["warning"]
-    assert f"{unused} stored judgements answer questions that are not asked" in warning
-
-
-def test_what_rounding_changes_is_told_from_what_the_code_changes() -> None:
+def test_what_does_not_come_out_as_it_was_stored_is_counted() -> None:
     rollouts = stored_by(Asked(), RewardConfig(), [ANSWER, ANSWER.replace("Well", "So")])
-    exact = Scores(
-        tuple(r.total for r in rollouts), tuple(r.advantage for r in rollouts), (), (), ()
-    )
-    assert fidelity(rollouts, exact)["exact"]
-    totals = [r.total for r in rollouts]
-    near = Scores((math.nextafter(totals[0] or 0.0, 99.0), totals[1]), exact.advantages, (), (), ())
-    found = fidelity(rollouts, near)
-    assert not found["exact"]
-    assert found["sound"]
-    assert "up to rounding alone" in found["warning"]
-    gone = fidelity(rollouts, Scores((None, totals[1]), exact.advantages, (), (), ()))
-    assert not gone["sound"]
-    assert "1 of 2 totals differ" in gone["warning"]
+    results, advantages = [r.result for r in rollouts], [r.advantage for r in rollouts]
+    assert fidelity(rollouts, Scores(results, advantages))["exact"]
+    near = replace(results[0], total=math.nextafter(results[0].total or 0.0, 99.0))
+    for changed in (near, replace(results[0], total=None)):
+        found = fidelity(rollouts, Scores([changed, results[1]], advantages))
+        assert not found["exact"]
+        assert "1 of 2 totals differ" in found["warning"]
 
 
 def test_a_prompt_that_is_not_there_is_named() -> None:
@@ -422,14 +321,6 @@ def test_where_a_judge_is_asked_is_no_setting() -> None:
     assert setting.config.judge.concurrency == 3
 
 
-def test_options_that_a_run_did_not_know_are_as_they_were_then() -> None:
-    """A default of today may be another one than what older versions did."""
-    values = with_legacy_values({"judge": {"kind": "openai"}, "reward": {}, "seed": 1})
-    assert values["judge"]["structured_output"] == "none"
-    assert values["reward"]["instance_rubrics_only"] is False
-    assert JudgeConfig().structured_output == "auto"
-
-
 # ---------------------------------------------------------------- matrix, tables
 
 
@@ -452,14 +343,12 @@ def test_equal_policies_share_a_rank() -> None:
     assert found["ranks"]["own"] == {"a": 1, "b": 1}
 
 
-def test_policies_must_have_been_asked_the_same() -> None:
+def test_policies_are_compared_on_the_prompts_that_all_have() -> None:
     three, two = policy([1, 2, 3]), policy([1, 2])
-    with pytest.raises(ConfigurationError, match=r"3 prompts and b 2, 2 of them in common.*such"):
-        common_prompts({"a": three, "b": two}, restrict=False)
-    shared = common_prompts({"a": three, "b": two}, restrict=True)
+    shared = common_prompts({"a": three, "b": two})
     assert [len(r) for r in shared.values()] == [2, 2]
     with pytest.raises(ConfigurationError, match="no prompt in common"):
-        common_prompts({"a": three, "b": [rollout("g/other", 0)]}, restrict=True)
+        common_prompts({"a": three, "b": [rollout("g/other", 0)]})
 
 
 def test_agreement_is_of_what_both_have_judged() -> None:
@@ -470,9 +359,10 @@ def test_agreement_is_of_what_both_have_judged() -> None:
         )
 
     rollouts = [rollout(f"g{i}", 0) for i in range(10)]
-    _, blank = scored([[1.0]] * 10)
-    first = Scores(**{**vars(blank), "judgements": (judged([1.0, 0.5]),) * 10})
-    second = Scores(**{**vars(blank), "judgements": (judged([1.0, None]),) * 10})
+    first, second = (
+        Scores([RewardResult("scored", 1.0, {}, judged(given))] * 10, [None] * 10)
+        for given in ([1.0, 0.5], [1.0, None])
+    )
     kind, *criteria = judges_agree(rollouts, first, second, resamples=20)
     assert (kind["kind"], kind["pairs"], kind["left_out"]) == ("rubric", 10, 10)
     assert [c["title"] for c in criteria] == ["T0", "T1"]

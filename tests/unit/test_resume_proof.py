@@ -29,11 +29,11 @@ from flows.proving.runs import as_they_were
 from infra.store.provenance import keep_scratch, new_scratch, read_proof, write_proof
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
-from refiner_core.cards.evidence import evidence_text, load_evidence
+from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.lint import check_card
 from refiner_core.cards.public import public_proof
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, WorkspaceError
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof, verdict_of
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.equality import (
@@ -69,7 +69,7 @@ def test_the_last_bit_of_one_number_is_found_with_its_step() -> None:
     other = trace(grad_norm=math.nextafter(2.0, 3.0))
     found = compare_traces(trace(), other)
     assert (found.differing, found.first_step) == (1, 4)
-    assert found.first.startswith("grad_norm: 2.0 straight, 2.0000000000000004 interrupted")
+    assert "grad_norm: 2.0 straight, 2.0000000000000004 interrupted" in found.first
     assert verdict_of([found], 0.0) == "diverged"
     assert verdict_of([found], 1e-9) == "within tolerance"
 
@@ -210,10 +210,6 @@ def test_points_lie_before_the_last_step_and_cover_every_phase(kind: Trained, se
     assert [p.step for p in points] == sorted(p.step for p in points)
 
 
-def test_more_points_than_steps_are_possible() -> None:
-    assert len(draw_points("sft", Asked("tiny", steps=2, interruptions=5), save_freq=1)) == 5
-
-
 # ------------------------------------------------------------ verdict, record, card
 
 SAME = (
@@ -264,15 +260,6 @@ def test_resumed_on_other_processes_it_is_at_best_within_tolerance() -> None:
     assert "and resumed on another number of processes, was the same up to 0 where 0.01" in card
 
 
-def test_a_damaged_record_says_what_to_do(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path / "runs")
-    path = workspace.layout.proof("grpo-1")
-    path.parent.mkdir(parents=True)
-    path.write_text('{"version": 1}')
-    with pytest.raises(WorkspaceError, match="prove-resume"):
-        read_proof(workspace, "grpo-1")
-
-
 def test_scratch_of_the_dead_goes_and_what_was_kept_stays(tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "runs")
     dead, kept, alive = (new_scratch(workspace, name) for name in ("dead", "kept", "alive"))
@@ -321,13 +308,6 @@ def test_a_card_says_what_was_proven_and_its_linter_makes_it_again(
     assert "proof.steps" in found.message
     assert "node17" not in evidence
     assert "/home/me" not in evidence
-
-
-def test_a_card_without_a_proof_is_what_it_was() -> None:
-    facts = full_facts()
-    assert "Resume" not in build_card(facts)
-    assert '"proof"' not in evidence_text(facts, [])
-    assert load_evidence(evidence_text(facts, [])).facts.proof == {}
 
 
 @pytest.mark.parametrize(

@@ -291,14 +291,14 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"prompt_token_ids": None}, "return_token_ids was ignored"),
+        ({"prompt_token_ids": None}, "prompt_token_ids"),
         ({"prompt_token_ids": [3, 5]}, "another prompt"),
         ({"token_ids": None}, "token_ids"),
-        ({"token_ids": [5]}, "log-probabilities"),
-        ({"logprobs": None}, "token_logprobs"),
-        ({"logprobs": {"token_logprobs": [-1.0, None]}}, "None"),
-        ({"logprobs": {"token_logprobs": [-1.0, float("nan")]}}, "nan"),
-        ({"logprobs": {"token_logprobs": [-1.0, 0.5]}}, "no log-probability"),
+        ({"token_ids": [5]}, "log-probability"),
+        ({"logprobs": None}, "logprobs"),
+        ({"logprobs": {"token_logprobs": [-1.0, None]}}, "token_logprobs.1"),
+        ({"logprobs": {"token_logprobs": [-1.0, float("nan")]}}, "token_logprobs.1"),
+        ({"logprobs": {"token_logprobs": [-1.0, 0.5]}}, "token_logprobs.1"),
         ({"finish_reason": "length"}, "2 of 12"),
         ({"finish_reason": "tool_calls"}, "tool_calls"),
         ({"token_ids": [5, 6]}, "none of the stop tokens"),
@@ -317,7 +317,7 @@ def test_an_answer_that_is_not_what_was_asked_for_is_never_trained_on(
 def test_partial_tokens_of_an_abort_are_no_sample() -> None:
     asked = Question(GenerationRequest((3, 4), 0), PLAIN, STOP, "1")
     assert read_completion(_answer(GOOD | {"finish_reason": "abort"}), asked) == "abort"
-    with pytest.raises(Unusable, match="one choice"):
+    with pytest.raises(Unusable, match="choices"):
         read_completion(json.dumps({"choices": [GOOD, GOOD]}).encode(), asked)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
 from refiner_core.report import drawing, printing
+from refiner_core.report.charts import Series, chart, summary
 from refiner_core.report.pages import parts_of, template_of
 from refiner_core.report.printing import finite, plain
 from refiner_core.report.sweep import wording
@@ -129,9 +130,10 @@ def shown_sides(sides: Sequence[Row], first_arms: Sequence[str]) -> list[dict[st
 
 
 #: Rows of arms on the page, over all comparisons.
-MOST_ROWS = 2_500
-MOST_CURVES = 3_000
-#: Curves that are shown until somebody chooses others; arms in the columns of rubrics.
+MOST_ROWS = 600
+#: Arms in the charts of curves; those that are seen there until somebody chooses others, and in the
+#: columns of rubrics.
+MOST_LINES = 40
 FEW_ARMS = 7
 MOST_FLIPS = 600
 VIEWS = (
@@ -179,7 +181,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
     index = {arm: i for i, arm in enumerate(arms_in_order(report))}
     few = leading_arms(report)
     prompts = shown_sides(report.side_by_side, few)
-    parts = parts_of(__package__)
+    parts = parts_of(__package__, charts=bool(report.curves))
     text: str = parts["template"].render(
         report=report,
         parts=parts,
@@ -194,8 +196,8 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
             (c, column, [arm_row(n, column, report) for n in c.numbers], comparison_notes(c))
             for c, column in zip(compared, columns, strict=True)
         ],
-        primary_at=next((i for i, c in enumerate(compared) if c.primary), 0),
         not_shown=len(report.comparisons) - len(compared),
+        most_lines=MOST_LINES,
         plots=plots(report, index, frozenset(index[a] for a in few)),
         matrices=matrices(report),
         rubric_scale=drawing.scale_for(
@@ -232,40 +234,36 @@ def shown_comparisons(report: SweepReport) -> list[Comparison]:
     return kept
 
 
-def leading_arms(report: SweepReport) -> list[str]:
+def leading_arms(report: SweepReport, most: int = FEW_ARMS) -> list[str]:
     """The baseline and the arms that differ most from it; all where there are few."""
     arms = arms_in_order(report)
-    if len(arms) <= FEW_ARMS or report.primary is None:
-        return arms[:FEW_ARMS]
+    if len(arms) <= most or report.primary is None:
+        return arms[:most]
     size = {n.arm: abs(n.difference or 0.0) for n in report.primary.numbers}
     by_size = sorted(arms, key=lambda arm: -size.get(arm, 0.0))
-    leading = {report.baseline, *by_size[: FEW_ARMS - 1]}
+    leading = {report.baseline, *by_size[: most - 1]}
     return [arm for arm in arms if arm in leading]
 
 
 def plots(
     report: SweepReport, index: Mapping[str, int], shown: frozenset[int]
 ) -> list[dict[str, Any]]:
-    """Learning curves, one drawing for each metric of a stage."""
-    by_metric: dict[str, list[drawing.Line]] = {}
-    curves = [curve for curve in report.curves[:MOST_CURVES] if curve["arm"] in index]
-    for curve in curves:
-        line = drawing.line_of(
-            *(curve["steps"], curve["mean"], (curve["low"], curve["high"])),
-            index=index[curve["arm"]],
-            name=curve["arm"],
-            curves=len(curves),
-        )
-        by_metric.setdefault(f"{curve['metric']} ({curve['stage']})", []).append(line)
+    """Learning curves, a chart for each metric of a stage; ``shown`` are arms that are seen until
+    somebody chooses others."""
+    by_metric: dict[str, list[Series]] = {}
+    arms = set(leading_arms(report, MOST_LINES))
+    curves = [curve for curve in report.curves if curve["arm"] in arms]
+    for c in curves:
+        one = Series(c["arm"], c["steps"], c["mean"], c["low"], c["high"], index[c["arm"]])
+        by_metric.setdefault(f"{c['metric']} ({c['stage']})", []).append(one)
     made = []
     for name, found in by_metric.items():
-        lines = sorted(found, key=lambda line: line.index)
-        visible = shown if any(n.index in shown for n in lines) else frozenset({lines[0].index})
-        names = ", ".join(line.name for line in lines if line.index in visible)
-        label = f"{name} over steps, of {names}; the numbers are in the table below"
-        rows = sorted(lines, key=lambda line: line.index not in visible)
-        plot = drawing.Plot(lines, visible, label, 860, 340, (64, 16, 12, 40))
-        made.append({"name": name, "plot": plot, "rows": rows})
+        drawn = chart(sorted(found, key=lambda one: one.place), of=len(curves))
+        rows = sorted(found, key=lambda one: (one.place not in shown, one.place))
+        visible = shown & {one.place for one in found} or {rows[0].place}
+        made.append(
+            {"name": name, "chart": drawn, "visible": visible, "rows": [summary(r) for r in rows]}
+        )
     return made
 
 

@@ -11,7 +11,7 @@ Weights stay bitwise equal on all ranks; a snapshot and an export check that the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from refiner_core.generation.load import device_for
 from refiner_core.training.batches import Batch, seed_random
 from refiner_core.training.engines.protocol import Engine, ParameterState, evaluating
 from refiner_core.training.model import loading
-from refiner_core.training.model.loading import SavedTensors, model_tensors
+from refiner_core.training.model.loading import model_tensors
 from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
 from refiner_core.training.model.optim import (
     ADAM_STATE,
@@ -142,7 +142,7 @@ class PlainEngine(Engine):
                 yield name, own
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def set_weights(self, weights: SavedTensors) -> None:
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy weights in."""
         for name, tensor in model_tensors(self.model).items():
             tensor.copy_(weights[name])

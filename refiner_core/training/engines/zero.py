@@ -24,7 +24,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -35,7 +35,7 @@ from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.batches import Batch
 from refiner_core.training.engines.protocol import Engine, ParameterState, evaluating
 from refiner_core.training.model import loading
-from refiner_core.training.model.loading import SavedTensors, model_tensors
+from refiner_core.training.model.loading import model_tensors
 from refiner_core.training.model.logprobs import Entropy, ScoringModel, TokenScores
 from refiner_core.training.model.optim import adamw, parameter_groups, trainable
 from refiner_core.training.ranks import Ranks
@@ -299,7 +299,7 @@ class _ZeroEngine(Engine):
                 yield name, {kind: part for kind, part in state.items() if part is not None}
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def set_weights(self, weights: SavedTensors) -> None:
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy weights in; under ZeRO-3 rank 0 reads and the others get their share."""
         import torch.distributed as dist
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ from refiner_core.contract.errors import (
     WorkspaceError,
 )
 from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
-from refiner_core.training.engines.protocol import Engine, StateSnapshot
+from refiner_core.training.engines.protocol import Engine, StateSnapshot, write_synced
 from refiner_core.training.ranks import RanksIO
 
 log = logging.getLogger(__name__)
@@ -191,8 +190,8 @@ class Boundary:
             try:
                 with io.new_checkpoint(step) as folder:
                     snapshot.write(folder)
-                    if self.engine.ranks.rank == 0:
-                        _write_files(folder, files)
+                    for name, data in files.items() if self.engine.ranks.rank == 0 else ():
+                        write_synced(folder / name, data)
                 return time.monotonic() - began
             except NoSpaceError as error:
                 tries_left -= 1
@@ -274,14 +273,6 @@ class Boundary:
                 f"{self.stage} stopped on request after step {step} of {self.total_steps}",
                 fix="run the same command again to go on from there",
             )
-
-
-def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    for name, data in files.items():
-        with (folder / name).open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def curve(values: Sequence[float | None]) -> list[list[float]]:
