@@ -23,7 +23,6 @@ from infra.host.processes import ProcessId
 from infra.jobs.protocol import AttemptRef, OpenAttempt, job_settings
 from infra.orchestrator.observe import observe_actions
 from infra.orchestrator.orchestrator import Orchestrator
-from infra.orchestrator.timeline import read_events
 from infra.store.provenance import snapshot_code
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
@@ -147,13 +146,6 @@ def test_a_local_worker_is_the_orchestrators_own_child_in_a_session_of_its_own(
     assert psutil.Process(worker.pid).ppid() == os.getpid()
     assert os.getsid(worker.pid) == worker.pid
     campaign.join()
-
-
-def states_of(workspace: Workspace, campaign: Orchestrator, stage: str) -> list[str]:
-    """How a stage was, one after the other, by the call's event log."""
-    events = read_events(workspace.layout.run(campaign.source.shown[0].run.run).events)
-    found = (e["state"] for e in events if e["event"] == "stage" and e["stage"] == stage)
-    return list(dict.fromkeys(found))
 
 
 def test_jobs_import_the_pinned_code_and_not_a_folder_of_the_users(
