@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from infra.host.files import again
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.reconcile import StopWish, stages_by_id
-from infra.orchestrator.waiting import Outage, with_patience
+from infra.orchestrator.waiting import Outage
 from infra.store.atomic import Complaints
 from infra.store.checkpoints import Holds
 from infra.store.orchestrators import CallLeases, take_up
@@ -123,9 +124,9 @@ class Member(Diary):
         WorkspaceError
             The run's code is gone, or is not what was pinned.
         """
-        with_patience(lambda: self._workspace.keep_run(self.run))
+        again(self._workspace.keep_run, self.run)
         if self.run.code:  # after the record, which keeps it from being reclaimed
-            with_patience(lambda: require_snapshot(self._workspace, self.run.code))
+            again(require_snapshot, self._workspace, self.run.code)
         self.write_orchestrator("running", None)
 
     def end(self) -> None:
