@@ -8,6 +8,25 @@ terminal is shown by the same flows, in the process ``attach`` (``terminal_runs`
 ``reporting``, ``rescoring``, ``diffing``, ``why``, ``proving``, ``nightly``, ``frames``; what
 stages have left is found by ``stored``; on the machine: ``disk``, ``doctor``, ``certify``,
 ``judges``, ``tracking``, ``adopting``.
-``starting`` makes recipes. The order in which rooms may import each other stands in
+``starting`` makes recipes; ``ensuring`` makes stages tasks of one's own flow
+(``from flows import begin_run, ensure``). The order in which rooms may import each other stands in
 ``tests/lint/arrows.py``.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flows.ensuring import begin_run, ensure
+
+__all__ = ["begin_run", "ensure"]
+
+
+def __getattr__(name: str) -> Any:
+    """Stages as tasks of one's own flow: they import Prefect, so only who asks for them does."""
+    if name in __all__:
+        from flows import ensuring
+
+        return getattr(ensuring, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

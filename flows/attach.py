@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from infra.host.processes import environment
+from infra.host.processes import ProcessId, environment
 from infra.prefect_server import ServerInfo, http_status, usable_server
 from infra.store.layout import is_sweep
 from infra.store.orchestrators import orchestrator_of
@@ -34,6 +34,8 @@ _SERVER_WAIT_S = 120.0
 #: After the call is over Prefect may take this long to send what is on its way.
 _LATEST_S = 120.0
 _LOOK_EVERY_S = 2.0
+#: Looks in a row without an answer before a server counts as gone; a busy one may miss a few.
+_MISSES = 5
 #: A server of ours is started again this often.
 _TRIES = 2
 _TRIED = "REFINER_ATTACH_TRIED"
@@ -53,6 +55,7 @@ class _Attach:
     def __init__(self, output: int, workspace: str, call: str) -> None:
         self._output, self._call = output, call
         self._room = Workspace.read_only(workspace)
+        self._over = threading.Event()
 
     def run(self) -> int:
         """Follow the call to its end; an exit code."""
@@ -61,6 +64,7 @@ class _Attach:
         except RefinerError as error:
             self._tell(gone=str(error))
             return 3
+        threading.Thread(target=self._watch, args=(server,), daemon=True).start()
         try:
             self._follow()
         except Exception as error:  # whatever Prefect raises; the work goes on
@@ -69,6 +73,8 @@ class _Attach:
                 self._begin_again(server)
             self._tell(gone=f"{(str(error) or type(error).__name__).splitlines()[0]}.")
             return 1
+        finally:
+            self._over.set()
         late = threading.Timer(_LATEST_S, os._exit, (5,))
         late.daemon = True
         late.start()
@@ -85,10 +91,11 @@ class _Attach:
 
         flow = sweep if is_sweep(self._call) else pipeline
         parameters = self._parameters()
-        found = flow_run_of(flow, parameters)
+        found, followed = flow_run_of(flow, parameters)
         self._tell(flow_run=str(found.id))
-        with begun_in_terminal(), contextlib.suppress(Pause):
-            run_flow(flow, flow_run=found, parameters=parameters, return_type="state")
+        if not followed:
+            with begun_in_terminal(), contextlib.suppress(Pause):
+                run_flow(flow, flow_run=found, parameters=parameters, return_type="state")
 
     def _parameters(self) -> dict[str, Any]:
         """Of the flow run, so that a retry of it goes on with the call."""
@@ -104,8 +111,17 @@ class _Attach:
 
     # ------------------------------------------------------------ the server
 
+    def _watch(self, server: ServerInfo) -> None:
+        """Begin anew when the server is gone: Prefect's client would try on for minutes."""
+        process = ProcessId.of(server.pid) if server.ours else None
+        misses = 0
+        while misses < _MISSES and (process is None or process.alive):
+            if self._over.wait(_LOOK_EVERY_S):
+                return
+            misses = 0 if _answers(server) else misses + 1
+        self._begin_again(server)
+
     def _begin_again(self, server: ServerInfo) -> NoReturn:
-        """Begin anew with the next server: the flow run catches up."""
         tried = int(environment().get(_TRIED, "0")) + 1
         if tried == 1:
             self._tell(gone=f"Prefect's server at {server.url} is gone.")

@@ -1,7 +1,7 @@
 """Base of the flows ``pipeline`` and ``sweep``, and the task runs of stages. Imports Prefect.
 
 In: how a call is begun, worked on and ended. Out: a flow run that shows it: a task run for each
-stage that begins (of a sweep: for each trial), with its progress and log.
+stage that begins (of a sweep: for each trial), with its progress, log, numbers and card.
 
 Who does what:
 
@@ -19,7 +19,6 @@ The orchestrator alone retries stages: flows and tasks have no retries, cache or
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -31,7 +30,11 @@ from uuid import UUID
 
 import httpx
 from prefect import flow, get_run_logger, task
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    update_progress_artifact,
+)
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.context import TagsContext, TaskRunContext
@@ -41,9 +44,11 @@ from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from flows.artifacts import artifact_key, artifacts_of, inert, markdown_table
 from flows.running.background import Detached, detach_run
-from flows.running.following import Follower, Node, new_lines
+from flows.running.following import Follower, Node, inputs_of, new_lines
 from flows.running.showing import Launch
+from infra.host.processes import ProcessId
 from infra.store.layout import is_sweep, sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.sweep_records import read_sweep
@@ -52,18 +57,34 @@ from refiner_core.contract.errors import LaunchError, RefinerError
 from refiner_core.contract.types import Progress, StageView
 
 #: Task runs that follow a stage at the same time.
-_MOST_TASKS = 64
+MOST_TASKS = 64
 _LOOK_S, _GLANCE_S = 1.0, 0.1
 _PROGRESS_S = 5.0
 #: Log lines of one stage that go to the server at a time: what is more is in the file.
 _MOST_LINES = 100
+#: Prefect's runner kills 30 s after it has asked.
+TERMINATION_S = 20.0
 #: A busy file system may show a process's end before its last line.
-_LAST_LINE_S = 5.0
+LAST_LINE_S = 5.0
+#: A flow run's label: the process that follows the call, as :class:`ProcessId` writes it.
+FOLLOWER = "refiner.follower"
 _begun_in_terminal: ContextVar[bool] = ContextVar("begun_in_terminal", default=False)
 
 
 #: Waits for a while, or until a stage has ended: its view then, and whether nothing more will come.
 Look = Callable[[float], tuple[StageView, bool]]
+
+
+def as_task(follow: Callable[..., State[Any]], name: str, title: str) -> Any:
+    """A task that shows a stage; the orchestrator alone retries it."""
+    return task(
+        follow,
+        name=name,
+        task_run_name=title.replace("{", "{{").replace("}", "}}"),
+        cache_policy=NO_CACHE,
+        retries=0,
+        persist_result=False,
+    )
 
 
 def flow_run_state(run_id: object) -> State[Any] | None:
@@ -77,7 +98,7 @@ def flow_run_state(run_id: object) -> State[Any] | None:
     return state
 
 
-def _show_stage(call: str, node: Node, look: Look) -> State[Any]:
+def show_stage(call: str, node: Node, look: Look) -> State[Any]:
     """Show a stage as its task run until it has ended; the state that says honestly how."""
     shown = _ShownStage(call, node)
     while True:
@@ -85,6 +106,9 @@ def _show_stage(call: str, node: Node, look: Look) -> State[Any]:
         with warned(shown.log, node.name):
             shown.show(view)
         if view.terminal:
+            with warned(shown.log, node.name):
+                for found in artifacts_of(call, view):
+                    create_markdown_artifact(**found)
             return state_of(view)
         if closed:
             return Crashed(message=f"It was {view.state} when it was last seen.")
@@ -134,7 +158,7 @@ class _ShownStage:
         values = [f"{name} {value:.4g}" for name, value in progress.values.items()]
         text = ", ".join([f"{progress.done}/{progress.total} {progress.phase}".strip(), *values])
         if self._progress is None:
-            key = re.sub(r"[^a-z0-9]+", "-", f"{self._call}-{self._node.name}-progress".lower())
+            key = artifact_key(self._call, self._node.name, "progress")
             self._progress = create_progress_artifact(percent, key=key, description=text)
         else:
             update_progress_artifact(self._progress, percent, description=text)
@@ -162,7 +186,7 @@ def warned(log: Any, what: str) -> Iterator[None]:
 
 def shown_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
     """The decorator of a flow that shows a call."""
-    runner = ThreadPoolTaskRunner(max_workers=_MOST_TASKS)
+    runner = ThreadPoolTaskRunner(max_workers=MOST_TASKS)
     made: Callable[[Callable[..., Any]], Any]
     made = flow(name=name, retries=0, persist_result=False, task_runner=runner)
     return made
@@ -247,13 +271,15 @@ def carry_out(title: str, folder: str, begin: Callable[[], Call]) -> State[Any]:
 
 
 def _name_run(title: str, call: Call) -> None:
-    """The call's id becomes a parameter of the flow run, so that a retry goes on with it."""
+    """The call's id becomes a parameter of the flow run, so that a retry goes on with it; its label
+    names this process, so that others can tell whether anybody follows it."""
     tags = {*this_run.tags, f"{call.noun}:{call.name}"}
     parameters = {**this_run.parameters, "run": call.name, "workspace": str(call.room.root)}
     with get_client(sync_client=True) as client:
         name = f"{Path(title).stem} {call.name}" if call.noun == "run" else call.name
         run_id = UUID(str(this_run.id))
         client.update_flow_run(run_id, parameters=parameters, name=name, tags=sorted(tags))
+        client.update_flow_run_labels(run_id, {FOLLOWER: str(ProcessId.of())})
 
 
 def _start(call: Call) -> None:
@@ -292,6 +318,7 @@ class _Follow:
             lost = self._until_over()
         except TerminationSignal:
             self._cancel()
+            self._wait_for_saves()
             raise
         finally:
             self._closed = True
@@ -321,7 +348,7 @@ class _Follow:
                 gone_since = None
             elif gone_since is None:
                 gone_since = time.monotonic()
-            elif time.monotonic() - gone_since > _LAST_LINE_S:
+            elif time.monotonic() - gone_since > LAST_LINE_S:
                 if who.standing == "ended":
                     return ""
                 return f"The orchestrator ({who.where}) was killed, or its node was restarted."
@@ -351,33 +378,42 @@ class _Follow:
         self._asked = True
         self._log.info("Stages that run save and end.")
 
+    def _wait_for_saves(self) -> None:
+        """Before the runner kills this process: as long as it gives, then say what goes on."""
+        until = time.monotonic() + TERMINATION_S
+        while time.monotonic() < until and orchestrator_of(self._call.room, self._call.id).works:
+            self._views = self._follower.look()
+            time.sleep(0.2)
+        self._views = self._follower.look()
+        saves = orchestrator_of(self._call.room, self._call.id).works
+        self._log.info("Stages still save." if saves else "All stages have saved and ended.")
+
     # ------------------------------------------------------------ what is shown
 
     def _show(self, views: Mapping[str, StageView]) -> None:
         """Submit a task run for each stage that has begun."""
         with TagsContext(current_tags=set()):  # each tag costs a request for a concurrency slot
-            for name, view in views.items():
-                self._submit(name, view)
+            for name in self._call.follower.nodes:
+                self._submit(name, views)
 
-    def _submit(self, name: str, view: StageView) -> None:
-        """Submit its task run, if it has begun and has none yet."""
-        node = self._follower.nodes[name]
+    def _submit(self, name: str, views: Mapping[str, StageView]) -> None:
+        """After the stages that it is made from, if it has begun and has no task run yet."""
+        node, view = self._call.follower.nodes[name], views[name]
         begun = view.state not in ("waiting", "skipped", "blocked")
         if name in self._futures or not (begun and (view.attempt or not node.id)):
             return
+        inputs: list[str] = []
+        with warned(self._log, f"what {name} is made from"):
+            inputs = inputs_of(self._call.room, self._call.follower.nodes, name)
+        for before in inputs:
+            self._submit(before, views)
+        over = [n for n in inputs if n in self._futures and views[n].state == "done"]
 
-        def follow() -> State[Any]:
-            return _show_stage(self._call.name, node, partial(self._wait, name))
+        def ensure() -> State[Any]:
+            return show_stage(self._call.name, node, partial(self._wait, name))
 
-        made = task(  # the orchestrator alone retries it
-            follow,
-            name=node.name,
-            task_run_name=node.title.replace("{", "{{").replace("}", "}}"),
-            cache_policy=NO_CACHE,
-            retries=0,
-            persist_result=False,
-        )
-        self._futures[name] = made.submit()
+        made = as_task(ensure, node.name, node.title)
+        self._futures[name] = made.submit(wait_for=[self._futures[n] for n in over])
 
     def _wait(self, name: str, timeout_s: float) -> tuple[StageView, bool]:
         until = time.monotonic() + timeout_s
@@ -386,6 +422,13 @@ class _Follow:
         return self._views[name], self._closed
 
     def _last_word(self, views: Mapping[str, StageView], lost: str) -> State[Any]:
+        rows = [{"stage": v.name, "state": v.state, "what": v.message} for v in views.values()]
+        with warned(self._log, "how each stage stands"):
+            create_markdown_artifact(
+                inert(markdown_table(rows)),
+                key=artifact_key(self._call.name, "stages"),
+                description="How each stage stands",
+            )
         more = (
             f"Retry goes on from here where a `refiner serve` runs, and `refiner resume "
             f"{self._call.name} workspace={self._call.room.root}` does anywhere."
@@ -398,7 +441,7 @@ class _Follow:
         if failed:
             return Failed(message="; ".join([words, *failed]) + f". {more}")
         if all(s in ("done", "skipped") for s in states):
-            return Completed(message=words, data=self._call.name)
+            return Completed(message=words)
         if self._suspended:
             with get_client(sync_client=True) as client:
                 raise Pause(state=client.read_flow_run(self._run_id).state)

@@ -3,11 +3,12 @@
 In: a recorded run or sweep that an orchestrator works on. Out: a flow run of the deployment
 ``pipeline/refiner`` or ``sweep/refiner``, made in a state that no runner picks up and carried out
 by this process, so that Cancel, Suspend, Retry and Resume work on it as on any other. One that has
-not ended, because whoever followed the call was killed, is gone on with.
+not ended is gone on with; one whose follower was killed is closed.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,19 +16,28 @@ from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.sorting import FlowRunSort, TaskRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.flows import EntrypointType
-from prefect.states import Pending
+from prefect.states import Crashed, Pending, State
 
+from flows.flow_runs import FOLLOWER
 from flows.serving import NAME
+from infra.host.processes import ProcessId
+from infra.store.layout import sweep_call
+from infra.store.orchestrators import orchestrator_of
+from infra.store.workspace import Workspace
+from refiner_core.contract.errors import RefinerError
 
+log = logging.getLogger(__name__)
 _OPEN = [
     *(StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED),
     *(StateType.PAUSED, StateType.CANCELLING),
 ]
+_LIMIT = 200
 
 
-def flow_run_of(flow: Flow[Any, Any], parameters: Mapping[str, Any]) -> FlowRun:
+def flow_run_of(flow: Flow[Any, Any], parameters: Mapping[str, Any]) -> tuple[FlowRun, bool]:
     """A flow run for this process to carry out.
 
     Parameters
@@ -35,26 +45,34 @@ def flow_run_of(flow: Flow[Any, Any], parameters: Mapping[str, Any]) -> FlowRun:
     flow
         ``pipeline`` or ``sweep``.
     parameters
-        Its parameters; ``run`` says which call it shows.
+        Its parameters; ``run`` and ``workspace`` say which call it shows.
+
+    Returns
+    -------
+    FlowRun, bool
+        The flow run; whether a living process follows the call with it already.
     """
-    tag = f"{'run' if flow.name == 'pipeline' else 'sweep'}:{parameters['run']}"
     with get_client(sync_client=True) as client:
-        states = filters.FlowRunFilterStateType(any_=_OPEN)
-        mine = filters.FlowRunFilter(
-            tags=filters.FlowRunFilterTags(all_=[tag]),
-            state=filters.FlowRunFilterState(type=states),
-        )
-        for run in client.read_flow_runs(flow_run_filter=mine, limit=10):
-            if run.parameters.get("workspace") == parameters["workspace"]:
-                client.set_flow_run_state(run.id, Pending(), force=True)
-                return client.read_flow_run(run.id)
-        made: FlowRun = client.create_flow_run_from_deployment(
-            _deployment(client, flow),
-            parameters=dict(parameters),
-            state=Pending(),
-            tags=[NAME, tag],
-        )
-        return made
+        deployment = _deployment(client, flow)
+        found = None
+        for run in _open_runs(client):
+            ours = all(run.parameters.get(k) == parameters[k] for k in ("run", "workspace"))
+            if ours and run.deployment_id == deployment:
+                found = found or run
+            elif why := _why_left(run):
+                _crash_tasks(client, run, why)
+                client.set_flow_run_state(run.id, Crashed(message=why), force=True)
+        if found is not None and _followed(found):
+            return found, True
+        if found is None:
+            tags = [NAME, f"{'run' if flow.name == 'pipeline' else 'sweep'}:{parameters['run']}"]
+            made = client.create_flow_run_from_deployment(
+                deployment, parameters=dict(parameters), state=Pending(), tags=tags
+            )
+            return made, False
+        _crash_tasks(client, found, "Another process follows the run now.")
+        client.set_flow_run_state(found.id, Pending(), force=True)
+        return client.read_flow_run(found.id), False
 
 
 def _deployment(client: SyncPrefectClient, flow: Flow[Any, Any]) -> Any:
@@ -64,3 +82,68 @@ def _deployment(client: SyncPrefectClient, flow: Flow[Any, Any]) -> Any:
     except ObjectNotFound:
         entrypoint = EntrypointType.MODULE_PATH
         return flow.to_deployment(name=NAME, tags=[NAME], entrypoint_type=entrypoint).apply()
+
+
+def _open_runs(client: SyncPrefectClient) -> list[FlowRun]:
+    of_ours = filters.DeploymentFilter(name=filters.DeploymentFilterName(any_=[NAME]))
+    states = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=_OPEN))
+    runs: list[FlowRun] = client.read_flow_runs(
+        deployment_filter=of_ours,
+        flow_run_filter=filters.FlowRunFilter(state=states),
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=_LIMIT,
+    )
+    return runs
+
+
+def _follower(run: FlowRun) -> ProcessId | None:
+    try:
+        return ProcessId.parse(str(run.labels.get(FOLLOWER, "")))
+    except ValueError:  # nobody yet
+        return None
+
+
+def _followed(run: FlowRun) -> bool:
+    process = _follower(run)
+    if process is None or run.state_type != StateType.RUNNING:
+        return False
+    return process.here and process.alive and process != ProcessId.of()
+
+
+def _why_left(run: FlowRun) -> str:
+    """Reason why nobody follows a call with that flow run any more; empty where somebody may."""
+    process, state = _follower(run), run.state_type
+    if process is None or state not in (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING):
+        return ""
+    if process.here and process.alive:
+        return ""
+    if process.here:
+        how = f"`refiner status {run.parameters.get('run', '')}` says how it stands."
+        return f"The process {process.pid} that followed it is gone, killed perhaps; {how}"
+    return _by_its_records(run)
+
+
+def _by_its_records(run: FlowRun) -> str:
+    """Of a follower on another host: what the workspace says of the call's orchestrator."""
+    name, room = str(run.parameters.get("run", "")), str(run.parameters.get("workspace", ""))
+    call = name if f"run:{name}" in run.tags else sweep_call(name)
+    try:
+        who = orchestrator_of(Workspace.read_only(room), call)
+    except (RefinerError, OSError) as error:  # a workspace that this host does not see
+        log.info("%s is left as it is: %s", run.name, error)
+        return ""
+    return f"The orchestrator ({who.where}) has ended." if who.standing == "ended" else ""
+
+
+def _crash_tasks(client: SyncPrefectClient, run: FlowRun, why: str) -> None:
+    """Close what an earlier follower has left open."""
+    state: State[Any] = Crashed(message=why)
+    for task_run in client.read_task_runs(
+        flow_run_filter=filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[run.id])),
+        task_run_filter=filters.TaskRunFilter(
+            state=filters.TaskRunFilterState(type=filters.TaskRunFilterStateType(any_=_OPEN))
+        ),
+        sort=TaskRunSort.END_TIME_DESC,
+        limit=_LIMIT,
+    ):
+        client.set_task_run_state(task_run.id, state, force=True)

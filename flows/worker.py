@@ -1,9 +1,10 @@
 """Command of a job: ``python -P -m flows.worker --workspace DIR STAGE_ID ATTEMPT``.
 
-In: an attempt that an orchestrator has claimed. Out: its result or its outcome, in the workspace.
-On a job's further nodes it only starts ranks (:mod:`infra.ranks.launch`). The exit code is the one
-of :data:`refiner_core.contract.errors.EXIT_CODES`; whoever started the job needs nothing else of
-it.
+In: an attempt that an orchestrator has claimed. Out: its result or its outcome, in the workspace. A
+job that the scheduler starts again gets the same command line; :mod:`infra.jobs.signals` finds out
+which attempt that means by then. On a job's further nodes it only starts ranks
+(:mod:`infra.ranks.launch`). The exit code is the one of
+:data:`refiner_core.contract.errors.EXIT_CODES`; whoever started the job needs nothing else of it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from infra.attempt.attempt import AttemptRun
 from infra.attempt.stage_io import set_up_logging
-from infra.jobs.signals import AttemptClosed, job_of
+from infra.jobs.signals import AttemptClosed, attempt_to_run, job_of
 from infra.store.provenance import refuse_other_code
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError, RefinerError
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             if node := node_number():
                 return wait_for_work(workspace, args.stage_id, job, node)
-        attempt = AttemptRun(workspace, args.stage_id, args.attempt, job)
+        number = attempt_to_run(workspace, args.stage_id, args.attempt, job)
+        attempt = AttemptRun(workspace, args.stage_id, number, job)
         set_up_logging(attempt.config)
         with attempt:
             try:

@@ -7,9 +7,9 @@ Prefect, whose client knows the user's profile, headers and certificates.
 
 Starting a server takes some ten seconds, so it outlives the run that started it. It listens on
 loopback only and asks for a key, because loopback is no protection on a shared node; the key is in
-a file of mode 0600 and in the environment of the processes that need it, never in an argument list,
-a log or ``server.json``; a browser is given it once. Who has set ``PREFECT_API_URL`` gets that
-server and no other.
+a file of mode 0600, in the environment of the processes that need it, and in the link that a
+terminal is shown (:func:`terminal_link`), never in an argument list, a log or ``server.json``. Who
+has set ``PREFECT_API_URL`` gets that server and no other.
 
 Files in the state folder (:func:`state_dir`): ``server.json`` (which process, where), ``auth``
 (the key), ``start.lock``, ``server.log``, ``prefect/`` (``PREFECT_HOME`` with the SQLite
@@ -34,7 +34,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
+from urllib.parse import quote
 
 from infra.host.files import mount_of
 from infra.host.processes import ProcessId, free_port, host_name, listens, start_apart
@@ -45,6 +46,7 @@ from infra.store.records import now_text
 from refiner_core.contract.errors import (
     ConfigurationError,
     RefinerError,
+    UnsupportedError,
     WorkspaceError,
 )
 
@@ -64,8 +66,27 @@ _PASSED_ON = (
     *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "SSL_CERT_FILE"),
 )
 _NO_ANALYTICS = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+_NAME = "open.html"
+#: Prefect's UI takes the key from this place of its origin's storage.
+_PAGE = """<!DOCTYPE html>
+<meta charset="utf-8">
+<meta name="referrer" content="no-referrer">
+<title>refiner</title>
+<p>This page opens with the link that <code>refiner server</code> prints on a terminal.</p>
+<script>
+const said = location.hash.slice(1).split(",").map(decodeURIComponent);
+history.replaceState(null, "", location.pathname);
+const target = new URL(said[1] || "/", location.origin);
+if (said[0] && target.origin === location.origin) {
+  localStorage.setItem("prefect-password", btoa(said[0]));
+  location.replace(target);
+}
+</script>
+"""
 _ANSWER_S = 6.0
 _START_S = 120.0
+#: Has no such address, and its client looks after versions.
+_CLOUD = "https://api.prefect.cloud/"
 
 
 def state_dir(env: Mapping[str, str] | None = None) -> Path:
@@ -391,6 +412,27 @@ def _exclusive(path: Path, deadline: float) -> Iterator[None]:
         ) from error
 
 
+def terminal_link(info: ServerInfo, path: str, stream: TextIO) -> str:
+    """The address of a page of the UI, with the key only where ``stream`` is a terminal.
+
+    Parameters
+    ----------
+    info
+        The server.
+    path
+        Such as ``/runs/flow-run/ID``.
+    stream
+        Where the link will be printed.
+    """
+    folder = Path(info.home) / UI / "v1"
+    if not (info.ours and info.auth and stream.isatty() and folder.is_dir()):
+        return f"{info.url}{path}"
+    page = folder / _NAME
+    if not page.is_file() or page.read_text() != _PAGE:  # the server copies its files afresh
+        atomic.write_text(page, _PAGE)
+    return f"{info.url}/{_NAME}#{quote(info.auth, safe=':')},{quote(path)}"
+
+
 class KeyRefused(ConfigurationError):
     """The server wants a key, or another one."""
 
@@ -417,10 +459,16 @@ def check_server(info: ServerInfo) -> None:
     Raises
     ------
     ServerError
-        It does not answer, is none, or its major version is not that of the client here.
+        It does not answer, or not now.
     KeyRefused
         It wants a key, or another one.
+    ConfigurationError
+        It is no Prefect server.
+    UnsupportedError
+        Its major version is not that of the client here.
     """
+    if info.api_url.startswith(_CLOUD):
+        return
     import httpx
     from prefect import settings
     from prefect.client.orchestration import get_client
@@ -429,24 +477,42 @@ def check_server(info: ServerInfo) -> None:
     mend = "run `refiner server stop`" if info.ours else "correct PREFECT_API_URL, or unset it"
     ours: dict[Any, Any] = {settings.PREFECT_API_AUTH_STRING: info.auth} if info.ours else {}
     asked = {settings.PREFECT_API_URL: info.api_url, settings.PREFECT_CLIENT_MAX_RETRIES: 0}
+    there, here, code, trouble = "", package_version("prefect"), 200, ""
     try:
         with settings.temporary_settings(asked | ours):
             client = get_client(httpx_settings={"timeout": _ANSWER_S}, sync_client=True)
-            client.raise_for_api_version_mismatch()
-    except Exception as error:
-        cause = error.__cause__ or error
-        answer = cause.response.status_code if isinstance(cause, httpx.HTTPStatusError) else None
-        if answer in (401, 403):
-            key = "export PREFECT_API_AUTH_STRING=USER:PASSWORD (or PREFECT_API_KEY), as it has it"
-            raise KeyRefused(
-                f"The Prefect server {named} answers {answer}: it wants a key, or another one.",
-                expected="a key that it takes",
-                fix=mend if info.ours else key,
-            ) from error
-        why = f"answers {answer}" if answer else masked(str(cause)) or type(cause).__name__
+            there = str(client.api_version())
+    except httpx.HTTPStatusError as error:
+        code = error.response.status_code
+        trouble = f"answers {code}" if code == 429 or code >= 500 else ""
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        trouble = f"does not answer: {masked(str(error)) or type(error).__name__}"
+    except ValueError:  # no JSON
+        there = ""
+    if trouble:
         raise ServerError(
-            f"The Prefect server {named} cannot be used: {why}",
-            expected=f"the address of a Prefect API (it ends in /api) that answers within "
-            f"{_ANSWER_S:.0f} s, of major version {package_version('prefect').partition('.')[0]}",
+            f"The Prefect server {named} {trouble}.",
+            expected=f"an answer within {_ANSWER_S:.0f} s",
             fix=f"start it, or {mend}",
-        ) from error
+        )
+    if code in (401, 403):
+        raise KeyRefused(
+            f"The Prefect server {named} answers {code}: it wants a key, or another one.",
+            expected="a key that it takes",
+            fix=mend
+            if info.ours
+            else "export PREFECT_API_AUTH_STRING=USER:PASSWORD "
+            "(or PREFECT_API_KEY), as the server has it",
+        )
+    if not there[:1].isdigit():
+        raise ConfigurationError(
+            f"What answers at {named} is no Prefect server ({code}).",
+            expected="the address of its API, which ends in /api",
+            fix=mend,
+        )
+    if there.partition(".")[0] != here.partition(".")[0]:
+        raise UnsupportedError(
+            f"The Prefect server {named} has version {there}, and here is {here}.",
+            expected="the same major version",
+            fix=f"{mend}; or install prefect of the server's major version",
+        )

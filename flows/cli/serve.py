@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -222,7 +223,7 @@ def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
 
     `refiner run` starts it when there is none, and leaves it running for the next run.
     """
-    from infra.prefect_server import server_status, stop_server
+    from infra.prefect_server import server_status, stop_server, terminal_link
 
     if what == "stop":
         stopped = stop_server()
@@ -236,6 +237,9 @@ def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
         yield f"Prefect server: {status.state}{f' at {url}' if url else ''}"
         if status.state == "running" and status.info:
             yield f"The page asks for a key: it stands in {status.folder}/auth"
+            link = terminal_link(status.info, "/dashboard", sys.stdout)
+            if link.startswith(f"{url}/open"):
+                yield f"With the key, for you alone: {link}"
         yield f"log: {status.log}"
 
     value = {"version": 1, "url": url, **picked(status, "state", "folder", "log")}

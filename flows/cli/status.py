@@ -24,7 +24,7 @@ from flows.cli.options import (
     show,
     split_workspace,
 )
-from infra.host.terminal import printable, raw
+from infra.host.terminal import raw
 from refiner_core.report.printing import counted, table_lines
 
 if TYPE_CHECKING:
@@ -247,15 +247,15 @@ def _watched(look: Callable[[], Any], page: Callable[[Any], _Page], what: str) -
     watching, not the work."""
     from rich.console import Console
     from rich.live import Live
-    from rich.text import Text
+
+    from flows.running.console import drawn
 
     screen = Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True)
     try:
         with screen if sys.stdout.isatty() else contextlib.nullcontext() as live:
             while (status := look()).orchestrator.works:
                 if live is not None:
-                    shown = printable("\n".join(page(status).lines(_ROWS)))
-                    live.update(Text(shown, no_wrap=True, overflow="ellipsis"), refresh=True)
+                    live.update(drawn(page(status).lines(_ROWS)), refresh=True)
                 time.sleep(_REFRESH_S)
             return status
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
-"""A flow of one's own over recipes: GRPO only where SFT has come far enough.
+"""A flow of one's own over stages: GRPO only where SFT has come far enough, two models measured at
+a time.
 
-python -m flows.examples.sft_then_grpo WORKSPACE BOUND [KEY=VALUE ...]
+    python -m flows.examples.sft_then_grpo WORKSPACE BOUND [KEY=VALUE ...]
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ import sys
 
 from prefect import flow
 
-from flows import api
-from flows.pipeline import pipeline
+from flows import begin_run, ensure
 
 
 @flow  # type: ignore[untyped-decorator]  # mypy does not follow Prefect's imports
@@ -18,13 +18,15 @@ def sft_then_grpo(
     workspace: str = "runs",
     bound: float = 3.0,
     overrides: list[str] = [],  # noqa: B006  # Prefect shows defaults in its form
-) -> float:
+) -> dict[str, object]:
     """Train, look, and go on only if the validation loss of SFT is below the bound."""
-    run = pipeline("tiny", [*overrides, "stages=[data,sft]"], workspace)  # a subflow; its run's id
-    loss = api.metrics_frame(run, "sft", workspace)["loss/validation"].dropna().iloc[-1]
-    if loss < bound:
-        pipeline("tiny", overrides, workspace)  # what is done is not done again
-    return float(loss)
+    run = begin_run("tiny", overrides, workspace)
+    loss = ensure(run, "sft").report["validation_loss"]["final"]
+    if loss >= bound:
+        return {"loss": loss}
+    ensure(run, "grpo")
+    measured = [ensure.submit(run, name) for name in ("evaluate-sft", "evaluate-grpo")]
+    return {"loss": loss, "measured": [future.result().report for future in measured]}
 
 
 if __name__ == "__main__":

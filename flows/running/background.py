@@ -16,13 +16,13 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 from flows.running.console import Console
 from flows.running.showing import Launch
 from infra.host.processes import environment, start_apart
 from infra.jobs.protocol import job_settings, tail_of
-from infra.prefect_server import passed_on, server_status, state_dir
+from infra.prefect_server import passed_on, server_status, state_dir, terminal_link
 from infra.store.orchestrators import orchestrator_of, require_idle
 from infra.store.provenance import check_snapshot
 from infra.store.workspace import Workspace
@@ -178,7 +178,7 @@ def _resume_command(workspace: Workspace, call: str, code: str, *options: str) -
 _LOGS_KEPT = 20
 
 
-def attach(workspace: Workspace, call: str, console: Console) -> None:
+def attach(workspace: Workspace, call: str, console: Console, stream: TextIO | None = None) -> None:
     """Let a process show the call, and say where. Does not wait.
 
     Parameters
@@ -187,6 +187,8 @@ def attach(workspace: Workspace, call: str, console: Console) -> None:
         A run's id, or :func:`infra.store.layout.sweep_call`.
     console
         Hears the link, or why there is none.
+    stream
+        Where it prints (default: standard error); the link holds the server's key on a terminal.
     """
     try:
         log = _log_of(call)
@@ -199,17 +201,19 @@ def attach(workspace: Workspace, call: str, console: Console) -> None:
     except (OSError, RefinerError) as error:
         console.warn(f"The run is not shown in Prefect: {error}. Work goes on without it.")
         return
-    threading.Thread(target=_listen, args=(read, log, console), daemon=True).start()
+    listening = (read, log, console, stream or sys.stderr)
+    threading.Thread(target=_listen, args=listening, daemon=True).start()
 
 
-def _listen(read: int, log: Path, console: Console) -> None:
+def _listen(read: int, log: Path, console: Console, stream: TextIO) -> None:
     with os.fdopen(read) as lines:
         for line in lines:
             message = json.loads(line)
             if gone := message.get("gone"):
                 console.warn(f"{gone} Work goes on without it (see {log}).")
             elif info := server_status().info:
-                console.note(f"Prefect: {info.url}/runs/flow-run/{message['flow_run']}")
+                path = f"/runs/flow-run/{message['flow_run']}"
+                console.note(f"Prefect: {terminal_link(info, path, stream)}")
 
 
 def _attached_environment() -> dict[str, str]:

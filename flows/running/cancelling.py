@@ -8,6 +8,7 @@ changes nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import psutil
 
 from flows.running.status import required_run, stage_names, the_stage
 from infra.host.processes import ProcessId, host_name, user_name
-from infra.orchestrator.acting import Tell, end_jobs, open_stages, until_over
+from infra.orchestrator.acting import POLL_S, Seldom, Tell, end_jobs, open_stages
 from infra.store.orchestrators import (
     Orchestrator,
     held_by_others,
@@ -139,7 +140,8 @@ def cancel(
         how = f"{who.where} is told by a signal" if who.works else "its jobs are ended from here"
         tell(f"no note of it can be taken ({error.strerror or error}), so {how}")
     if who.works and not now:
-        ended = _wait_for(workspace, run, ids, not stages, patience_s, tell)
+        deadline = time.monotonic() + patience_s
+        ended = _wait_for(workspace, run, ids, not stages, deadline, tell)
         left, who = open_stages(workspace, ids), orchestrator_of(workspace, run.run)
         if who.works or (ended and not left):
             ended = ended and not left
@@ -183,19 +185,22 @@ def _wait_for(
     run: RunRecord,
     stages: Mapping[str, str],
     whole: bool,
-    patience_s: float,
+    deadline: float,
     tell: Tell,
 ) -> bool:
     """Wait until the orchestrator has done it; False if it takes too long, or has gone."""
-    who = orchestrator_of(workspace, run.run)
-
-    def look() -> tuple[bool, str]:
-        nonlocal who
-        who, left = orchestrator_of(workspace, run.run), open_stages(workspace, stages)
-        over = who.standing in ("ended", "gone") or (not whole and not left)
-        return over, f"{who.where} ends " + (", ".join(left) or "the run")
-
-    return until_over(look, tell, patience_s) and who.standing != "gone"
+    told = Seldom(tell)
+    while time.monotonic() < deadline:
+        try:
+            who, left = orchestrator_of(workspace, run.run), open_stages(workspace, stages)
+        except OSError as error:
+            told.wait_out(error)
+            continue
+        if who.standing in ("ended", "gone") or (not whole and not left):
+            return who.standing != "gone"
+        told(f"{who.where} ends " + (", ".join(left) or "the run"))
+        time.sleep(POLL_S)
+    return False
 
 
 def outcome_lines(outcome: CancelOutcome, workspace: Workspace) -> Sequence[str]:

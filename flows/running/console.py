@@ -1,28 +1,45 @@
 """Progress on standard error, and what to do next when it is over.
 
-In: the views of an orchestrator, again and again; of a sweep also how its trials stand. Out: plain
-lines. Of a run these are one per change of a stage's state, and at most one every ten seconds about
-its progress; of a sweep one per change of a trial's state. ``quiet`` leaves only warnings and
-failures. `refiner status --watch` redraws a table. Standard output is never touched: it belongs to
-``--json``.
+In: the views of an orchestrator, again and again; of a sweep also how its trials stand. Out: on a
+terminal a table that redraws itself (rich, imported only then), of a sweep with the stages at work
+alone; elsewhere plain lines. Of a run these are one per change of a stage's state, and at most one
+every ten seconds about its progress; of a sweep one per change of a trial's state, and now and then
+the stages at work. ``quiet`` leaves only warnings and failures. Standard output is never touched:
+it belongs to ``--json``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
-from infra.host.terminal import printable
+from infra.host.terminal import printable, raw
 from infra.orchestrator.timeline import first_line, rough
 from refiner_core.contract.types import Progress, StageView
-from refiner_core.report.printing import clock
+from refiner_core.report.printing import clock, table_lines
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.text import Text
+
+
+def can_redraw(stream: TextIO) -> bool:
+    """True if a stream is a terminal on which lines can be redrawn."""
+    encoding = (getattr(stream, "encoding", None) or "utf-8").lower()
+    return stream.isatty() and os.environ.get("TERM") != "dumb" and encoding.startswith("utf")
+
 
 _LINE_EVERY_S = 10.0
+#: Of a sweep: how often plain lines name the stages at work, and how many a terminal shows.
+_AT_WORK_EVERY_S = 30.0
+_ROWS = 16
 _WORKING = ("running", "reattached")
 _NOT_YET = ("queued", "paused", "waiting")
 _STATES = ("done", "skipped", "failed", "interrupted", "blocked", *_WORKING, *_NOT_YET)
@@ -55,12 +72,15 @@ class Console:
         self._stream = sys.stderr if stream is None else stream
         self._clock, self._began = clock, clock()
         self._lock = threading.RLock()
+        self._live: Live | None = None
         self._lost = False
-        self._trials = trials
+        self._fancy = not quiet and can_redraw(self._stream)
+        self._trials, self._at_work_said = trials, clock()
         self._trial_states = dict.fromkeys(trials(), "waiting") if trials else {}
         self._command, self._workspace, self._run = tuple(command), workspace, run
         self._states: dict[str, str] = {}
-        self._said: dict[str, tuple[float, Progress | None]] = {}
+        self._since: dict[str, float] = {}
+        self._said: dict[str, tuple[float, Progress]] = {}
 
     def note(self, message: str) -> None:
         """Say something in between; left out when quiet."""
@@ -71,29 +91,53 @@ class Console:
         """Say something that is amiss, but stops nothing."""
         self._print(f"warning: {message}")
 
-    def _print(self, message: str) -> None:
-        """A line, unless the terminal was closed or nobody reads: the work goes on without."""
+    def close(self) -> None:
+        """Leave the terminal as it was. May be called twice."""
         with self._lock:
-            try:
-                if not self._lost:
-                    shown = printable(message) if self._stream.isatty() else message
-                    print(shown, file=self._stream, flush=True)
-            except (OSError, ValueError):
-                self._lost = True
+            live, self._live = self._live, None
+            if live is not None:
+                with self._while_it_can_be_written():
+                    live.stop()
+
+    def _print(self, message: str) -> None:
+        with self._lock, self._while_it_can_be_written():
+            if self._lost:
+                return
+            if self._stream.isatty():
+                message = printable(message)
+            if self._live is not None:
+                self._live.console.print(message, markup=False, highlight=False)
+            else:
+                print(message, file=self._stream, flush=True)
+
+    @contextlib.contextmanager
+    def _while_it_can_be_written(self) -> Iterator[None]:
+        """A terminal that was closed, a pipe that nobody reads: the work goes on without."""
+        try:
+            yield
+        except (OSError, ValueError):
+            self._lost, self._live = True, None
 
     def show(self, views: Mapping[str, StageView]) -> None:
-        """Say what is news."""
+        """Bring the display up to date."""
         with self._lock:
+            now, rows, title = self._clock(), list(views.values()), ""
+            for view in rows:
+                self._note_change(view, now)
             if self._trials is not None:
-                self._note_trials(self._trials())
-                return
-            for view in views.values():
-                self._note_change(view, self._clock())
+                trials, rows = self._trials(), _at_work(rows)
+                self._note_trials(trials, rows, now)
+                title = trials_text(trials)
+            if self._fancy and not self._lost:
+                with self._while_it_can_be_written():
+                    self._redraw(rows, title)
             self._states.update({name: view.state for name, view in views.items()})
 
     def finish(self, views: Mapping[str, StageView]) -> None:
         """The last state of every stage, then the summary."""
+        self._at_work_said = self._clock()  # the last line counts them, too
         self.show(views)
+        self.close()
         if self._trials is not None:
             trials = self._trials()
             if not self._quiet or any(t.state != "done" for t in trials.values()):
@@ -131,19 +175,28 @@ class Console:
         commands.append(["refiner", "status", *where])
         return [shlex.join(command) for command in commands]
 
+    # ------------------------------------------------------------ plain lines
+
     def _note_change(self, view: StageView, now: float) -> None:
         if view.state != self._states.get(view.name, "waiting"):
-            self._said[view.name] = (now, view.progress)
-            if not self._quiet or view.state == "failed":
-                self._print(state_line(view))
+            self._since[view.name] = now
+            if self._trials is None and (not self._quiet or view.state == "failed"):
+                self._print_plain(view, now)
             return
-        said_at, said = self._said.setdefault(view.name, (now, None))
-        told = not self._quiet and now - said_at >= _LINE_EVERY_S
+        said_at, said = self._said.get(view.name, (self._since.get(view.name, now), None))
+        told = self._trials is None and not self._quiet and now - said_at >= _LINE_EVERY_S
         if told and view.state in _WORKING and view.progress not in (None, said):
+            self._print_plain(view, now)
+
+    def _print_plain(self, view: StageView, now: float) -> None:
+        if view.progress is not None:
             self._said[view.name] = (now, view.progress)
+        if not self._fancy:
             self._print(state_line(view))
 
-    def _note_trials(self, trials: Mapping[str, Any]) -> None:
+    def _note_trials(
+        self, trials: Mapping[str, Any], rows: Sequence[StageView], now: float
+    ) -> None:
         for name, trial in trials.items():
             if self._trial_states.get(name, "waiting") == trial.state:
                 continue
@@ -153,6 +206,47 @@ class Console:
                 run = f" (run {trial.run})" if trial.state == "running" else ""
                 why = _colon(first_line(trial.reason, 300))
                 self._print(f"{name}: {trial.state}{run}{why}")
+        if not self._fancy and not self._quiet and now - self._at_work_said >= _AT_WORK_EVERY_S:
+            self._at_work_said = now
+            self._print(trials_text(trials))
+            for view in rows:
+                self._print(f"  {view.name}: {' '.join(filter(None, [view.state, detail(view)]))}")
+
+    # ------------------------------------------------------------ terminal
+
+    def _redraw(self, rows: Sequence[StageView], title: str) -> None:
+        if self._live is None:
+            from rich.console import Console as RichConsole
+            from rich.live import Live
+
+            self._live = Live(
+                console=RichConsole(file=raw(self._stream), stderr=True),
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                transient=self._trials is not None,
+            )
+            self._live.start()
+        shown = [title] * bool(title) + self._table(rows[: _ROWS if title else None])
+        shown += [f"and {len(rows) - _ROWS} more"] * (bool(title) and len(rows) > _ROWS)
+        self._live.update(drawn(shown), refresh=True)
+
+    def _table(self, rows: Sequence[StageView]) -> list[str]:
+        now, cells = self._clock(), []
+        for view in rows:
+            seconds = view.seconds
+            if view.state in _WORKING:
+                seconds = max(seconds, now - self._since.get(view.name, now))
+            took = clock(seconds) if seconds else ""
+            cells.append((view.name, view.state, took, detail(view)))
+        return [*table_lines(cells, ("stage", "state", "time", "progress"))] if cells else []
+
+
+def drawn(lines: Sequence[str]) -> Text:
+    """Lines as a terminal redraws them, each cut to its width."""
+    from rich.text import Text
+
+    return Text(printable("\n".join(lines)), no_wrap=True, overflow="ellipsis")
 
 
 def state_line(view: StageView) -> str:
@@ -190,6 +284,18 @@ def states_counted(states: Iterable[str], order: Sequence[str] = TRIAL_STATES) -
 def states_text(counts: Mapping[str, int]) -> str:
     """``3 done, 1 failed``."""
     return ", ".join(f"{n} {state}" for state, n in counts.items())
+
+
+def _at_work(views: Sequence[StageView]) -> list[StageView]:
+    """Of each trial the stages that run, else the first that waits."""
+    found: dict[str, list[StageView]] = {}
+    for view in views:
+        found.setdefault(view.name.rpartition("/")[0], []).append(view)
+    rows: list[StageView] = []
+    for mine in found.values():
+        busy = [v for v in mine if v.state in (*_WORKING, "paused")]
+        rows += busy or [v for v in mine if v.state in ("queued", "waiting")][:1]
+    return rows
 
 
 def trials_text(trials: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ _AT_WORK = ("running", "reattached")
 #: As the event log says it -> a view's state.
 _STATES: Mapping[str, ViewState] = {
     **{state: state for state in get_args(ViewState)},
-    "held": "waiting",  # of a trial
+    "held": "interrupted",  # of a trial
 }
 
 
@@ -137,6 +137,19 @@ class Follower:
                 yield json.loads(line)
             except ValueError:  # its writer was killed in the middle of it
                 continue
+
+
+def inputs_of(workspace: Workspace, nodes: Mapping[str, Node], name: str) -> list[str]:
+    """The stages that are over before this one begins, by its record; not those of which it only
+    reads a checkpoint."""
+    stage_id = nodes[name].id
+    record = workspace.read_record(stage_id) if stage_id else None
+    if record is None:
+        return []
+    at_step = record.spec.at_step
+    wanted = {f for role, f in record.spec.input_fingerprints.items() if role not in at_step}
+    of_stages = [node for node in nodes.values() if node.id]
+    return [n.name for n in of_stages if any(f.startswith(n.fingerprint) for f in wanted)]
 
 
 def new_lines(path: Path, position: int) -> tuple[list[str], int]:

@@ -5,10 +5,11 @@ In: a workspace and the names of a stage and a run. Out: text, at once or as it 
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import BinaryIO, NamedTuple
 
 from flows.running.status import find_run, stage_id_of
 from infra.store.orchestrators import orchestrator_of
@@ -17,7 +18,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 
 _FOLLOW_S = 0.5
-_PIECE_CHARACTERS = 1 << 20
+_PIECE_BYTES = 1 << 20
 
 
 class AttemptLog(NamedTuple):
@@ -172,24 +173,20 @@ def log_pieces(path: Path) -> Iterator[str]:
     """Text of a log, a piece at a time: some are larger than the memory. None where it was
     never made."""
     if path.exists():
-        with _opened(path) as file:
-            yield from _pieces(file)
+        with path.open("rb") as file:
+            yield from _pieces(file, _decoder())
 
 
-def _opened(path: Path) -> TextIO:
-    return path.open(encoding="utf-8", errors="replace", newline="")
-
-
-def _pieces(file: TextIO) -> Iterator[str]:
-    while data := file.read(_PIECE_CHARACTERS):
-        yield data
+def _pieces(file: BinaryIO, decoder: codecs.IncrementalDecoder) -> Iterator[str]:
+    while data := file.read(_PIECE_BYTES):
+        yield decoder.decode(data)
 
 
 def _follow(
     workspace: Workspace, stage_id: str, run_id: str, number: int, tell: Callable[[str], None]
 ) -> Iterator[str]:
     """Text of the log of attempt ``number`` and what comes, then those of the later ones."""
-    path, position, waits = Path(), 0, False
+    path, position, decoder, waits = Path(), 0, _decoder(), False
     while True:
         if _exists(workspace, stage_id, number):
             attempt = workspace.read_attempt(stage_id, number)
@@ -198,12 +195,12 @@ def _follow(
             over = over or _exists(workspace, stage_id, number + 1)
             found = log_file(workspace, stage_id, number)
             if found != path and found.exists():
-                path, position = found, 0
+                path, position, decoder = found, 0, _decoder()
                 tell(f"==> {path} (attempt {number})")
             if found.exists():
-                with _opened(path) as file:
+                with path.open("rb") as file:
                     file.seek(position)
-                    yield from _pieces(file)
+                    yield from _pieces(file, decoder)
                     position = file.tell()
             if over:
                 if outcome is not None:
@@ -230,3 +227,8 @@ def _is_over(workspace: Workspace, stage_id: str, run_id: str, number: int) -> b
     last = workspace.read_attempt(stage_id, number - 1) if number > 1 else None
     stopped = last is not None and last.outcome is not None and last.outcome.decision == "stop"
     return stopped or not (run_id and orchestrator_of(workspace, run_id).works)
+
+
+def _decoder() -> codecs.IncrementalDecoder:
+    """A letter may come in two parts."""
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -35,7 +35,7 @@ class _StopSignals:
     def __init__(self) -> None:
         self._old: dict[int, Callable[[int, FrameType | None], object]] = {}
         self._came: list[tuple[int, float]] = []
-        self._told = False
+        self._first_at: float | None = None
 
     def __enter__(self) -> _StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -47,6 +47,9 @@ class _StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
         """Put the old handlers back. More than once does no harm."""
         for number, old in self._old.items():
             signal.signal(number, old)
@@ -64,13 +67,17 @@ class _StopSignals:
         KeyboardInterrupt
             It was asked again, and not in the same breath: somebody wants to leave.
         """
-        if self._came and self._came[-1][1] - self._came[0][1] > _ONE_WISH_S:
-            raise KeyboardInterrupt
-        if self._told or not self._came:
-            return ""
-        self._told = True
-        number = self._came[0][0]
-        return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        while self._came:
+            number, at = self._came.pop(0)
+            try:
+                self._old.get(number, signal.default_int_handler)(number, None)
+            except KeyboardInterrupt:
+                if self._first_at is None:
+                    self._first_at = at
+                    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+                if at - self._first_at > _ONE_WISH_S:
+                    raise
+        return ""
 
 
 _REFRESH_S = 0.5
@@ -185,7 +192,7 @@ def run_shown(
         try:
             begun()
             views = _until_joined(orchestrator, console, hears, signals)
-            signals.__exit__()  # Ctrl-C leaves what follows
+            signals.restore()  # Ctrl-C leaves what follows
             hears.over(views)
             console.finish(views)
             return views
@@ -193,6 +200,7 @@ def run_shown(
             hears.broke(error)
             raise
         finally:
+            console.close()
             hears.close()
 
 

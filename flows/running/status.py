@@ -12,16 +12,16 @@ from __future__ import annotations
 import itertools
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from infra.disk.probe import Prober, run_tool
+from infra.disk.probe import Prober, Room
 from infra.jobs.dispatch import LocalDispatcher, Router, router_to_look
 from infra.jobs.failures import CLASSES, budget_left
-from infra.jobs.protocol import AttemptRef
+from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt
 from infra.orchestrator.observe import Observer
 from infra.orchestrator.reconcile import NO_ROOM, Seen
 from infra.orchestrator.timeline import Incident, devices_of, first_line, run_events, run_incidents
@@ -34,6 +34,7 @@ from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.records import RunRecord, StageRecord, all_malformed, from_json, picked
 from refiner_core.contract.services import is_service
 
+T = TypeVar("T")
 #: Kinds of stages whose outputs are weights, or weights for others.
 _OF_MODELS = (*TRAINED, "export", "publish")
 
@@ -274,17 +275,56 @@ class DiskStatus:
     source: str = ""
 
 
-def _disk_status(prober: Prober) -> DiskStatus | None:
-    """The room that is left; None where there is no such folder."""
+class _Hurry(Generic[T]):
+    """Asks in the background, again and again, and waits only so long for an answer."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s, self._answer = wait_s, list[T]()
+        self._thread: threading.Thread | None = None
+
+    def ask(self, question: Callable[[], T]) -> T | None:
+        """What was answered in time; nothing is asked twice at a time."""
+        if self._thread is None or not self._thread.is_alive():
+            self._answer = answer = list[T]()
+            self._thread = threading.Thread(target=lambda: answer.append(question()), daemon=True)
+            self._thread.start()
+        self._thread.join(self._wait_s)
+        return self._answer[0] if self._answer else None
+
+
+class HurriedRouter(Router):
+    """Asks in the background and waits only so long; then local jobs are looked at alone, and the
+    others are ``unknown``. ``late`` says so."""
+
+    def __init__(self, router: Router, wait_s: float) -> None:
+        super().__init__(router.dispatchers, router.executor_for)
+        self._wait_s, self._hurry = wait_s, _Hurry[dict[AttemptRef, JobSight]](wait_s)
+        self.late = ""
+
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+        """All of them, or in time those that need no scheduler."""
+        look = super().look
+        far = [a for a in attempts if a.attempt.executor != "local"]
+        seen = look([a for a in attempts if a.attempt.executor == "local"])
+        answer = self._hurry.ask(lambda: look(far)) if far else {}
+        late = f"the scheduler did not answer within {self._wait_s:g} s"
+        self.late = late if answer is None else ""
+        return {**{a.ref: (answer or {}).get(a.ref, JobSight("unknown")) for a in far}, **seen}
+
+
+def _disk_status(prober: Prober, hurry: _Hurry[Room]) -> DiskStatus | None:
+    """The room that is left; the file system's own figures where quotas are not answered in time.
+    None where there is no such folder."""
+    folder = prober.folder
     try:
-        use = shutil.disk_usage(prober.folder)
+        use = shutil.disk_usage(folder)
     except OSError:
         return None
-    room = prober.look()
-    if room.limit_bytes is None:
+    room = hurry.ask(prober.look)
+    if room is None or room.limit_bytes is None:
         # Without what the file system keeps for its administrator, as in `refiner disk`.
-        return DiskStatus(str(prober.folder), use.free, use.used + use.free, "file system")
-    return DiskStatus(str(prober.folder), room.free_bytes, room.limit_bytes, room.source)
+        return DiskStatus(str(folder), use.free, use.used + use.free, "file system")
+    return DiskStatus(str(folder), room.free_bytes, room.limit_bytes, room.source)
 
 
 #: How long a look waits for the scheduler. A healthy one answers sooner; a dead one in a minute.
@@ -338,7 +378,7 @@ class StageStatus:
 class RunStatus:
     """A run at one moment.
 
-    ``scheduler`` says why a job could not be looked at; empty if all could.
+    ``scheduler`` says what is missing because a scheduler did not answer; empty if nothing is.
     ``outage`` is what the orchestrator waits for that it can neither read nor ask just now.
     """
 
@@ -376,7 +416,7 @@ class Watcher:
     workspace, run
         What to look at.
     wait_s
-        How long a command of the scheduler, or of a quota, may take, seconds.
+        How long a look may wait for the scheduler, seconds.
     ask
         Whether a scheduler is asked at all; else its jobs are what records say of them.
     """
@@ -394,10 +434,11 @@ class Watcher:
         self._retries = settings.retries
         near = {"local": LocalDispatcher(workspace)}
         alone = Router(near, lambda _: "local", missing="no scheduler was asked")
-        router = router_to_look(settings, workspace, wait_s) if ask else alone
-        self._observer = Observer(workspace, router, settings)
+        router = router_to_look(settings, workspace) if ask else alone
+        self._router = HurriedRouter(router, wait_s)
+        self._observer = Observer(workspace, self._router, settings)
         config = from_json(DiskConfig, run.config.get("disk") or {})
-        self._room = Prober(workspace.layout.data, config, run=partial(run_tool, timeout_s=wait_s))
+        self._room = Prober(workspace.layout.data, config), _Hurry[Room](wait_s)
 
     def look(self) -> RunStatus:
         """Status of the run now."""
@@ -407,8 +448,6 @@ class Watcher:
         events = run_events(workspace, run.run) if who.works else []
         told = _last_words(events)
         rows = []
-        sights = self._observer.sights.values()
-        unseen = next((s.reason for s in sights if s.sight == "unknown" and s.reason), "")
         for name in stage_names(run):
             stage_id = run.stages[name]
             record = records.get(stage_id)
@@ -425,8 +464,8 @@ class Watcher:
             orchestrator=who,
             stages=tuple(rows),
             incidents=tuple(run_incidents(workspace, run)),
-            disk=_disk_status(self._room),
-            scheduler=unseen,
+            disk=_disk_status(*self._room),
+            scheduler=self._router.late,
             cancel_asked=workspace.cancel_asked(run.run) if who.works else None,
             outage=_outage(events),
         )
@@ -458,7 +497,7 @@ class Watcher:
             return {"dead": "killed", "hung": "hung"}[seen.sight], seen.note
         unknown = self._observer.sights.get(AttemptRef(stage_id, seen.number))
         if unknown is not None and unknown.sight == "unknown" and last.started_at is None:
-            return "queued", unknown.reason
+            return "queued", self._router.late and "the scheduler did not answer in time"
         if seen.running:
             return "running", "" if seen.note.startswith("RUNNING") else seen.note
         return ("suspended" if seen.note.startswith("SUSPENDED") else "queued"), seen.note
@@ -470,9 +509,10 @@ class Watcher:
             last = next((a for a in record.attempts if a.number == result.attempt), last)
         beat = self.workspace.read_heartbeat(stage_id, last.number) or {}
         seconds = result.seconds if result else last.seconds or beat.get("seconds")
+        failed = [(a.number, a.outcome) for a in record.attempts if a.outcome]
         failure = ""
-        for number, outcome in ((a.number, a.outcome) for a in record.attempts):
-            if outcome is not None and outcome.failure != "none":
+        for number, outcome in failed:
+            if outcome.failure != "none":
                 step = f" at step {outcome.step}" if outcome.step else ""
                 said = f": {first_line(outcome.message, 80)}" if outcome.message else ""
                 failure = f"attempt {number}: {outcome.failure}{step}{said}"

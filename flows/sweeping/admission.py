@@ -28,11 +28,10 @@ from flows.running.calls import Pinned, pin_code, record_run
 from flows.sweeping.budget import Budget
 from flows.sweeping.forecasting import canary_text, forecast_lines
 from flows.sweeping.status import last_words
-from infra.host.files import again
 from infra.jobs.failures import is_outage
 from infra.orchestrator.members import Diary, Member, Source
 from infra.orchestrator.timeline import first_line
-from infra.orchestrator.waiting import Outage
+from infra.orchestrator.waiting import Outage, with_patience
 from infra.store import atomic
 from infra.store.checkpoints import MARKER
 from infra.store.layout import sweep_call
@@ -253,7 +252,7 @@ class Admission(Source):
         if self.forecast is not None:
             self.budget.expect(self.forecast)
         for trial in self.plan.trials:
-            again(self._sort_out, trial)
+            with_patience(lambda trial=trial: self._sort_out(trial))  # type: ignore[misc]
 
     def _sort_out(self, trial: Trial) -> None:
         stages, layout, is_done = trial.plan.stages, self.workspace.layout, self.budget.use.is_done

@@ -254,13 +254,19 @@ class AttemptRun:
         if self._is_done is None:
             log.error("attempt %d ends, and whether it is done cannot be seen", self.number)
             return outcome
+        comes_back = False
         if self.stop_asked or outcome.failure == "interrupted":
-            outcome = self._stopped(outcome)
+            outcome, comes_back = self._stopped(outcome)
         outcome = detailed(outcome, error, self.step)
         number, name = outcome.errno, errno.errorcode.get(outcome.errno or 0, "unknown")
         number_text = "" if number is None else f" [errno {number}, {name}]"
         text = "attempt %d ends: %s%s"
         log.error(text, self.number, outcome.message, number_text, exc_info=error)
+        if comes_back:
+            # It stays open: the job keeps its place in the queue, and its next start closes it. An
+            # outcome now would have an orchestrator submit a second job beside it.
+            self.heartbeat.stop()
+            return outcome
         if outcome.failure == "disk_full":
             self._tell_room("end", there=False)
         with self._last_word():
@@ -357,7 +363,8 @@ class AttemptRun:
         token: dict[str, Any] = {"process": str(ProcessId.of()), "started_at": now_text()}
         token |= {"node": host_name(), "provenance": job_provenance(self.config)}
         if self.job is not None:
-            token |= {"node": self.job.node, "job_id": self.job.array_id or self.job.id}
+            name = self.job.array_id or self.job.id
+            token |= {"node": self.job.node, "job_id": name, "restart": self.job.restart}
         with no_space_guard(self.paths.control, "starting the attempt", waits=True):
             if not self.workspace.start_attempt(self.stage_id, self.number, token):
                 raise AttemptClosed(
@@ -379,13 +386,13 @@ class AttemptRun:
         self._tell_room("heartbeat", there=refused is None or not is_no_space(refused))
         self._stop_noted = self._stop_noted or exists(self.paths.stop)
 
-    def _stopped(self, outcome: Outcome) -> Outcome:
-        """With what class a request to stop counts."""
+    def _stopped(self, outcome: Outcome) -> tuple[Outcome, bool]:
+        """With what class a request to stop counts, and whether the job goes on by itself."""
         asked = self.workspace.stop_asked(self.stage_id, self.number)
         why = why_stopped(self.job, self._flag.signal, asked)
         if why.failure != "cancelled" and outcome.failure not in _FOLLOWS_FROM_STOPPING:
-            return outcome  # only a person's word counts for more than what came in between
-        return outcome_of(why.failure, f"{why.message}: {outcome.message}")
+            return outcome, False  # only a person's word counts for more than what came in between
+        return outcome_of(why.failure, f"{why.message}: {outcome.message}"), why.comes_back
 
     def _need(self, path: Path) -> dict[str, Any]:
         value = self.workspace.read_control(path)

@@ -353,7 +353,7 @@ _GIB = 2**30
 Runner = Callable[[Sequence[str]], str]
 
 
-def run_tool(command: Sequence[str], timeout_s: float = _TOOL_TIMEOUT_S) -> str:
+def run_tool(command: Sequence[str]) -> str:
     """Output of a command, standard error included; its exit status is not looked at.
 
     Raises
@@ -362,7 +362,7 @@ def run_tool(command: Sequence[str], timeout_s: float = _TOOL_TIMEOUT_S) -> str:
         It is not there, or does not end.
     """
     try:
-        done = run_program(command, timeout_s, {**environment(), "LC_ALL": "C"})
+        done = run_program(command, _TOOL_TIMEOUT_S, {**environment(), "LC_ALL": "C"})
     except FileNotFoundError as error:
         raise ToolFailed(f"{command[0]} is not installed") from error
     except (OSError, subprocess.SubprocessError) as error:

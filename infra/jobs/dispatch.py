@@ -122,6 +122,9 @@ class LocalDispatcher:
                 process.kill_group()
         return True
 
+    def release(self, attempt: OpenAttempt) -> None:
+        """Nothing holds a local job back."""
+
     def _processes(self, attempt: OpenAttempt) -> list[ProcessId]:
         found = (self._worker(attempt), self._process(attempt.ref, "job"))
         return [p for p in found if p is not None]
@@ -215,12 +218,14 @@ class Router:
         found = self.dispatchers.get(attempt.attempt.executor)
         return found is None or found.kill(attempt)
 
+    def release(self, attempt: OpenAttempt) -> None:
+        """Let a held job start again."""
+        if found := self.dispatchers.get(attempt.attempt.executor):
+            found.release(attempt)
 
-def make_router(
-    config: DispatchConfig, workspace: Workspace, *, adopt: bool = True, timeout_s: float = 30.0
-) -> Router:
+
+def make_router(config: DispatchConfig, workspace: Workspace, *, adopt: bool = True) -> Router:
     """The dispatchers that a recipe names. ``adopt=False``: only to look; nothing is written.
-    ``timeout_s`` is how long a command of the scheduler may take.
 
     Raises
     ------
@@ -234,23 +239,19 @@ def make_router(
         return Router({"local": local}, lambda _: "local")
     from infra.slurm.dispatcher import SlurmDispatcher
     from infra.slurm.profiles import load_profile
-    from infra.slurm.scheduler import RealSlurm
 
     profile = load_profile(config.profile)
     slurm = SlurmDispatcher(
-        *(workspace, profile),
-        scheduler_poll_s=config.scheduler_poll_s,
-        commands=RealSlurm(timeout_s),
-        adopt=adopt,
+        workspace, profile, scheduler_poll_s=config.scheduler_poll_s, adopt=adopt
     )
     return Router({"local": local, "slurm": slurm}, profile.executor_for)
 
 
-def router_to_look(config: DispatchConfig, workspace: Workspace, timeout_s: float = 30.0) -> Router:
+def router_to_look(config: DispatchConfig, workspace: Workspace) -> Router:
     """Like :func:`make_router`, for who only looks (plan, status): never refuses. Where Slurm
     cannot be asked, its jobs are ``unknown``."""
     try:
-        return make_router(config, workspace, adopt=False, timeout_s=timeout_s)
+        return make_router(config, workspace, adopt=False)
     except RefinerError as error:
         local = LocalDispatcher(workspace)
         return Router({"local": local}, lambda _: config.executor, missing=str(error))

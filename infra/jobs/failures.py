@@ -142,14 +142,7 @@ _BY_TEXT: tuple[tuple[FailureClass, tuple[str, ...]], ...] = (
             *("(os error 5)", "(os error 116)", "(os error 30)"),  # as Rust libraries say it
         ),
     ),
-    (
-        "out_of_memory",
-        (
-            *("out of memory", "can't allocate memory", "cannot allocate memory"),
-            *("oom_kill", "oom-kill"),
-        ),
-    ),
-    ("launch_failure", ("could not find submitted jobs in path",)),  # submitit's, on the node
+    ("out_of_memory", ("out of memory", "can't allocate memory", "cannot allocate memory")),
 )
 _EXIT_STATUS = re.compile(r"returned non-zero exit status (\d+)")
 

@@ -84,7 +84,7 @@ class JobSight:
     state, reason
         In the scheduler's words (``PENDING``, ``Resources``), for people.
     held
-        The scheduler holds it back after a failed start: it will not start by itself.
+        The scheduler holds it back after a failed start, until somebody releases it.
     end
         Why it ended, where the dispatcher knows: of use when the worker left no word.
     facts
@@ -154,6 +154,9 @@ class Dispatcher(Protocol):
     def kill(self, attempt: OpenAttempt) -> bool:
         """End the job and all it has started, now; one that queues is withdrawn. False: the order
         did not get through, and the job may go on."""
+
+    def release(self, attempt: OpenAttempt) -> None:
+        """Let a held job start again."""
 
 
 #: Settings of a job that must not look for the internet.

@@ -1,4 +1,4 @@
-"""Requests to stop, and whose they were.
+"""Requests to stop, whose they were, and jobs that the scheduler has started again.
 
 In: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2; a note beside the attempt (``stop.json``); what Slurm says
 of the job. Out: a flag that the stage looks at between two steps (nothing is ever saved in a
@@ -6,8 +6,11 @@ handler: that hangs now and then), and the failure class that the request means.
 nothing but a number, so the job asks: ``scontrol show job`` once, when it ends; what it answers in
 each case was measured on Slurm 22.05.
 
-A job is one attempt: Slurm is told not to start it again. Where it does so all the same, the second
-start finds the attempt begun, and leaves.
+Slurm starts a requeued job with its *original* command, so that names the first attempt for ever,
+whatever has happened since: :func:`attempt_to_run` says which attempt the worker is to run. The
+attempt of the last start is closed, with the reason that the scheduler knows, and the next one is
+claimed for the same orchestrator: with no orchestrator alive, too. An orchestrator may claim it at
+the same moment; exactly one wins, and the loser leaves.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple
 
-from infra.host.processes import host_name, run_program
+from infra.host.processes import ProcessId, host_name, run_program
+from infra.jobs.failures import outcome_of
+from infra.store.atomic import no_space_guard
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.records import FailureClass
@@ -40,10 +45,14 @@ _NO_TIME = (None, "", "None", "Unknown", "N/A")
 
 
 class Why(NamedTuple):
-    """Reason why a job was asked to stop."""
+    """Reason why a job was asked to stop, or ended.
+
+    ``comes_back``: the scheduler has put the job into its queue again, and it will go on by itself.
+    """
 
     failure: FailureClass
     message: str
+    comes_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,12 +65,15 @@ class SlurmJob:
         What Slurm calls the job itself (``123``).
     array_id
         What it is called as part of an array (``120_3``); empty outside of one.
+    restart
+        How often Slurm has started the job again.
     node
         The node's name, as Slurm knows it.
     """
 
     id: str
     array_id: str = ""
+    restart: int = 0
     node: str = ""
 
     @classmethod
@@ -74,6 +86,7 @@ class SlurmJob:
         return cls(
             id=values["SLURM_JOB_ID"],
             array_id=f"{array}_{task}" if array and task else "",
+            restart=int(values.get("SLURM_RESTART_COUNT") or 0),
             node=values.get("SLURMD_NODENAME") or host_name(),
         )
 
@@ -148,7 +161,12 @@ def why_stopped(
     if job is None:
         return Why("interrupted", f"stopped by {name}")
     facts = job_facts(ask(("scontrol", "show", "job", "-o", job.id)), job.id)
-    why = _why(number, facts)
+    if int(facts.get("Restarts") or 0) > job.restart:
+        # Slurm forgets PreemptTime when it requeues, before the signal arrives.
+        why = _end_of_start(job, job.restart, ask) or _ENDS["REQUEUED"]
+        why = why._replace(comes_back=True)
+    else:
+        why = _why(number, facts)
     return why._replace(message=f"{why.message} (job {job.array_id or job.id}, {name})")
 
 
@@ -203,6 +221,43 @@ def _seconds(text: str) -> float | None:
     return total
 
 
+# ---------------------------------------------------------------- after a restart
+
+#: States of a start after which the scheduler starts a job again.
+_ENDS: Mapping[str, Why] = {
+    "PREEMPTED": Why("preempted", "Slurm preempted the job"),
+    "REQUEUED": Why("preempted", "Slurm put the job back into its queue"),
+    "NODE_FAIL": Why("node_failure", "the node failed"),
+    "BOOT_FAIL": Why("node_failure", "the node failed"),
+    "TIMEOUT": Why("time_limit", "the job's time limit was reached"),
+}
+
+
+def why_restarted(job: SlurmJob, ask: Ask = ask_scheduler) -> Why:
+    """Reason why the scheduler has started this job again: what accounting says of its last start.
+
+    Where accounting is off nobody knows any more; then it counts as a preemption.
+    """
+    why = _end_of_start(job, job.restart - 1, ask) or Why("preempted", "the job ended")
+    return Why(why.failure, f"{why.message}; Slurm has started it again (restart {job.restart})")
+
+
+def _end_of_start(job: SlurmJob, start: int, ask: Ask) -> Why | None:
+    """End of the job's start number ``start`` (from 0); None where accounting does not say, or not
+    yet. It keeps one line for each, oldest first."""
+    name = job.array_id or job.id
+    printed = ask(("sacct", "-D", "-X", "-n", "-P", "-j", name, "-o", "State"))
+    states = [line.split()[0] for line in printed.splitlines() if line.strip()]
+    return _ENDS.get(states[start]) if start < len(states) else None
+
+
+#: Ends after which the same job simply goes on. Others are for an orchestrator, which keeps count
+#: of them, pauses, makes room or avoids the node.
+_GOES_ON: frozenset[FailureClass] = frozenset(
+    {"preempted", "time_limit", "node_failure", "interrupted", "killed"}
+)
+
+
 class AttemptClosed(Interrupted):
     """Somebody gave this attempt up, or a later one exists: it must not make anything visible."""
 
@@ -215,3 +270,76 @@ def job_of(workspace: Workspace, stage_id: str, number: int) -> SlurmJob | None:
     attempt = workspace.read_attempt(stage_id, number)
     is_slurm = attempt is not None and attempt.executor == "slurm"
     return SlurmJob.from_environment() if is_slurm else None
+
+
+def attempt_to_run(
+    workspace: Workspace,
+    stage_id: str,
+    number: int,
+    job: SlurmJob | None = None,
+    ask: Ask = ask_scheduler,
+) -> int:
+    """The attempt that this process is to run: ``number`` at the first start of a job.
+
+    Raises
+    ------
+    AttemptClosed
+        There is nothing left to do for this job: the stage is done, was stopped, or goes on in
+        another job.
+    NoSpaceError
+        The next attempt could not be claimed.
+    """
+    named = workspace.layout.attempt(stage_id, number)
+    if job is None or workspace.read_control(named.started) is None:
+        return number
+    newest = max(workspace.layout.stage(stage_id).attempt_numbers(), default=number)
+    if workspace.read_result(stage_id) is not None:
+        raise _nothing_to_do(stage_id, newest, "it is done")
+    paths = workspace.layout.attempt(stage_id, newest)
+    started = workspace.read_control(paths.started)
+    # Only the job of the newest attempt may go on with it.
+    said = (started or {}, workspace.read_control(paths.job) or {})
+    if not any(job.is_called(file.get("job_id")) for file in said):
+        raise _nothing_to_do(stage_id, newest, "it is another job's")
+    attempt = workspace.read_attempt(stage_id, newest)
+    if started is not None and started.get("void"):
+        raise _nothing_to_do(stage_id, newest, "an orchestrator gave it up")
+    if attempt is not None and attempt.outcome is None and started is None:
+        return newest  # an earlier restart claimed it and came no further
+    # Slurm starts a job again only when it has ended all of its last start, so a lower count of
+    # restarts says that the holder is gone, or so nearly that its fence keeps it from harm.
+    restarted = int((started or {}).get("restart") or 0) < job.restart
+    holder = None if restarted or not started else ProcessId.parse(str(started["process"]))
+    lives = holder is not None and (not holder.here or holder.alive)
+    if attempt is None or (attempt.outcome is None and lives):
+        raise _nothing_to_do(stage_id, newest, "another process of this job works on it")
+    if workspace.stop_asked(stage_id, newest) is not None:
+        raise _nothing_to_do(stage_id, newest, "it was asked to stop")
+    if attempt.outcome is None:
+        _close(workspace, stage_id, newest, job, ask)
+        attempt = workspace.read_attempt(stage_id, newest) or attempt
+    outcome = attempt.outcome
+    if outcome is not None and (outcome.decision != "resume" or outcome.failure not in _GOES_ON):
+        raise _nothing_to_do(stage_id, newest, f"it ended ({outcome.failure})")
+    again = {"job_id": job.array_id or job.id, "restart": job.restart}
+    claimed = workspace.claim_restart(stage_id, newest, again)
+    if claimed is None:
+        raise _nothing_to_do(stage_id, newest, "somebody else was faster to go on with it")
+    log.info("restart %d of job %s: attempt %d", job.restart, job.id, claimed.number)
+    return claimed.number
+
+
+def _close(workspace: Workspace, stage_id: str, number: int, job: SlurmJob, ask: Ask) -> None:
+    why = why_restarted(job, ask)
+    beat = workspace.read_heartbeat(stage_id, number) or {}
+    step = (beat.get("progress") or {}).get("done")
+    outcome = replace(outcome_of(why.failure, why.message), step=step)
+    with no_space_guard(workspace.root, "closing the attempt of the last start"):
+        workspace.close_attempt(stage_id, number, outcome, beat.get("seconds"))
+
+
+def _nothing_to_do(stage_id: str, number: int, why: str) -> AttemptClosed:
+    return AttemptClosed(
+        f"This job has nothing left to do for {stage_id}: of attempt {number}, {why}",
+        fix="nothing; whoever works on it goes on",
+    )

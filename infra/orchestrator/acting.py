@@ -25,7 +25,7 @@ from infra.jobs.failures import CLASSES, classify, is_outage, outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.orchestrator.members import Member
 from infra.orchestrator.observe import Observer
-from infra.orchestrator.reconcile import CloseAttempt, Launch, Seen, StopWish
+from infra.orchestrator.reconcile import CloseAttempt, Launch, Release, Seen, StopWish
 from infra.orchestrator.timeline import first_line
 from infra.orchestrator.waiting import Rooms, Trouble
 from infra.store.atomic import Complaints
@@ -81,6 +81,7 @@ class Actor:
     refused: dict[str, Outcome] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
     _stop_sent: dict[AttemptRef, float] = field(default_factory=dict)
+    _released: dict[AttemptRef, int] = field(default_factory=dict)
     _unsure: dict[AttemptRef, str] = field(default_factory=dict)
     _complaints: Complaints = field(default_factory=Complaints)
     #: Stage id -> the run that goes on with it.
@@ -194,11 +195,11 @@ class Actor:
     # ------------------------------------------------------------ ending
 
     def close(self, action: CloseAttempt, attempt: OpenAttempt) -> None:
-        """Write the outcome of an attempt that ended without one."""
+        """Write the outcome of an attempt that ended without one; a hung one is killed first."""
         outcome = action.outcome
         if attempt.ref in self._unsure and attempt.started is None:
             outcome = outcome_of("system_outage", self._unsure[attempt.ref])
-        if action.kill and not self.router.kill(attempt):
+        if outcome.failure == "hung" and not self.router.kill(attempt):
             return  # it may still run: the next round tries again
         if attempt.started is None:
             # Its job may be late rather than lost: take the token away before saying it is gone.
@@ -215,6 +216,18 @@ class Actor:
         except OSError as error:
             self._unwritten(ref, outcome, error)
             return False
+
+    def release(self, action: Release, attempt: OpenAttempt, limit: int) -> None:
+        """Let a held job start again; after ``limit`` times it is withdrawn instead."""
+        count = self._released.get(attempt.ref, 0) + 1
+        self._released[attempt.ref] = count
+        if 0 <= limit < count:
+            self.router.kill(attempt)
+            outcome = outcome_of("launch_failure", f"held again and again: {action.reason}")
+            self.close(CloseAttempt(action.stage, action.attempt, outcome), attempt)
+            return
+        self._note(action.stage, "release", reason=action.reason)
+        self.router.release(attempt)
 
     def stop(self, stage: PlannedStage, attempt: OpenAttempt, seen: Seen, wish: StopWish) -> None:
         """Ask a live job to save and end, and end it if it takes too long."""
@@ -353,27 +366,29 @@ def seen_by(
 # ---------------------------------------------------------------- where nobody works on a call
 
 Tell = Callable[[str], None]
-_POLL_S = 0.3
+POLL_S = 0.3
+_TELL_EVERY_S = 5.0
 
 
-def until_over(look: Callable[[], tuple[bool, str]], tell: Tell, patience_s: float) -> bool:
-    """Look until it is over, as ``look`` says, or took too long: False. What is waited for is told
-    when it is news; an outage is waited out."""
-    deadline, said = time.monotonic() + patience_s, ""
-    while time.monotonic() < deadline:
-        try:
-            over, waits = look()
-        except OSError as error:
-            if not is_outage(error):
-                raise
-            over, waits = False, first_line(str(error), 300)
-        if over:
-            return True
-        if waits != said:
-            tell(waits)
-        said = waits
-        time.sleep(_POLL_S)
-    return False
+class Seldom:
+    """Tells a message again after some seconds only, and another one at once."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell, self._said, self._said_at = tell, "", 0.0
+
+    def __call__(self, message: str) -> None:
+        """Tell it, if it is news."""
+        now = time.monotonic()
+        if message != self._said or now - self._said_at >= _TELL_EVERY_S:
+            self._said, self._said_at = message, now
+            self._tell(message)
+
+    def wait_out(self, error: OSError) -> None:
+        """Tell of an outage, and wait a moment; raises what is none."""
+        if not is_outage(error):
+            raise error
+        self(first_line(str(error), 300))
+        time.sleep(POLL_S)
 
 
 def open_stages(workspace: Workspace, stages: Mapping[str, str]) -> tuple[str, ...]:
@@ -406,7 +421,7 @@ def end_jobs(
     patience_s
         How long it may take in all.
     """
-    router = make_router(settings, workspace)
+    router, told = make_router(settings, workspace), Seldom(tell)
     observer = Observer(workspace, router, settings)
     asked_at: dict[AttemptRef, float] = {}
 
@@ -438,15 +453,21 @@ def end_jobs(
         if ends and router.kill(attempt):
             workspace.close_attempt(*attempt.ref, outcome_of(failure, why))
 
-    def look() -> tuple[bool, str]:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
         errors = Trouble[str]()
-        _, observed = observer.look(stages)
-        for stage_id, attempt in observer.open.items():
-            if (seen := observed.attempts.get(stage_id)) is not None:
-                with errors.at(stage_id):
-                    end(attempt, seen)
-        errors.raise_first()
-        left = open_stages(workspace, stages)
-        return not left, "waiting for " + ", ".join(left)
-
-    return () if until_over(look, tell, patience_s) else open_stages(workspace, stages)
+        try:
+            _, observed = observer.look(stages)
+            for stage_id, attempt in observer.open.items():
+                if (seen := observed.attempts.get(stage_id)) is not None:
+                    with errors.at(stage_id):
+                        end(attempt, seen)
+            errors.raise_first()
+            if not (left := open_stages(workspace, stages)):
+                return ()
+        except OSError as error:
+            told.wait_out(error)
+            continue
+        told("waiting for " + ", ".join(left))
+        time.sleep(POLL_S)
+    return open_stages(workspace, stages)

@@ -16,10 +16,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from infra.host.files import again
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.reconcile import StopWish, stages_by_id
-from infra.orchestrator.waiting import Outage
+from infra.orchestrator.waiting import Outage, with_patience
 from infra.store.atomic import Complaints
 from infra.store.checkpoints import Holds
 from infra.store.orchestrators import CallLeases, take_up
@@ -124,9 +123,9 @@ class Member(Diary):
         WorkspaceError
             The run's code is gone, or is not what was pinned.
         """
-        again(self._workspace.keep_run, self.run)
+        with_patience(lambda: self._workspace.keep_run(self.run))
         if self.run.code:  # after the record, which keeps it from being reclaimed
-            again(require_snapshot, self._workspace, self.run.code)
+            with_patience(lambda: require_snapshot(self._workspace, self.run.code))
         self.write_orchestrator("running", None)
 
     def end(self) -> None:

@@ -37,6 +37,7 @@ from infra.orchestrator.reconcile import (
     Launch,
     Observed,
     Policy,
+    Release,
     Rest,
     Seen,
     Serve,
@@ -142,7 +143,7 @@ def _state_of(
             return action.state, f"needs {action.by}", 6 if action.state == "interrupted" else 1
         case Wait(short=True):
             return "paused", action.reason, 0
-        case Wait(queued=True):
+        case Release() | Wait(queued=True):
             return "queued", action.reason, 0
         case Wait(attempt=0):
             return "waiting", action.reason, 0
@@ -446,6 +447,9 @@ class Orchestrator:
             with errors.at(stage_id):
                 if isinstance(action, CloseAttempt):
                     self._actor.close(self._rooms.minded(action), self._open[stage_id])
+                elif isinstance(action, Release):
+                    limit = self._settings.retries.launch_failure
+                    self._actor.release(action, self._open[stage_id], limit)
         _add_by_stage(errors, sound, trouble)
 
     # ------------------------------------------------------------ showing

@@ -108,11 +108,18 @@ class Rest(Action):
 
 @dataclass(frozen=True)
 class CloseAttempt(Action):
-    """Write the outcome of an attempt that ended without one; ``kill``: its job is ended first."""
+    """Write the outcome of an attempt that ended without one; a hung one is killed first."""
 
     attempt: int
     outcome: Outcome
-    kill: bool = False
+
+
+@dataclass(frozen=True)
+class Release(Action):
+    """Let an attempt's job go on that the scheduler holds back after a failed start."""
+
+    attempt: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -149,8 +156,8 @@ class Seen:
     """One attempt as an observer sees it.
 
     ``local``: it takes one of this machine's slots; ``silent_end`` is why it ended, if it left no
-    word; ``note`` what the scheduler says of it; ``held``: it will not start by itself;
-    ``running``: it does not queue.
+    word; ``note`` what the scheduler says of it; ``held``: it waits to be released; ``running``:
+    it does not queue.
     """
 
     number: int
@@ -250,31 +257,32 @@ def reconcile(
     return {stage_id: step.actions[stage_id] for stage_id in stages}
 
 
-@dataclass
 class _Step:
     """One pass over the union; knows what was decided for the stages before."""
 
-    stages: Stages
-    given: Stages
-    records: Mapping[str, StageRecord]
-    observed: Observed
-    policy: Policy
-    actions: dict[str, Action] = field(default_factory=dict)
-    wanted: set[str] = field(default_factory=set)
-    services: dict[str, Action] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.known = {**self.given, **self.stages}
+    def __init__(
+        self,
+        stages: Stages,
+        given: Stages,
+        records: Mapping[str, StageRecord],
+        observed: Observed,
+        policy: Policy,
+    ) -> None:
+        self.stages, self.known = stages, {**given, **stages}
+        self.records, self.observed, self.policy = records, observed, policy
+        self.actions: dict[str, Action] = {}
+        self.wanted: set[str] = set()
+        self.services: dict[str, Action] = {}
         busy = [
             is_light(stage_id)
-            for stage_id, seen in self.observed.attempts.items()
+            for stage_id, seen in observed.attempts.items()
             if seen.local and seen.sight in ("live", "hung") and not is_service(stage_id)
-            if (record := self.records.get(stage_id)) is not None and record.state == "claimed"
+            if (record := records.get(stage_id)) is not None and record.state == "claimed"
         ]
         #: Free local slots: of stages that work, and of those that only move bytes.
         self.slots = {
-            False: self.policy.max_parallel - busy.count(False),
-            True: max(2, self.policy.max_parallel) - busy.count(True),
+            False: policy.max_parallel - busy.count(False),
+            True: max(2, policy.max_parallel) - busy.count(True),
         }
 
     def _before(self, stage_id: str) -> Action:
@@ -306,7 +314,7 @@ class _Step:
             if over and not self._stopping(stage):
                 return Rest(stage, live=True)
             return replace(now, wanted=stage.id in self.wanted)
-        if stage.id in self.wanted or isinstance(now, CloseAttempt):
+        if stage.id in self.wanted or isinstance(now, CloseAttempt | Release):
             return now
         blocks = any(isinstance(a, Block) and a.by == stage.name for a in asking)
         if isinstance(now, Fail) and blocks:
@@ -362,8 +370,7 @@ class _Step:
         if seen.sight == "unknown":
             return Wait(stage, seen.note or "nobody can say how it is", last.number, unseen=True)
         if seen.sight == "live" and seen.held:
-            outcome = outcome_of("launch_failure", f"held back by the scheduler: {seen.note}")
-            return CloseAttempt(stage, last.number, outcome, kill=True)
+            return Release(stage, last.number, seen.note)
         if seen.sight == "live" and seen.running and last.has_room is False:
             return Wait(stage, NO_ROOM, last.number, short=True)
         if seen.sight == "live":
@@ -377,7 +384,7 @@ class _Step:
         if last.has_room is False and outcome.failure in SILENT:
             message = f"{outcome.message}; it had no room on the disk, not even for its last word"
             outcome = outcome_of("disk_full", message)
-        return CloseAttempt(stage, last.number, outcome, kill=seen.sight == "hung")
+        return CloseAttempt(stage, last.number, outcome)
 
     def _after_end(
         self, stage: PlannedStage, record: StageRecord, outcome: Outcome

@@ -91,9 +91,9 @@ class Incident:
     at
         When, as its writer's clock had it (ISO 8601).
     attempt
-        Its number.
+        Its number; 0 where no attempt was under way.
     failure
-        A failure class.
+        A failure class; ``no_room`` for a stage that could not even begin for want of room.
     text
         One line for people, without the time.
     lost_steps, lost_seconds
@@ -137,6 +137,7 @@ def incidents_of(stages: Iterable[StageHistory], events: Sequence[Event] = ()) -
             worked = (a for a in later if _came_to_work(stage, a))
             after = next(worked, later[0] if later else None)
             found.append(_incident(stage, attempt, outcome, after, around.get(attempt.number, ())))
+        found += _before_any_attempt(stage, around.get(0, ()))
     return sorted(found, key=lambda incident: incident.at)
 
 
@@ -225,6 +226,10 @@ def _onward(attempt: Attempt, outcome: Outcome, after: Attempt | None) -> list[s
     else:
         how = "started over"
     pause = seconds_between(attempt.ended_at, after.started_at)
+    if after.restart > attempt.restart and attempt.seconds is not None:
+        # Slurm started the same job again: its end was noted by whoever went on, as it began.
+        since = seconds_between(attempt.started_at, after.started_at)
+        pause = pause if since is None else max(pause or 0.0, since - attempt.seconds)
     return [how if pause is None else f"{how} after {rough(pause)}"]
 
 
@@ -285,6 +290,18 @@ def _disk_texts(events: Sequence[Event], open_still: bool) -> list[str]:
     elif short and open_still:
         texts.append("waits for room")
     return texts
+
+
+def _before_any_attempt(stage: StageHistory, events: Sequence[Event]) -> list[Incident]:
+    """A stage that could not begin: not even its control files had room."""
+    first = next((e for e in events if e.get("event") == "short"), None)
+    if first is None:
+        return []
+    need = size(int(first.get("need_bytes") or 0))
+    text = "; ".join([f"no room to begin ({need} needed)", *_disk_texts(events, True)])
+    over = any(e.get("event") == "room" for e in events)
+    at = str(first.get("at", ""))
+    return [Incident(at, stage.name, 0, "no_room", text, 0, 0.0, over or bool(stage.record.result))]
 
 
 # ---------------------------------------------------------------- words

@@ -33,6 +33,7 @@ from refiner_core.contract.records import FailureClass, Outcome, StageRecord
 _LONGEST_S = 30.0
 _LONGEST_BETWEEN_S: dict[FailureClass, float] = {"system_outage": 300.0}
 _ELSE_S = 900.0
+_TRIES, _BETWEEN_S = 5, 0.2
 T = TypeVar("T")
 K = TypeVar("K")
 
@@ -124,6 +125,18 @@ class Trouble(dict[K, Exception]):
         """Raise the first of them, if there is any."""
         for error in self.values():
             raise error
+
+
+def with_patience(action: Callable[[], T]) -> T:
+    """Result of ``action``, tried again for a second: for what has no round yet."""
+    for _ in range(_TRIES - 1):
+        try:
+            return action()
+        except OSError as error:
+            if not is_outage(error) or getattr(error, "resumable", False):
+                raise
+        time.sleep(_BETWEEN_S)
+    return action()
 
 
 _RECHECK_S = 5.0

@@ -123,6 +123,7 @@ class OtherNodes:
             "port": self._listener.getsockname()[1],
             "key": self._key.hex(),
             "job_id": job.id,
+            "restart": job.restart,
         }
         self._nodes: dict[int, Connection] = {}
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -254,16 +255,20 @@ def _connect(workspace: Workspace, stage_id: str, job: SlurmJob) -> Connection |
         for number in reversed(stage.attempt_numbers()):
             paths = stage.attempt(number)
             note = atomic.read_json(paths.control / _FILE)
-            if note is not None and job.is_called(note.get("job_id")):
+            if note is not None and _is_of(note, job):
                 with contextlib.suppress(OSError, EOFError, AuthenticationError):
                     key = bytes.fromhex(note["key"])
                     return Client((note["address"], note["port"]), "AF_INET", authkey=key)
-            started = workspace.read_control(paths.started) or {}
-            if job.is_called(started.get("job_id")) and paths.outcome.exists():
+            started = workspace.read_control(paths.started)
+            if started is not None and _is_of(started, job) and paths.outcome.exists():
                 return None
         if stage.result.exists():
             return None
         time.sleep(_WAIT_S)
+
+
+def _is_of(note: Mapping[str, Any], job: SlurmJob) -> bool:
+    return job.is_called(note.get("job_id")) and int(note.get("restart") or 0) == job.restart
 
 
 # ---------------------------------------------------------------- parts

@@ -3,7 +3,8 @@
 In: requests, open attempts. Out: jobs, and sights of them. Before sbatch is called, ``batch.json``
 beside the attempt says under which unique name; afterwards ``job.json`` says which id it got. So a
 crash in between loses nothing: the job is found by its name, its id noted, and what submitit had
-not yet put into place is put there.
+not yet put into place is put there. Slurm may start a job again under the same id; several attempts
+may then share it.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class SlurmDispatcher:
         self._ended_by_us: set[str] = set()
         # What has been read; it never changes once a job has an id.
         self._batches: dict[AttemptRef, _Batch] = {}
+        self._submitted_as: dict[AttemptRef, _Batch | None] = {}
 
     # ------------------------------------------------------------ submitting
 
@@ -207,7 +209,7 @@ class SlurmDispatcher:
 
     def _wanted(self, attempt: OpenAttempt) -> Wanted:
         job_id = attempt.attempt.job_id
-        batch = self._batch(attempt.ref)
+        batch = self._batch(attempt.ref) if job_id is None else self._batch_of_job(attempt.ref)
         name, task, user = attempt.attempt.comment, None, str(os.getuid())
         if batch is not None:
             name, task, user = batch.comment, batch.index, batch.user
@@ -232,7 +234,7 @@ class SlurmDispatcher:
 
     def _printed(self, ref: AttemptRef, job_id: str) -> str:
         """The end of what a job has printed outside its worker's log."""
-        batch = self._batch(ref)
+        batch = self._batch_of_job(ref)
         folder = self._paths(ref).submitit
         if batch is not None:
             folder = self.workspace.layout.control / batch.folder
@@ -247,7 +249,7 @@ class SlurmDispatcher:
             return False
         self._view.look([self._wanted(attempt)])
         found = self._view.known(job_id)
-        if found is None or not found.running:
+        if found is None or not found.rule.running:
             return False
         return self._told("asked to end", job_id, lambda: self._commands.signal(job_id, "TERM"))
 
@@ -258,6 +260,12 @@ class SlurmDispatcher:
             return True
         self._ended_by_us.add(job_id)
         return self._told("ended", job_id, lambda: self._commands.cancel(job_id))
+
+    def release(self, attempt: OpenAttempt) -> None:
+        """``scontrol release``."""
+        job_id = self._id_of(attempt)
+        if job_id and self._told("released", job_id, lambda: self._commands.release(job_id)):
+            self._view.released(job_id)
 
     def _told(self, what: str, job_id: str, order: Callable[[], bool | None]) -> bool:
         """Give the scheduler an order; one that does not answer is a line in the log."""
@@ -297,7 +305,7 @@ class SlurmDispatcher:
 
         The same folder under another name, or one that cannot be seen from here, is no copy.
         """
-        batch = self._batch(ref)
+        batch = self._batch_of_job(ref)
         words = () if batch is None else batch.command
         if "--workspace" not in words:
             return None
@@ -305,6 +313,15 @@ class SlurmDispatcher:
         if named == self.workspace.root or not named.exists():
             return None
         return None if named.samefile(self.workspace.root) else named
+
+    def _batch_of_job(self, ref: AttemptRef) -> _Batch | None:
+        """That of the attempt which submitted the job: Slurm may have started it again since, for
+        attempts that were never submitted themselves."""
+        if ref not in self._submitted_as:
+            earlier = (AttemptRef(ref.stage_id, n) for n in range(ref.number, 0, -1))
+            found = next((b for b in map(self._batch, earlier) if b is not None), None)
+            self._submitted_as[ref] = found
+        return self._submitted_as[ref]
 
     def _batch(self, ref: AttemptRef) -> _Batch | None:
         if ref not in self._batches:

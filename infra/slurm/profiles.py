@@ -32,15 +32,16 @@ SbatchOptions = Mapping[str, str | int | bool | None]
 #: As pydantic reads these from a file: no other keys, and `account: 12345` is a name.
 _READING = {"extra": "forbid", "coerce_numbers_to_str": True}
 
-#: What this package sets itself, or has fields for; a profile that set it too would break finding
-#: jobs again.
-_OURS = frozenset(
-    {
-        *("job-name", "comment", "array", "wait", "parsable", "wrap", "test-only", "output"),
-        *("error", "open-mode", "chdir", "partition", "account", "qos", "constraint", "exclude"),
-        *("nodelist", "signal", "requeue", "no-requeue", "time"),
-    }
-)
+#: What this package sets itself; a profile that set it too would break finding jobs again.
+_OURS = {
+    **dict.fromkeys(("job-name", "comment"), "jobs are found again by it"),
+    **dict.fromkeys(("array", "wait", "parsable", "wrap", "test-only"), "arrays are made here"),
+    **dict.fromkeys(("output", "error", "open-mode", "chdir"), "logs are read there"),
+    **{k: f"set `{k}`" for k in ("partition", "account", "qos", "constraint", "exclude")},
+    **{"nodelist": "set `nodelist`", "signal": "set `signal_lead_s`"},
+    **dict.fromkeys(("requeue", "no-requeue"), "set `requeue`"),
+    "time": "stages say it: `resources.time_limit_min`",
+}
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ class Profile(Place):
     array_min, array_limit, array_size
         From how many jobs of one shape on an array is used, how many of its tasks run at a time,
         and how many it may have (Slurm's MaxArraySize less one).
+    requeue
+        Slurm may start preempted jobs, and those of failed nodes, again under the same id.
     signal_lead_s
         How long before the time limit a job is told, at the least; longer where saving takes long.
     """
@@ -136,6 +139,7 @@ class Profile(Place):
     array_min: Annotated[int, Field(ge=2)] = 4
     array_limit: Annotated[int, Field(ge=1)] = 64
     array_size: Annotated[int, Field(ge=2)] = 1000
+    requeue: bool = True
     signal_lead_s: int = 120
 
     def executor_for(self, stage: PlannedStage) -> Literal["local", "slurm"]:
@@ -219,7 +223,6 @@ def load_profile(name: str | None = None) -> Profile:
     """
     path = find_file(name or DEFAULT_PROFILE, "Slurm profile", shipped_files(PROFILE_PACKAGE))
     values = yaml_fields(path, f"Profile {path}", "partition: gpu", may_be_empty=True)
-    values.pop("requeue", None)  # of earlier versions: what goes on is always another job
     profile = _built({"name": path.stem, **values}, path)
     _check_values(profile, path)
     return profile
@@ -254,7 +257,7 @@ def _check_values(profile: Profile, path: Path) -> None:
                 raise ConfigurationError(
                     f"`{prefix}sbatch.{option}` is set in profile {path}",
                     expected="options of sbatch that refiner does not set itself",
-                    fix="leave it out, or set the profile's own field of that name",
+                    fix=f"leave it out ({_OURS[name]})",
                 )
     options = map(str, (*profile.sbatch.values(), *profile.cpu.sbatch.values()))
     secrets = [name for name in profile.env if is_secret_name(name)]

@@ -148,6 +148,10 @@ class RealSlurm:
         done = self._run(*command, passing=_NOT_THERE)
         return done.returncode == 0 and not _NOT_THERE.search(done.stderr)
 
+    def release(self, job_id: str) -> None:
+        """Let a held job start."""
+        self._run("scontrol", "release", job_id, passing=_NOT_THERE)
+
     def _run(
         self, *command: str, passing: re.Pattern[str] | None = None
     ) -> subprocess.CompletedProcess[str]:
@@ -200,6 +204,8 @@ log = logging.getLogger(__name__)
 
 #: A scheduler that does not answer is asked at most this rarely, seconds.
 LONGEST_PAUSE_S = 120.0
+#: Accounting that was off is tried again after this long, seconds.
+_ACCOUNTING_AGAIN_S = 600.0
 
 
 class Wanted(NamedTuple):
@@ -257,12 +263,18 @@ class SchedulerView:
         self._new: dict[str, JobFacts] = {}
         self._next_at = float("-inf")
         self._failures = 0
+        self._accounting_at = float("-inf")
 
     # ------------------------------------------------------------ asking
 
     def submitted(self, job_id: str, name: str) -> None:
         """A job that was submitted a moment ago: it is live until an answer says otherwise."""
         self._new[job_id] = JobFacts(job_id, "PENDING", name=name, source="sbatch")
+
+    def released(self, job_id: str) -> None:
+        """A job that was let go a moment ago: it is not held until an answer says so again."""
+        if job_id in self._live:
+            self._live[job_id] = replace(self._live[job_id], reason="released")
 
     def look(self, wanted: Sequence[Wanted]) -> dict[Hashable, Answer]:
         """Answers to each, by :attr:`Wanted.key`; asks the scheduler if it is time to."""
@@ -296,7 +308,7 @@ class SchedulerView:
         try:
             rows = self._commands.queue({w.user for w in wanted})
             jobs = [facts_of(row, "squeue") for row in rows]
-            self._live = {j.job_id: j for j in jobs if not j.over}
+            self._live = {j.job_id: j for j in jobs if not j.rule.over}
             self._new.clear()
             self._ask_for_the_rest(wanted)
         except SlurmUnavailable as error:
@@ -332,12 +344,12 @@ class SchedulerView:
     def _settle(self, wanted: Wanted, told: JobFacts | None, noted: JobFacts | None) -> None:
         """Of the controller and of accounting, the former is fresher; the latter alone knows steps,
         and who has cancelled it."""
-        found = told or (noted if noted is not None and noted.over else None)
+        found = told or (noted if noted is not None and noted.rule.over else None)
         if found is not None and noted is not None:
             found = replace(found, steps=noted.steps, by=noted.by)
         if found is not None:
             self._missing.pop(wanted.key, None)
-            if found.over:
+            if found.rule.over:
                 self._over[wanted.key] = found
             else:  # it came back between two queries
                 self._live[found.job_id] = found
@@ -350,12 +362,17 @@ class SchedulerView:
             self._lost.add(wanted.key)
 
     def _accounts(self, ids: Sequence[str], names: Sequence[str]) -> list[Row]:
-        """What accounting says; nothing where it is off: the controller's memory must do."""
+        if self._clock() < self._accounting_at:
+            return []
         try:
-            return self._commands.accounts(ids, names) or []
+            found = self._commands.accounts(ids, names)
         except SlurmUnavailable as error:
             log.debug("%s", error)
             return []
+        if found is None:
+            log.debug("accounting is off; the controller's memory must do")
+            self._accounting_at = self._clock() + _ACCOUNTING_AGAIN_S
+        return found or []
 
 
 def _pick(jobs: Iterable[JobFacts], wanted: Wanted) -> JobFacts | None:

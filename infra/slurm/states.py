@@ -1,53 +1,110 @@
-"""Meaning of Slurm's words: states, reasons, and how a job's end is named.
+"""Meaning of Slurm's words: one table of states, one of reasons, and how a job's end is named.
 
 In: rows that Slurm's commands print. Out: :class:`JobFacts`, and from these
 :class:`~infra.jobs.protocol.JobSight` values. Pure: asks nobody, remembers nothing.
 
-A job counts as over only in a state that Slurm never leaves by itself; any other state is live. The
-failure class of an end comes from the state where that is clear (TIMEOUT, NODE_FAIL), from what
-Slurm notes beside it (steps out of memory, a preemption), from the exit code, and last from what
-the job has printed.
+A job counts as over only in a state that Slurm never leaves by itself; a state that this table does
+not know is live. The failure class of an end comes from the state where that is clear (TIMEOUT,
+NODE_FAIL), from what Slurm notes beside it (steps out of memory, a preemption), from the exit code,
+and last from what the job has printed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import pwd
 import re
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from infra.jobs.failures import classify_silent_end, outcome_of
 from infra.jobs.protocol import JobSight
 from refiner_core.contract.records import FailureClass, Outcome, picked
 
-#: States in which a job's processes make progress.
-RUNNING = frozenset({"RUNNING", "RESIZING", "SIGNALING"})
-#: States that Slurm never leaves by itself: the class of such an end, none where it takes more than
-#: the state to tell, and the words for people. All others are live.
-ENDS: Mapping[str, tuple[FailureClass | None, str]] = {
-    "COMPLETED": (None, ""),
-    "FAILED": (None, ""),
-    "CANCELLED": ("cancelled", ""),
-    "TIMEOUT": ("time_limit", "reached its time limit"),
-    "DEADLINE": ("time_limit", "reached its deadline"),
-    "NODE_FAIL": ("node_failure", "lost its node"),
-    "BOOT_FAIL": ("launch_failure", "found no node that booted"),
-    "OUT_OF_MEMORY": ("out_of_memory", "ran out of host memory"),
-    "PREEMPTED": ("preempted", "was preempted"),
-    "REVOKED": ("launch_failure", "was withdrawn by its federation"),
+
+class StateRule(NamedTuple):
+    """Meaning of one of Slurm's job states.
+
+    ``over``: nothing of the job runs any more, and Slurm will not start it again by itself.
+    ``running``: its processes make progress. ``failure``: the class of such an end; none where it
+    takes more than the state to tell. ``words``: for people.
+    """
+
+    over: bool
+    running: bool
+    failure: FailureClass | None
+    words: str
+
+
+STATES: dict[str, StateRule] = {
+    "PENDING": StateRule(False, False, None, "waits in the queue"),
+    "CONFIGURING": StateRule(False, False, None, "its nodes boot"),
+    "POWER_UP_NODE": StateRule(False, False, None, "its nodes boot"),
+    "RUNNING": StateRule(False, True, None, ""),
+    "RESIZING": StateRule(False, True, None, "changes its size"),
+    "SIGNALING": StateRule(False, True, None, "is sent a signal"),
+    "SUSPENDED": StateRule(False, False, None, "suspended; it goes on by itself"),
+    "STOPPED": StateRule(False, False, None, "stopped by a signal, its nodes kept"),
+    "COMPLETING": StateRule(False, False, None, "its processes are being ended"),
+    "STAGE_OUT": StateRule(False, False, None, "its files are being copied out"),
+    "REQUEUED": StateRule(False, False, None, "put back into the queue"),
+    "REQUEUE_FED": StateRule(False, False, None, "put back into the federation's queue"),
+    "REQUEUE_HOLD": StateRule(False, False, None, "put back into the queue and held"),
+    "SPECIAL_EXIT": StateRule(False, False, None, "put back into the queue and held"),
+    "RESV_DEL_HOLD": StateRule(False, False, None, "held: its reservation was deleted"),
+    "COMPLETED": StateRule(True, False, None, "ended with exit code 0"),
+    "FAILED": StateRule(True, False, None, "failed"),
+    "CANCELLED": StateRule(True, False, "cancelled", "was cancelled"),
+    "TIMEOUT": StateRule(True, False, "time_limit", "reached its time limit"),
+    "DEADLINE": StateRule(True, False, "time_limit", "reached its deadline"),
+    "NODE_FAIL": StateRule(True, False, "node_failure", "lost its node"),
+    "BOOT_FAIL": StateRule(True, False, "launch_failure", "its node did not boot"),
+    "OUT_OF_MEMORY": StateRule(True, False, "out_of_memory", "ran out of host memory"),
+    "PREEMPTED": StateRule(True, False, "preempted", "was preempted"),
+    "REVOKED": StateRule(True, False, "launch_failure", "was withdrawn by its federation"),
 }
-#: Reasons for waiting that do not pass by themselves, and what mends them.
-_NEVER = (
-    (r"BadConstraints", "check `constraint`, `nodelist` and `exclude` in the profile"),
-    (r"PartitionTimeLimit", "lower `resources.time_limit_min`"),
-    (r"PartitionNodeLimit|(Assoc|QOS)Max\w+PerJob(Limit)?", "lower the stage's `resources`"),
-    (r"Invalid(Account|QOS)", "correct it in the profile"),
-    (r"(Assoc|QOS)Grp\w*(?<!Run)(Minutes|Wall)(Limit)?", "the budget is used up; ask for more"),
-    (r"JobHeld\w+|JobHoldMaxRequeue", "`scontrol release` lets it go on"),
+_UNKNOWN_STATE = StateRule(False, False, None, "a state that this version does not know")
+
+#: Reasons for waiting that do not pass by themselves, and what mends them, where the word does not
+#: say it.
+NEVER: dict[str, str] = {
+    "BadConstraints": "no node fits the constraints; check `constraint`, `nodelist`, `exclude`",
+    "ReqNodeNotAvail": "nodes it must have are down, drained or reserved",
+    "PartitionNodeLimit": "more nodes than the partition allows",
+    "PartitionTimeLimit": "its time limit is longer than the partition's; lower `time_limit_min`",
+    "InvalidAccount": "the account may not run jobs; set `account` in the profile",
+    "InvalidQOS": "the account may not use this QOS; set `qos` in the profile",
+    "DependencyNeverSatisfied": "a job that it depends on has failed",
+    "JobHoldMaxRequeue": "it was put back too often; `scontrol release` lets it go on",
+    "JobHeldUser": "held by a user; `scontrol release` lets it go on",
+    "JobHeldAdmin": "held by an administrator, who alone can release it",
+}
+#: Limits of an account or QOS on one job; on all its jobs: what is used up, what runs at a time.
+_LIMITS = (
+    (r"(Assoc|QOS)Max\w+PerJob(Limit)?", "more than is allowed for one job; lower its `resources`"),
+    (
+        r"(Assoc|QOS)Grp\w*(?<!Run)(Minutes|Wall)(Limit)?",
+        "the account or QOS has used up its budget, which no waiting brings back; ask for more",
+    ),
+    (
+        r"(Assoc|QOS)Grp\w*",
+        "the account or QOS has as much as it may at a time; it passes when other jobs of it end, "
+        "and never where this job alone asks for more: then lower its `resources`",
+    ),
 )
 _LAUNCH_HELD = re.compile(r"launch[ _]failed[ _]requeued[ _]held", re.IGNORECASE)
 _LAUNCH_FAILED = re.compile(r"JobLaunchFailure|launch[ _]failed", re.IGNORECASE)
 _NODE_REASON = re.compile(r"NodeDown|NodeFail|SystemFailure|Node_?failure", re.IGNORECASE)
 _CANCELLED_BY = re.compile(r"CANCELLED by (\d+)")
+_PRINTED: tuple[tuple[re.Pattern[str], FailureClass], ...] = (
+    (re.compile(r"oom[-_ ]?kill|: Out Of Memory"), "out_of_memory"),
+    (re.compile(r"CANCELLED AT \S+ DUE TO TIME LIMIT"), "time_limit"),
+    (re.compile(r"CANCELLED AT \S+ DUE TO PREEMPTION"), "preempted"),
+    (re.compile(r"CANCELLED AT \S+ DUE TO NODE FAILURE"), "node_failure"),
+    (re.compile(r"could not find submitted jobs in path"), "launch_failure"),
+)
 #: How slurmd reports that it could not even open the job's log files.
 _NO_LAUNCH = (0, 53)
 
@@ -76,14 +133,9 @@ class JobFacts:
     source: str = ""
 
     @property
-    def over(self) -> bool:
-        """Tell whether nothing of it runs any more, and Slurm will not start it again by itself."""
-        return self.state in ENDS
-
-    @property
-    def running(self) -> bool:
-        """Tell whether its processes make progress."""
-        return self.state in RUNNING
+    def rule(self) -> StateRule:
+        """Rule of its state."""
+        return STATES.get(self.state, _UNKNOWN_STATE)
 
     @property
     def out_of_memory(self) -> bool:
@@ -153,21 +205,25 @@ def sight_of(job: JobFacts, started: bool, printed: Callable[[], str]) -> JobSig
     ``started`` says whether its worker ever took the attempt; ``printed`` reads the end of what it
     printed, and is called for ended jobs only.
     """
-    if job.over:
+    if job.rule.over:
         end, facts = end_of(job, started, printed()), job.as_text()
         sight = JobSight("dead", running=False, reason=job.reason, end=end, facts=facts)
     else:
         held = bool(_LAUNCH_HELD.search(job.reason))
-        sight = JobSight("live", running=job.running, reason=_waiting_for(job), held=held)
+        running = job.rule.running
+        sight = JobSight("live", running=running, reason=waiting_for(job), held=held)
     return replace(sight, state=job.state, node=job.node)
 
 
-def _waiting_for(job: JobFacts) -> str:
+def waiting_for(job: JobFacts) -> str:
     """Reason why a live job does not run, in Slurm's word and, where that does not pass by itself,
     what to do about it."""
     key = job.reason.split(",")[0]
-    hint = next((words for pattern, words in _NEVER if re.fullmatch(pattern, key)), "")
-    return f"{key}: {hint}" if hint else key
+    if job.rule.running or _LAUNCH_HELD.search(job.reason):
+        return key
+    hint = NEVER.get(key) or next((words for p, words in _LIMITS if re.fullmatch(p, key)), "")
+    hint = hint or ("" if job.state == "PENDING" else job.rule.words)
+    return ": ".join(filter(None, (key, hint)))
 
 
 def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:
@@ -178,11 +234,15 @@ def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:
         return outcome_of("out_of_memory", f"{told}: more host memory than it asked for")
     if job.preempted and job.state != "TIMEOUT":
         return outcome_of("preempted", f"{told}: it had to make room for another job")
-    failure, words = ENDS[job.state]
-    if failure == "cancelled":
-        return outcome_of("cancelled", f"{told}: cancelled by user {job.by or '?'}")
-    if failure is not None:
-        return outcome_of(failure, f"{told}: it {words}")
+    if job.rule.failure == "cancelled":
+        whom = "somebody"
+        if job.by:
+            whom = f"user {job.by}"
+            with contextlib.suppress(KeyError, OverflowError):
+                whom = pwd.getpwuid(int(job.by)).pw_name
+        return outcome_of("cancelled", f"{told}: cancelled by {whom}")
+    if job.rule.failure is not None:
+        return outcome_of(job.rule.failure, f"{told}: it {job.rule.words}")
     return _end_by_trace(job, started, printed, told)
 
 
@@ -194,8 +254,8 @@ def _end_by_trace(job: JobFacts, started: bool, printed: str, told: str) -> Outc
         return outcome_of("launch_failure", f"{told} ({code[0]}:{code[1]}): {why}")
     if _NODE_REASON.search(job.reason):
         return outcome_of("node_failure", f"{told}: {job.reason}")
-    silent = f"{told} (exit {code[0]}:{code[1]}), and the worker left no word"
-    return _end_by_print(started, printed, silent)
+    silent = f"{told} ({_ending(*code)}), and the worker left no word"
+    return _end_by_print(started, printed, told, silent)
 
 
 def lost_end(job_id: str | None, started: bool, printed: str) -> Outcome:
@@ -204,9 +264,26 @@ def lost_end(job_id: str | None, started: bool, printed: str) -> Outcome:
         why = "Slurm knows no such job: it was never submitted, for sbatch gave no answer"
         return outcome_of("system_outage", why)
     silent = f"Slurm does not know job {job_id} any more; it left no word"
-    return _end_by_print(started, printed, silent)
+    return _end_by_print(started, printed, f"job {job_id} is gone", silent)
 
 
-def _end_by_print(started: bool, printed: str, silent: str) -> Outcome:
+def _end_by_print(started: bool, printed: str, told: str, silent: str) -> Outcome:
+    if (spoken := printed_end(printed)) is not None:
+        return outcome_of(spoken, f"{told}; it printed as much")
     end = classify_silent_end(started, printed)
     return end if end.failure != "killed" else outcome_of("killed", silent)
+
+
+def printed_end(printed: str) -> FailureClass | None:
+    """Class of a job's end by Slurm's own lines in its log; the last one counts, because a requeued
+    job appends to it."""
+    hits = [(m.start(), kind) for pattern, kind in _PRINTED for m in pattern.finditer(printed)]
+    return max(hits)[1] if hits else None
+
+
+def _ending(code: int, number: int) -> str:
+    if not number and code > 128:
+        number = code - 128
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(number).name}"
+    return f"signal {number}" if number else f"exit code {code}"

@@ -37,7 +37,6 @@ from refiner_core.contract.errors import (
     RefinerError,
 )
 from refiner_core.contract.placement import STAGES as TRAINING_STAGES
-from refiner_core.contract.records import picked
 
 _REFUSED = re.compile(
     r"invalid (?:partition|account|qos|feature|reservation|generic resource|constraint|node name"
@@ -212,7 +211,11 @@ class Submitter:
             "ntasks_per_node": 1,
             "cpus_per_task": wanted.cpus,
             "mem": f"{wanted.memory_gb}GB",
-            **picked(place, "partition", "account", "qos", "constraint", "nodelist"),
+            "partition": place.partition,
+            "account": place.account,
+            "qos": place.qos,
+            "constraint": place.constraint,
+            "nodelist": place.nodelist,
             "exclude": ",".join(exclude) or None,
             "setup": [*profile.setup, *modules] or None,
             "wckey": None,  # submitit's default is one that a site with such keys does not know
@@ -225,7 +228,7 @@ class Submitter:
             more |= (
                 {"gres": f"gpu:{what}"} if profile.gpu_option == "gres" else {"gpus_per_node": what}
             )
-        more["requeue" if first.kind == _ORCHESTRATOR else "no_requeue"] = True
+        more["requeue" if profile.requeue else "no_requeue"] = True
         if place.reservation:
             more["reservation"] = place.reservation
         for option, value in place.sbatch.items():
@@ -288,8 +291,6 @@ def _own_environment() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-#: A job that Slurm may start again: all state is in the workspace.
-_ORCHESTRATOR = "orchestrator"
 #: Where the partition's limit is not in the profile. Longer ones are refused on most clusters.
 _TIME_MIN = 24 * 60
 _MEMORY_GB = 2
@@ -315,8 +316,9 @@ def submit_orchestrator(
     resources = Resources(cpus=1, memory_gb=_MEMORY_GB, time_limit_min=_TIME_MIN)
     limit = profile.place_for(resources).max_time_min
     resources = replace(resources, time_limit_min=limit or _TIME_MIN)
-    request = JobRequest(_ORCHESTRATOR, 1, name, resources, kind=_ORCHESTRATOR)
-    submitter = Submitter(profile, profile.python or sys.executable)
+    request = JobRequest("orchestrator", 1, name, resources)
+    # Its children must end with it, not hold its job open; and it must come back by itself.
+    submitter = Submitter(replace(profile, requeue=True), profile.python or sys.executable)
     return submitter.submit(Submission(name, folder, (request,), (list(command),)))[0]
 
 

@@ -314,6 +314,37 @@ class StageRecords(RecordFiles):
             said = {"config": to_json(config), "inputs": dict(inputs)}
             return self._claim(stage.id, attempt, said, said if claim.apart else {})
 
+    def claim_restart(self, stage_id: str, before: int, job: Mapping[str, Any]) -> Attempt | None:
+        """Take the attempt after ``before`` for the same job, which the scheduler has started
+        again; None if somebody else was faster.
+
+        All but the number is as in the attempt before: it is the same job, of the same owner.
+
+        Parameters
+        ----------
+        stage_id, before
+            The newest attempt, which has ended.
+        job
+            What ``job.json`` is to say besides what it said of the attempt before.
+
+        Raises
+        ------
+        NoSpaceError
+            The small files did not fit.
+        """
+        old = self.layout.attempt(stage_id, before)
+        intent = self.load(Attempt, old.intent)
+        if intent is None:
+            return None
+        attempt = replace(intent, number=before + 1, claimed_at=now_text(), has_room=True)
+        said = {"config": self.part(old, "config"), "inputs": self.part(old, "inputs")}
+        # What the scheduler says is of the start that has ended.
+        kept = {k: v for k, v in (self.read_control(old.job) or {}).items() if k != "scheduler"}
+        if batch := self.part(old, "batch"):
+            kept["batch"] = batch
+        with no_space_guard(self.root, f"claiming {stage_id} again"):
+            return self._claim(stage_id, attempt, said, {"job": {**kept, **job}})
+
     def _claim(
         self, stage_id: str, attempt: Attempt, said: Mapping[str, Any], files: Mapping[str, Any]
     ) -> Attempt | None:

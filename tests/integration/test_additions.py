@@ -98,11 +98,11 @@ from infra.slurm.states import facts_of, sight_of
 for state in ("EXPEDITED", "UNHEARD_OF"):
     facts = facts_of({"state": state, "id": "7"}, "squeue")
     sight = sight_of(facts, True, lambda: "")
-    print(sight.sight, sight.running, sep="|")
+    print(sight.sight, sight.running, facts.rule.words, sep="|")
 """
 _WEIGHT = 'identity(0.0, doc="of the term for short answers", legacy_value=0.0)'
 _COMBINATION = "    combination: Literal"
-_STATE = 'frozenset({"RUNNING", '
+_STATE = '"RUNNING": StateRule(False, True, None, ""),'
 #: What is written, by addition and file: a whole file, or edits of one that is there.
 #: CONTRIBUTING.md names the same files.
 ADDITIONS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
@@ -143,7 +143,9 @@ ADDITIONS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
         ],
     },
     "a state of Slurm's jobs": {
-        "infra/slurm/states.py": [(_STATE, f'{_STATE}"EXPEDITED", ')],
+        "infra/slurm/states.py": [
+            (_STATE, f'{_STATE}\n    "EXPEDITED": StateRule(False, True, None, "goes first"),')
+        ],
     },
 }
 
@@ -244,7 +246,9 @@ def test_a_weight_of_the_reward_is_a_field_as_any_other(house: Path) -> None:
 
 
 def test_a_state_of_slurm_is_a_line_of_one_table(house: Path) -> None:
-    assert python(house, STATE).splitlines() == ["live|True", "live|False"]
+    said = python(house, STATE).splitlines()
+    assert said[0] == "live|True|goes first"
+    assert said[1] == "live|False|a state that this version does not know"
 
 
 @pytest.mark.parametrize("addition", ADDITIONS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -20,14 +21,16 @@ import pytest
 from infra.attempt.attempt import AttemptRun
 from infra.disk.keeper import DiskKeeper
 from infra.host.processes import ProcessId
+from infra.jobs.dispatch import make_router
 from infra.jobs.protocol import AttemptRef, OpenAttempt, job_settings
 from infra.orchestrator.observe import observe_actions
 from infra.orchestrator.orchestrator import Orchestrator
+from infra.orchestrator.timeline import read_events
 from infra.store.provenance import snapshot_code
-from infra.store.traces import read_metrics
+from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import DiskConfig
-from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.config import DiskConfig, DispatchConfig, RetryConfig
+from refiner_core.contract.errors import NoSpaceError, UnsupportedError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import StageRecord
 from refiner_core.contract.types import StageView
@@ -148,6 +151,23 @@ def test_a_local_worker_is_the_orchestrators_own_child_in_a_session_of_its_own(
     campaign.join()
 
 
+def test_views_show_progress_while_a_stage_runs(workspace: Workspace) -> None:
+    tell(workspace, data={"steps": 40, "step_s": 0.05})
+    campaign = campaign_on(workspace, small_plan("data"))
+    campaign.start()
+    until(lambda: campaign.views()["data"].progress, "progress")
+    view = campaign.join()["data"]
+    assert (view.state, view.progress and view.progress.done) == ("done", 40)
+    assert states_of(workspace, campaign, "data") == ["waiting", "running", "done"]
+
+
+def states_of(workspace: Workspace, campaign: Orchestrator, stage: str) -> list[str]:
+    """How a stage was, one after the other, by the call's event log."""
+    events = read_events(workspace.layout.run(campaign.source.shown[0].run.run).events)
+    found = (e["state"] for e in events if e["event"] == "stage" and e["stage"] == stage)
+    return list(dict.fromkeys(found))
+
+
 def test_jobs_import_the_pinned_code_and_not_a_folder_of_the_users(
     workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +188,15 @@ def test_jobs_import_the_pinned_code_and_not_a_folder_of_the_users(
     assert {v.state for v in run_to_end(workspace, small_plan("data")).values()} == {"done"}
 
 
+def test_no_secret_of_the_environment_is_written_down(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_averysecretvalue")
+    run_to_end(workspace, small_plan("data"))
+    for path in workspace.root.rglob("*"):
+        assert not path.is_file() or b"averysecret" not in path.read_bytes(), path
+
+
 def test_nobody_else_may_write_to_what_a_run_makes_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -180,6 +209,17 @@ def test_nobody_else_may_write_to_what_a_run_makes_whatever_the_umask(tmp_path: 
 
 
 # ---------------------------------------------------------------- several at once
+
+
+def test_two_orchestrators_on_one_plan_run_each_stage_once(workspace: Workspace) -> None:
+    stages = ("data", "sft", "grpo", "publish")
+    tell(workspace, data={"steps": 20}, sft={"steps": 20})
+    both = [orchestrator(workspace, *stages) for _ in range(2)]
+    outputs = [json.loads(p.communicate(timeout=PATIENCE_S)[0]) for p in both]
+    for views in outputs:
+        assert {v["state"] for v in views.values()} <= {"done", "skipped"}
+    begun = [stage for word, stage, _ in journal(workspace) if word == "begin"]
+    assert sorted(begun) == sorted(stages)
 
 
 def test_a_stop_leaves_the_job_of_another_living_call_alone(workspace: Workspace) -> None:
@@ -197,6 +237,43 @@ def test_a_stop_leaves_the_job_of_another_living_call_alone(workspace: Workspace
 
 
 # ---------------------------------------------------------------- deaths
+
+
+def test_a_killed_orchestrator_leaves_its_job_running_and_the_next_one_reattaches(
+    workspace: Workspace,
+) -> None:
+    plan = small_plan("data", "sft")
+    tell(workspace, data={"steps": 60, "step_s": 0.05})
+    first = orchestrator(workspace, "data", "sft")
+    worker = until(lambda: worker_of(workspace, plan, "data"), "the worker")
+    os.killpg(first.pid, signal.SIGKILL)  # the whole terminal, not only the process
+    first.wait()
+    assert worker.alive
+    assert [a.action for a in observe_actions(plan, workspace)] == ["reattach", "run"]
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    views = campaign.join()
+    assert {v.state for v in views.values()} == {"done"}
+    assert "reattached" in states_of(workspace, campaign, "data")
+    assert [w[:2] for w in journal(workspace)].count(("begin", "data")) == 1
+
+
+def test_an_orchestrator_that_died_between_claim_and_submit_loses_nothing(
+    workspace: Workspace,
+) -> None:
+    plan = small_plan("data")
+    gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    owner = str(ProcessId.of(gone.pid))
+    gone.communicate(b"\n")
+    from infra.store.workspace import Claim
+
+    stage = plan.by_name["data"]
+    assert workspace.claim_attempt(stage, plan.config, {}, Claim(owner, "local")) is not None
+    assert run_to_end(workspace, plan)["data"].state == "done"
+    outcomes = [a.outcome and a.outcome.failure for a in record(workspace, plan, "data").attempts]
+    assert outcomes == ["killed", "none"]
+    with pytest.raises(Exception, match="given up before it started"):
+        AttemptRun(workspace, stage.id, 1, own_log=False).__enter__()
 
 
 def test_a_killed_worker_is_resumed_from_its_last_checkpoint(workspace: Workspace) -> None:
@@ -231,6 +308,32 @@ def test_a_killed_job_with_all_its_helpers_is_resumed_too(workspace: Workspace) 
     fake_router(workspace).kill(OpenAttempt(ref, attempt))
     view = campaign.join()["data"]
     assert (view.state, view.attempt) == ("done", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_moments_again_and_again_no_step_is_lost_or_doubled(
+    workspace: Workspace, seed: int
+) -> None:
+    dice = random.Random(seed)
+    plan = small_plan("data", retries=RetryConfig(killed=99))
+    stage_id = plan.by_name["data"].id
+    tell(workspace, data={"steps": 40, "step_s": 0.03, "save_every": 3, "bytes": 200_000})
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    for _ in range(6):
+        time.sleep(dice.uniform(0.2, 1.4))
+        number = campaign.views()["data"].attempt
+        worker = worker_of(workspace, plan, "data", number) if number else None
+        if worker is not None and worker.alive:
+            os.kill(worker.pid, signal.SIGKILL)
+    view = campaign.join()["data"]
+    assert view.state == "done"
+    paths = workspace.layout.attempt(stage_id, view.attempt)
+    assert [m.step for m in read_metrics(paths.metrics)] == list(range(1, 41))
+    rollouts = [read_rollouts(p) for p in list_rollouts(paths.rollouts)]
+    assert rollouts == [[{"text": f"step {n}"}] for n in range(1, 41)]
+    assert len(list(workspace.layout.stage(stage_id).checkpoints.iterdir())) <= 2
 
 
 # ---------------------------------------------------------------- stops
@@ -293,6 +396,33 @@ def test_a_signal_to_the_worker_alone_is_resumed_by_the_call_that_waits(
 # ---------------------------------------------------------------- failures
 
 
+@pytest.mark.parametrize(
+    ("failure", "code", "attempts"),
+    [("bug", 70, 2), ("bad_configuration", 2, 1), ("bad_data", 3, 1)],
+)
+def test_a_failure_that_repeats_is_shown_and_blocks_what_follows(
+    workspace: Workspace, failure: str, code: int, attempts: int
+) -> None:
+    """A bug is tried once more, since it may have been the machine; at the same step it stops."""
+    plan = small_plan("data", "sft", "evaluate")
+    tell(workspace, data={"steps": 5, "fail": failure, "fail_at_step": 3})
+    views = run_to_end(workspace, plan)
+    assert (views["data"].state, views["data"].attempt) == ("failed", attempts)
+    assert views["data"].exit_code == code
+    assert "told to fail" in views["data"].message
+    assert "told to fail" in Path(views["data"].log).read_text()
+    assert {v.state for n, v in views.items() if n != "data"} == {"blocked"}
+    tell(workspace, data={})
+    assert run_to_end(workspace, plan)["data"].state == "done", "mended: the same command goes on"
+
+
+def test_an_outage_is_tried_again_until_the_attempts_are_used_up(workspace: Workspace) -> None:
+    plan = small_plan("data", retries=RetryConfig(judge_outage=1), backoff_s=0.2)
+    tell(workspace, data={"steps": 9, "fail": "judge_outage", "save_every": 99})
+    view = run_to_end(workspace, plan)["data"]
+    assert (view.state, view.attempt, view.exit_code) == ("interrupted", 2, 7)
+
+
 def test_a_worker_that_cannot_even_be_imported_is_a_bug_with_its_message(
     workspace: Workspace,
 ) -> None:
@@ -303,6 +433,25 @@ def test_a_worker_that_cannot_even_be_imported_is_a_bug_with_its_message(
     view = campaign.join()["data"]
     assert (view.state, view.attempt) == ("failed", 1)
     assert "No module named no_such_worker" in view.message
+
+
+def test_an_error_in_the_campaign_surfaces_where_it_is_waited_for(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    tell(workspace, data={"steps": 30, "step_s": 0.05})
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    until(lambda: worker_of(workspace, plan, "data"), "the worker")
+    workspace.layout.stage(plan.by_name["data"].id).spec.write_text("{")
+    with pytest.raises(OSError, match=r"spec\.json"):
+        campaign.join()
+
+
+def test_a_machine_without_slurm_says_so(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(workspace.root))
+    with pytest.raises(UnsupportedError, match="sbatch"):
+        make_router(DispatchConfig(executor="slurm"), workspace)
 
 
 def test_a_worker_without_a_sign_of_life_is_killed_and_resumed(workspace: Workspace) -> None:

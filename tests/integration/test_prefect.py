@@ -24,6 +24,7 @@ from tests.support.recorded_call import RecordedCall
 from tests.support.told_campaign import patch_router, told_run
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow]
+NUMBER = {"metric": "citation_f1", "decoding": "greedy", "value": 0.81, "low": 0.7, "high": 0.9}
 STAGES = ("data", "sft", "grpo", "publish", "evaluate")
 
 
@@ -36,9 +37,9 @@ def play(call: RecordedCall) -> None:
         call.progress("sft", Progress(step, 6, "step", {"loss": 2.5}))
     call.shows("sft", "done")
     call.shows("grpo", "running")
-    call.shows("grpo", "done", report={})
+    call.shows("grpo", "done", report={"card": "---\na: 1\n---\n# A model\n\nHi.\n"})
     call.shows("evaluate-sft", "running")
-    call.shows("evaluate-sft", "done", report={})
+    call.shows("evaluate-sft", "done", report={"evaluations": [NUMBER]})
     call.shows("evaluate-base", "running")
     call.shows("evaluate-base", "failed", message="the judge fell over")
     call.shows("publish", "running")
@@ -98,7 +99,7 @@ def test_the_link_is_said_and_nothing_is_amiss(
     assert call.said == [f"Prefect: {prefect.info.url}/runs/flow-run/{flow_run['id']}"]
 
 
-def test_each_stage_that_began_is_a_task_run(
+def test_each_stage_that_began_is_a_task_run_after_those_that_it_is_made_from(
     shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi
 ) -> None:
     call, flow_run = shown
@@ -108,6 +109,10 @@ def test_each_stage_that_began_is_a_task_run(
         lambda: (r := prefect.task_runs(flow_run["id"])) and set(r) == titles and r, 30
     )
     assert all(run["tags"] == [] for run in runs.values()), "a tag costs a concurrency slot"
+    sft, grpo = (call.plan.by_name[n].title for n in ("sft", "grpo"))
+    assert (sft, grpo) in prefect.edges(flow_run["id"])
+    said = prefect.artifacts(flow_run["id"])[f"{call.run}-stages"]["data"]
+    assert "| data | skipped |" in said
 
 
 def test_states_say_how_each_stage_ended(
@@ -120,12 +125,16 @@ def test_states_say_how_each_stage_ended(
     assert "Ctrl-C" in str(found["publish"][1])
 
 
-def test_progress_and_logs_are_in_the_ui(
+def test_artifacts_show_progress_numbers_and_card_and_logs_are_in_the_ui(
     shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi
 ) -> None:
     call, flow_run = shown
     artifacts = prefect.artifacts(flow_run["id"])
     assert artifacts[f"{call.run}-sft-progress"]["data"] == 100
+    numbers = artifacts[f"{call.run}-evaluate-sft-numbers"]["data"]
+    assert "| citation_f1 | 0.81 | 0.7 | 0.9 |" in numbers
+    assert artifacts[f"{call.run}-grpo-card"]["data"].startswith("# A model")
+    assert not any("file://" in str(artifact["data"]) for artifact in artifacts.values())
     wanted = {"logs": {"flow_run_id": {"any_": [flow_run["id"]]}}}
     eventually(
         lambda: any("loss 2.5" in line["message"] for line in prefect.post("/logs/filter", wanted))
@@ -191,6 +200,27 @@ def follower_of(call: RecordedCall) -> psutil.Process:
     raise AssertionError("no process shows the call")
 
 
+def test_killed_with_what_shows_it_it_is_closed_by_the_next_run(
+    prefect: PrefectApi, tmp_path: Path
+) -> None:
+    vanished, after = RecordedCall(tmp_path / "1"), RecordedCall(tmp_path / "2", "data")
+    with vanished.worked_on() as process:
+        vanished.shows("data", "running")
+        run = eventually(lambda: in_state(prefect, vanished, "RUNNING"))
+        eventually(lambda: states(prefect, run).get("data", ("",))[0] == "RUNNING")
+        follower_of(vanished).kill()
+        process.kill()
+    assert in_state(prefect, vanished, "RUNNING")
+    with after.worked_on():
+        after.shows("data", "running")
+        after.shows("data", "done", report={})
+        after.end()
+        run = eventually(lambda: in_state(prefect, vanished, "CRASHED"))
+        assert "refiner status" in run["state"]["message"]
+        eventually(lambda: states(prefect, run)["data"][0] == "CRASHED", 15)
+        eventually(lambda: in_state(prefect, after, "COMPLETED"))
+
+
 def test_a_run_whose_follower_was_killed_is_shown_on_in_the_same_flow_run(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
@@ -205,6 +235,41 @@ def test_a_run_whose_follower_was_killed_is_shown_on_in_the_same_flow_run(
         call.shows("data", "done", report={})
         call.end()
         assert eventually(lambda: in_state(prefect, call, "COMPLETED"))["id"] == before["id"]
+
+
+def test_a_run_of_another_host_is_closed_by_what_its_workspace_says(
+    prefect: PrefectApi, tmp_path: Path
+) -> None:
+    far, theirs = RecordedCall(tmp_path / "far"), "another-host:1:1.00"
+    near = RecordedCall(tmp_path / "near", "data")
+    with near.worked_on():  # makes the deployment, if nobody has
+        eventually(lambda: prefect.flow_run(f"run:{near.run}"))
+        near.shows("data", "skipped", attempt=0)
+        near.end()
+    deployment = prefect.get("/deployments/name/pipeline/refiner")
+    made = prefect.post(
+        f"/deployments/{deployment['id']}/create_flow_run",
+        {
+            "tags": [f"run:{far.run}"],
+            "parameters": {"run": far.run, "workspace": str(far.room.root)},
+            "labels": {"refiner.follower": theirs},
+            "state": {"type": "RUNNING"},
+        },
+    )
+
+    def show_another(name: str) -> None:
+        call = RecordedCall(tmp_path / name, "data")
+        with call.worked_on():
+            call.shows("data", "skipped", attempt=0)
+            call.end()
+            eventually(lambda: in_state(prefect, call, "COMPLETED"))
+
+    far.room.write_orchestrator(far.run, {"process": theirs, "state": "running"})
+    show_another("1")
+    assert in_state(prefect, far, "RUNNING"), "nobody knows that it has ended"
+    far.room.write_orchestrator(far.run, {"process": theirs, "state": "ended"})
+    show_another("2")
+    assert "has ended" in prefect.get(f"/flow_runs/{made['id']}")["state"]["message"]
 
 
 def test_records_that_cannot_be_read_for_a_while_end_no_flow_run(
@@ -255,6 +320,7 @@ def test_work_goes_on_when_the_server_dies_and_the_flow_run_catches_up(
         before = eventually(lambda: in_state(prefect, call, "RUNNING"))
         os.kill(prefect.info.pid, signal.SIGKILL)
         call.shows("data", "done", report={})
+        eventually(lambda: call.warned)
         again = PrefectApi(ensure_server(60))
         assert again.info.pid != prefect.info.pid
         call.shows("sft", "running")
@@ -262,6 +328,8 @@ def test_work_goes_on_when_the_server_dies_and_the_flow_run_catches_up(
         call.end()
         after = eventually(lambda: in_state(again, call, "COMPLETED"), 90)
     assert after["id"] == before["id"]
+    assert len(call.warned) == 1
+    assert "is gone" in call.warned[0]
 
 
 @contextmanager

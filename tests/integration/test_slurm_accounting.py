@@ -76,7 +76,7 @@ def test_a_cancelled_job_names_who_did_it(accounts: Cluster, tmp_path: Path) -> 
     end = campaign.wait_dead(request).end
     assert end is not None
     assert end.failure == "cancelled"
-    assert "cancelled by user 0" in end.message
+    assert "cancelled by root" in end.message
 
 
 @pytest.mark.parametrize("forgetful", [False, True])

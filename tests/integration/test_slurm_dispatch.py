@@ -128,8 +128,45 @@ def test_preempted_with_grace_it_saves_and_counts_as_preempted(
     assert (end.failure, end.decision) == ("preempted", "resume")
 
 
-def test_a_lost_node_is_a_node_failure(slurm: Cluster, tmp_path: Path) -> None:
+def test_preempted_without_goodbye_it_starts_again_under_the_same_id(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    rough = on(tmp_path, partition="rough", nodelist="n1")
+    rough.behave({"work_s": 60})
+    (request,) = rough.submit(rough.claim(resources=WHOLE_NODE))
+    rough.wait_begun(request)
+    job_id = rough.job_id(request)
+    rough.behave({"work_s": 0})
+    slurm.run("sbatch", *_ON_N1, "--partition=high", "--wrap=sleep 0.5")
+    waiting = rough.wait(request, lambda s: s.state == "PENDING")
+    assert (waiting.sight, waiting.running) == ("live", False)
+    assert rough.wait_dead(request, 40).state == "COMPLETED"
+    restarts = [
+        json.loads(line.partition(" ")[2])["SLURM_RESTART_COUNT"]
+        for line in rough.said(request)
+        if line.startswith("begin")
+    ]
+    assert restarts == [None, "1"]
+    assert rough.job_id(request) == job_id
+
+
+def test_a_lost_node_puts_the_job_back_under_the_same_id(slurm: Cluster, tmp_path: Path) -> None:
     campaign = on(tmp_path, nodelist="n3")
+    campaign.behave({"work_s": 60})
+    (request,) = campaign.submit(campaign.claim())
+    campaign.wait_begun(request)
+    campaign.behave({"work_s": 0})
+    try:
+        slurm.kill_node("n3")
+        back = campaign.wait(request, lambda s: s.state == "PENDING")
+        assert (back.sight, back.running) == ("live", False)
+    finally:
+        slurm.start_node("n3")
+    assert campaign.wait_dead(request, 40).state == "COMPLETED"
+
+
+def test_a_lost_node_without_requeue_is_a_node_failure(slurm: Cluster, tmp_path: Path) -> None:
+    campaign = on(tmp_path, nodelist="n3", requeue=False)
     campaign.behave({"work_s": 60})
     (request,) = campaign.submit(campaign.claim())
     campaign.wait_begun(request)
@@ -171,17 +208,19 @@ def test_cancelled_by_a_person_is_not_tried_again(campaign: Campaign, slurm: Clu
     assert (end.failure, end.decision) == ("cancelled", "stop")
 
 
-def test_a_failed_start_holds_the_job_or_ends_it(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_failed_start_holds_the_job_until_it_is_released(slurm: Cluster, tmp_path: Path) -> None:
     campaign = on(tmp_path, nodelist="n2")
     spool = slurm.folder / "spool" / "n2"
     following = int(slurm.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=true")) + 1
     blocked = spool / f"job{following:05d}"
     blocked.write_text("in the way of the job's folder")
     (request,) = campaign.submit(campaign.claim())
-    sight = campaign.wait(request, lambda s: s.held or s.sight == "dead")
-    assert not sight.running
+    held = campaign.wait(request, lambda s: s.held)
+    assert (held.sight, held.running) == ("live", False)
     blocked.unlink()
     slurm.run("scontrol", "update", "nodename=n2", "state=resume", check=False)
+    campaign.dispatcher.release(campaign.open(request))
+    assert campaign.wait_dead(request, 40).state == "COMPLETED"
 
 
 @pytest.mark.parametrize("size", [1, 5])

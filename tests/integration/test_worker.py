@@ -1,4 +1,4 @@
-"""The worker as a process of its own: stopped, overtaken, shared."""
+"""The worker as a process of its own: started again by Slurm, stopped, overtaken, shared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from infra.store.traces import read_metrics
 from infra.store.workspace import SHARED, Claim, Workspace
-from refiner_core.contract.records import Attempt, Outcome, StageRecord
+from refiner_core.contract.records import Attempt, StageRecord
 from tests.support.command import ROOT, environment, wait_until
 from tests.support.plans import FAKE_WORKER, OWNER, small_plan
 from tests.support.users import needs_users
@@ -48,16 +48,16 @@ def start(workspace: Workspace, tmp_path: Path) -> Iterator[Callable[..., subpro
     programs = tmp_path / "bin"
     programs.mkdir()
 
-    def start_job(number: int = 1, scontrol: str = "") -> subprocess.Popen[str]:
-        (programs / "scontrol").write_text(f"#!/bin/sh\ncat <<'END'\n{scontrol}\nEND\n")
-        (programs / "scontrol").chmod(0o755)
+    def start_job(restart: int = 0, scontrol: str = "", sacct: str = "") -> subprocess.Popen[str]:
+        for name, says in (("scontrol", scontrol), ("sacct", sacct)):
+            (programs / name).write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\n")
+            (programs / name).chmod(0o755)
         settings = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+        if restart:
+            settings["SLURM_RESTART_COUNT"] = str(restart)
         path = os.pathsep.join((str(programs), os.environ["PATH"]))
         process = subprocess.Popen(
-            [
-                *(sys.executable, str(FAKE_WORKER), "--workspace", str(workspace.root)),
-                *(STAGE.id, str(number)),
-            ],
+            [sys.executable, str(FAKE_WORKER), "--workspace", str(workspace.root), STAGE.id, "1"],
             env={**environment(), **settings, "PATH": path, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -99,19 +99,39 @@ def assert_whole_story(workspace: Workspace, attempt: int) -> None:
     assert record(workspace).state == "done"
 
 
-def test_a_copy_that_dies_slowly_spoils_nothing_of_the_next_attempt(
+def test_a_job_that_was_killed_without_goodbye_goes_on_when_slurm_starts_it_again(
+    workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    first = start()
+    wait_for_step(workspace, 1, 2)
+    first.kill()
+    second = start(restart=1, sacct="NODE_FAIL\nRUNNING")
+    wait_for_step(workspace, 2, 5)
+    second.kill()
+    third = start(restart=2)
+    assert third.wait(60) == 0
+    one, two, three = attempts(workspace)
+    assert [a.outcome and a.outcome.failure for a in (one, two, three)] == [
+        *("node_failure", "preempted", "none"),
+    ]
+    assert [a.restart for a in (one, two, three)] == [0, 1, 2]
+    assert [a.node for a in (one, two, three)] == ["n1"] * 3
+    assert [a.job_id for a in (one, two, three)] == ["7"] * 3
+    assert one.outcome is not None
+    assert (one.outcome.step or 0) >= 2
+    assert (one.seconds or 0) > 0, "known from its last heartbeat"
+    assert (three.resumed_from_step or 0) >= 5
+    assert_whole_story(workspace, 3)
+
+
+def test_a_copy_that_dies_slowly_spoils_nothing_of_its_restart(
     workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
     old = start()
     wait_for_step(workspace, 1, 2)
     old.send_signal(signal.SIGSTOP)
-    again = start()
-    _, said = again.communicate(timeout=60)
-    assert again.returncode == 0, "Slurm has started the job again, though it was told not to"
-    assert "has another worker" in said
-    workspace.close_attempt(STAGE.id, 1, Outcome("preempted", "resume"))
-    assert workspace.claim_attempt(STAGE, PLAN.config, {}, Claim(OWNER, "slurm", after=1))
-    assert start(2).wait(60) == 0
+    new = start(restart=1)
+    assert new.wait(60) == 0
     before = {p: p.stat().st_mtime_ns for p in workspace.layout.data.rglob("*") if p.is_file()}
     result = workspace.read_result(STAGE.id)
     old.send_signal(signal.SIGCONT)
@@ -124,12 +144,34 @@ def test_a_copy_that_dies_slowly_spoils_nothing_of_the_next_attempt(
     assert_whole_story(workspace, 2)
 
 
+def test_a_job_that_slurm_puts_back_saves_and_keeps_its_place_in_the_queue(
+    workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Its attempt stays open, so that no orchestrator submits a second job beside it."""
+    worker = start(scontrol="JobId=7 JobState=COMPLETING Restarts=1")
+    wait_for_step(workspace, 1, 2)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(60) == 6
+    assert record(workspace).state == "claimed"
+    assert start(restart=1, sacct="PREEMPTED\nRUNNING").wait(60) == 0
+    one, two = attempts(workspace)
+    assert one.outcome is not None
+    assert one.outcome.failure == "preempted"
+    assert two.resumed_from_step == one.outcome.step, "the step that was under way was saved"
+    assert_whole_story(workspace, 2)
+
+
 @pytest.mark.parametrize(
-    ("says", "number", "failure"),
+    ("says", "number", "failure", "goes_on"),
     [
-        ("PreemptTime=2026-11-21T12:30:36 JobState=RUNNING", signal.SIGTERM, "preempted"),
-        ("JobState=RUNNING TimeLimit=01:00:00 RunTime=00:50:00", signal.SIGUSR1, "time_limit"),
-        ("JobState=COMPLETING", signal.SIGTERM, "cancelled"),
+        ("PreemptTime=2026-11-21T12:30:36 JobState=RUNNING", signal.SIGTERM, "preempted", True),
+        (
+            "JobState=RUNNING TimeLimit=01:00:00 RunTime=00:50:00",
+            signal.SIGUSR1,
+            "time_limit",
+            True,
+        ),
+        ("JobState=COMPLETING Restarts=0", signal.SIGTERM, "cancelled", False),
     ],
 )
 def test_a_signal_ends_in_a_checkpoint_and_a_class(
@@ -138,6 +180,7 @@ def test_a_signal_ends_in_a_checkpoint_and_a_class(
     says: str,
     number: signal.Signals,
     failure: str,
+    goes_on: bool,
 ) -> None:
     worker = start(scontrol=f"JobId=7 {says}")
     wait_for_step(workspace, 1, 2)
@@ -148,6 +191,23 @@ def test_a_signal_ends_in_a_checkpoint_and_a_class(
     assert outcome.failure == failure
     saved = workspace.layout.stage(STAGE.id).checkpoints / f"step-{outcome.step:08d}"
     assert (saved / "COMPLETE.json").exists(), "the step that was under way is saved"
+    assert start(restart=1).wait(60) == 0
+    assert len(attempts(workspace)) == (2 if goes_on else 1)
+    if goes_on:
+        assert attempts(workspace)[1].resumed_from_step == outcome.step
+        assert_whole_story(workspace, 2)
+
+
+def test_a_job_with_nothing_left_to_do_leaves_quietly(
+    workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    assert start().wait(60) == 0
+    late = start(restart=1)
+    _, said = late.communicate(timeout=60)
+    assert late.returncode == 0
+    assert "nothing left to do" in said
+    assert "Traceback" not in said
+    assert len(attempts(workspace)) == 1
 
 
 def test_the_real_worker_says_in_one_paragraph_what_it_cannot_use(workspace: Workspace) -> None:

@@ -202,7 +202,7 @@ def _jobs(put: Put, world: World, scheduler: Scheduler) -> None:
         process = world.current
         if process is None or process.job is None:
             return None
-        return SlurmJob(process.job.id, "", process.host)
+        return SlurmJob(process.job.id, "", process.job.restarts, process.host)
 
     def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
         world.point(command[0])

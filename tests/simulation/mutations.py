@@ -14,6 +14,7 @@ from unittest import mock
 
 import infra.orchestrator.orchestrator
 import infra.orchestrator.reconcile
+import tests.simulation.worker
 from infra.attempt.attempt import AttemptRun
 from infra.attempt.stage_io import AttemptIO
 from infra.orchestrator.observe import Observer
@@ -30,6 +31,16 @@ Patch = tuple[Any, str, Any]
 def _forget_the_fence() -> Iterable[Patch]:
     yield AttemptRun, "check_fence", lambda self: None
     yield Workspace, "is_stale", lambda self, stage_id, number: False
+
+
+def _run_the_old_attempt_again() -> Iterable[Patch]:
+    def start(self: Workspace, stage_id: str, number: int, value: Mapping[str, Any]) -> bool:
+        real(self, stage_id, number, value)
+        return True
+
+    real = Workspace.start_attempt
+    yield Workspace, "start_attempt", start
+    yield tests.simulation.worker, "attempt_to_run", lambda _workspace, _stage, number, _job: number
 
 
 def _unknown_is_dead() -> Iterable[Patch]:
@@ -116,6 +127,9 @@ class Mutation(NamedTuple):
 
 MUTATIONS: Mapping[str, Mutation] = {
     "a stale attempt is not fenced": Mutation(_forget_the_fence, "is stale, and published"),
+    "a job that was started again runs its old attempt": Mutation(
+        _run_the_old_attempt_again, "the metrics of"
+    ),
     "a job that nobody can speak of counts as dead": Mutation(_unknown_is_dead, "at a time"),
     "a job that queues for long counts as hung": Mutation(_pending_is_hung, "attempts after"),
     "the last checkpoint goes before its successor is there": Mutation(

@@ -2,7 +2,7 @@
 
 In: requests of dispatchers, weather. Out: processes on nodes, and what `squeue`, `sacct` and
 `scontrol` would say of them. Jobs queue, run, are preempted with and without a goodbye, started
-held, suspended, cancelled; nodes fail, and one may be bad for good; the
+again under the same id, held, suspended, cancelled; nodes fail, and one may be bad for good; the
 controller has outages, and a job that has ended is for a while in no list.
 """
 
@@ -12,7 +12,7 @@ import contextlib
 import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from infra.jobs.failures import outcome_of
@@ -45,11 +45,13 @@ class SimJob:
     reason: str = "Priority"
     node: str = ""
     held: bool = False
+    restarts: int = 0
     process: Process | None = None
     exit_code: int | None = None
     ended_at: float | None = None
     trouble: str = ""  # what the worker is to run into at its next step
     warned: str = ""  # how it is about to end
+    ends: list[str] = field(default_factory=list)  # of its earlier starts
 
     @property
     def over(self) -> bool:
@@ -99,7 +101,13 @@ class Cluster:
     def cancel(self, job: SimJob) -> None:
         """What `scancel --signal=KILL` does."""
         if not job.over:
-            self._end(job, "CANCELLED")
+            self._end(job, "CANCELLED", requeue=False)
+
+    def release(self, job: SimJob) -> None:
+        """What `scontrol release` does."""
+        if job.held:
+            job.held = False
+            self._queue(job, 20.0)
 
     def visible_end(self, job: SimJob) -> bool:
         """Whether the accounting knows how the job ended."""
@@ -118,19 +126,21 @@ class Cluster:
         if self.down or process is None or process.lost or not isinstance(process.job, SimJob):
             return ""
         job = process.job
+        if command[0] == "sacct":
+            return "".join(f"{state}\n" for state in job.ends)
         warned = {"PREEMPTED": "PreemptTime=now", "TIMEOUT": "TimeLimit=1:00:00 RunTime=0:59:50"}
         state = "CANCELLED" if job.warned == "CANCELLED" else job.state
         more = warned.get(job.warned, "PreemptTime=None")
-        return f"JobId={job.id} JobState={state} {more}\n"
+        return f"JobId={job.id} JobState={state} Restarts={job.restarts} {more}\n"
 
     # ------------------------------------------------------------ the life of a job
 
     def _queue(self, job: SimJob, delay_s: float) -> None:
-        job.state = "PENDING"
+        job.state, restarts = "PENDING", job.restarts
         job.process, job.node = None, ""
 
         def start() -> None:
-            if job.state == "PENDING" and not job.held:
+            if job.state == "PENDING" and not job.held and job.restarts == restarts:
                 self._start(job)
 
         self.world.at(delay_s, start)
@@ -149,13 +159,13 @@ class Cluster:
         job.state, job.reason, job.exit_code = "RUNNING", "", None
         job.warned = job.trouble = ""
         job.node = world.random.choice(free)
-        name = f"job{job.id}"
+        name = f"job{job.id}.{job.restarts}"
         process = world.spawn(name, job.node, lambda: self._run(job))
         if world.chance(self.weather.worker_dies):
             process.dies_at = world.random.randint(1, 250)
         job.process, process.job = process, job
         process.at_end.append(lambda: self._process_ended(job, process))
-        world.tell(f"job {job.id} starts on {job.node}")
+        world.tell(f"job {job.id} starts on {job.node} (restart {job.restarts})")
         self._plan_fault(job)
 
     def _run(self, job: SimJob) -> None:
@@ -169,19 +179,25 @@ class Cluster:
             return
         if job.exit_code != 0:
             self.ledger.setback(job.request.stage_id, f"exit code {job.exit_code}")
-        self._end(job, "COMPLETED" if job.exit_code == 0 else "FAILED")
+        self._end(job, "COMPLETED" if job.exit_code == 0 else "FAILED", requeue=False)
 
-    def _end(self, job: SimJob, state: str) -> None:
+    def _end(self, job: SimJob, state: str, requeue: bool) -> None:
         process, self_made = job.process, state in ("COMPLETED", "FAILED")
         if process is not None and not process.lost and not self_made:
             self.world.kill(process)
-        self.world.tell(f"job {job.id}: {state}")
+        self.world.tell(f"job {job.id}: {state}{', requeued' if requeue else ''}")
+        if requeue:
+            job.restarts += 1
+            job.ends.append(state)
+            job.reason = "BeginTime"
+            self._queue(job, 120.0)
+            return
         job.state, job.ended_at = state, self.world.now
 
     # ------------------------------------------------------------ faults
 
     def _plan_fault(self, job: SimJob) -> None:
-        weather, world = self.weather, self.world
+        weather, world, restarts = self.weather, self.world, job.restarts
         if job.node in self.bad:
             delay_s, name = 200.0 * world.random.random(), "node fails"
         elif weather.faults:
@@ -193,7 +209,7 @@ class Cluster:
 
         def strike() -> None:
             bad = job.node in self.bad
-            runs = job.state == "RUNNING" and not job.over
+            runs = job.restarts == restarts and job.state == "RUNNING" and not job.over
             # Who preempts, limits times and hears of scancel is the controller.
             heard = not self.down or name not in ("preempt", "time limit", "scancel")
             if runs and heard and (bad or not weather.clear):
@@ -206,19 +222,22 @@ class Cluster:
         assert process is not None
         world.tell(f"job {job.id}: {name}")
         self.ledger.setback(job.request.stage_id, name)
+        requeue = world.chance(self.weather.requeue)
         if name in ("preempt", "time limit", "scancel"):
             state = {"preempt": "PREEMPTED", "time limit": "TIMEOUT"}.get(name, "CANCELLED")
             if name == "scancel":
                 self.ledger.scancelled(job.request.stage_id, job.request.attempt)
-            self._warn(job, state)
-        elif name == "preempt silently":
-            self._end(job, "PREEMPTED")
+            self._warn(job, state, requeue and name == "preempt")
+        elif name in ("preempt silently", "requeue overlaps"):
+            if name == "requeue overlaps":
+                self._abandon(process, 200.0)
+            self._end(job, "PREEMPTED", requeue or name == "requeue overlaps")
         elif name == "node fails":
             if world.chance(0.5):
                 self._abandon(process, 4000.0)
-            self._end(job, "NODE_FAIL")
+            self._end(job, "NODE_FAIL", requeue)
         elif name == "out of memory":
-            self._end(job, "OUT_OF_MEMORY")
+            self._end(job, "OUT_OF_MEMORY", requeue=False)
         elif name == "crash":
             world.kill(process)
         elif name == "hang":
@@ -228,9 +247,9 @@ class Cluster:
         else:
             job.trouble = name
 
-    def _warn(self, job: SimJob, state: str) -> None:
+    def _warn(self, job: SimJob, state: str, requeue: bool) -> None:
         """SIGTERM, and after a grace SIGKILL."""
-        process = job.process
+        process, restarts = job.process, job.restarts
         assert process is not None
         # A process that is asked to end and does so ends as what it was asked for.
         job.warned = state
@@ -238,9 +257,9 @@ class Cluster:
         process.tell(signal.SIGTERM)
 
         def finish() -> None:
-            if job.state == "RUNNING" and not job.over:
+            if job.restarts == restarts and job.state == "RUNNING" and not job.over:
                 done = job.exit_code == 0
-                self._end(job, "COMPLETED" if done else state)
+                self._end(job, "COMPLETED" if done else state, requeue and not done)
 
         self.world.at(self.world.random.choice([10.0, 60.0, 300.0]), finish)
 
@@ -369,6 +388,12 @@ class SimSlurm:
 
     def check(self, stage: PlannedStage) -> None:
         """It takes everything."""
+
+    def release(self, attempt: OpenAttempt) -> None:
+        """A held job may start."""
+        self.cluster.world.point("scontrol release")
+        if job := self._job(attempt):
+            self.cluster.release(job)
 
     def _job(self, attempt: OpenAttempt) -> SimJob | None:
         return None if self.cluster.down else self.cluster.jobs.get(attempt.attempt.comment)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 #: What may befall a running job.
 FAULTS = (
-    "preempt",  # SIGTERM, a grace, SIGKILL
+    "preempt",  # SIGTERM, a grace, SIGKILL; requeued under the same id, or not
     "preempt silently",  # SIGKILL at once
     "node fails",  # and perhaps the process goes on for a while where nobody sees it
-    "time limit",  # an early signal, then SIGKILL
+    "time limit",  # an early signal, then SIGKILL; never requeued
     "out of memory",
     "crash",  # the process is gone without a word
     "bug",  # an exception that no rule knows
@@ -25,6 +25,7 @@ FAULTS = (
     "no progress",  # the heart beats, and nothing else happens
     "suspend",
     "scancel",  # by a person: SIGTERM, then SIGKILL
+    "requeue overlaps",  # the old copy is still there when the new one starts
 )
 
 
@@ -36,6 +37,8 @@ class Weather:
     ----------
     fault_mean_s
         Mean time to a fault of a running job; ``faults`` are those that come, with weights.
+    requeue
+        That Slurm starts a preempted job, or one of a failed node, again.
     held
         That a start fails, and the job is held.
     sbatch_fails, reply_lost
@@ -52,6 +55,7 @@ class Weather:
 
     fault_mean_s: float = 0.0
     faults: dict[str, float] = field(default_factory=dict)
+    requeue: float = 0.0
     held: float = 0.0
     sbatch_fails: float = 0.0
     reply_lost: float = 0.0
@@ -84,6 +88,7 @@ def draw_weather(rng: random.Random) -> Weather:
     return Weather(
         fault_mean_s=rng.choice([300.0, 900.0, 2500.0]),
         faults={name: rng.random() + 0.1 for name in chosen},
+        requeue=rng.choice([0.0, 0.5, 1.0]),
         held=some(0.3),
         sbatch_fails=some(0.3),
         reply_lost=rng.random(),

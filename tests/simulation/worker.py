@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infra.attempt.attempt import AttemptRun
-from infra.jobs.signals import AttemptClosed, job_of
+from infra.jobs.signals import AttemptClosed, attempt_to_run, job_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import Interrupted, JudgeOutage, NotFiniteError, RefinerError
 from refiner_core.contract.types import Progress
@@ -67,7 +67,8 @@ class Worker:
         stage_id, named = job.request.stage_id, job.request.attempt
         try:
             started = job_of(self.workspace, stage_id, named)
-            attempt = AttemptRun(self.workspace, stage_id, named, started, own_log=False)
+            number = attempt_to_run(self.workspace, stage_id, named, started)
+            attempt = AttemptRun(self.workspace, stage_id, number, started, own_log=False)
             attempt.__enter__()
         except AttemptClosed:
             return 0  # somebody else goes on
@@ -86,7 +87,7 @@ class Worker:
         except BaseException as caught:
             error = caught
             outcome = attempt.fail(caught)
-            self.world.tell(f"attempt {named} ends: {outcome.failure} ({outcome.decision})")
+            self.world.tell(f"attempt {number} ends: {outcome.failure} ({outcome.decision})")
             return outcome.exit_code
         finally:
             if self.world.current is not None and self.world.current.alive:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.attempt.attempt import AttemptRun
-from infra.jobs.signals import AttemptClosed, job_of
+from infra.jobs.signals import AttemptClosed, attempt_to_run, job_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -128,7 +128,8 @@ def main() -> int:
     workspace = Workspace.read_only(told.workspace)
     job = job_of(workspace, told.stage, told.attempt)
     try:
-        attempt = AttemptRun(workspace, told.stage, told.attempt, job)
+        number = attempt_to_run(workspace, told.stage, told.attempt, job)
+        attempt = AttemptRun(workspace, told.stage, number, job)
         behaviour = workspace.read_control(told.workspace / "behaviour.json") or {}
         with attempt:
             return live(attempt, behaviour.get(attempt.spec.name, {}))

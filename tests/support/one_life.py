@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.attempt.attempt import AttemptRun
-from infra.jobs.signals import job_of
+from infra.jobs.signals import attempt_to_run, job_of
 from infra.store.checkpoints import CheckpointStore
 from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Claim, Workspace
@@ -45,7 +45,8 @@ def one_life(
     if attempt is None:
         return None
     job = job_of(workspace, stage.id, attempt.number)
-    run = AttemptRun(workspace, stage.id, attempt.number, job, own_log=False)
+    number = attempt_to_run(workspace, stage.id, attempt.number, job)
+    run = AttemptRun(workspace, stage.id, number, job, own_log=False)
     with run:
         try:
             run.check_inputs()

@@ -71,6 +71,16 @@ class PrefectApi:
         body = {"filter": {"resource": {"id": [resource]}, "order": "ASC"}, "limit": 50}
         return {e["event"]: e for e in self.post("/events/filter", body)["events"]}
 
+    def edges(self, flow_run_id: str) -> set[tuple[str, str]]:
+        """Arrows of the graph that the UI draws, as pairs of task run names."""
+        nodes = dict(self.get(f"/flow_runs/{flow_run_id}/graph-v2")["nodes"])
+        return {
+            (parent_node["label"], node["label"])
+            for node in nodes.values()
+            for parent in node["parents"]
+            for parent_node in [nodes[parent["id"]]]
+        }
+
     def _ask(self, path: str, data: bytes | None) -> Any:
         key = base64.b64encode(self.info.auth.encode()).decode()
         headers = {"Authorization": f"Basic {key}", "Content-Type": "application/json"}

@@ -111,7 +111,7 @@ def main(root: str, run: str) -> None:
     diary = Diary(room, run)
     diary.note({"event": "begin", "process": str(ProcessId.of())})
     diary.write_orchestrator("running", None)
-    attach(room, run, _Console())
+    attach(room, run, _Console(), sys.stdout)
     for line in sys.stdin:
         event = json.loads(line)
         if "end" in event:

@@ -108,6 +108,9 @@ class Jobs:
         self._live.pop(attempt.ref, None)
         return True
 
+    def release(self, attempt: OpenAttempt) -> None:
+        """Nothing is held."""
+
     def name_of(self, stage_id: str) -> str:
         """``TRIAL/STAGE``, by the first trial that has it."""
         return next(

@@ -15,12 +15,14 @@ from infra.host.processes import ProcessId
 from infra.jobs.dispatch import LocalDispatcher, Router
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
-from infra.orchestrator.orchestrator import Orchestrator
+from infra.orchestrator.orchestrator import Orchestrator, view_of
+from infra.orchestrator.reconcile import Launch
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import StageResult
+from refiner_core.contract.records import Outcome, StageResult
 from tests.support.plans import (
     OWNER,
     SOURCES,
@@ -31,6 +33,7 @@ from tests.support.plans import (
     small_plan,
 )
 from tests.support.probing import ProbingKeeper
+from tests.support.recorded_run import RecordedRun
 
 
 class Cluster:
@@ -40,6 +43,7 @@ class Cluster:
 
     def __init__(self, **sight: Any) -> None:
         self.sight = JobSight(**sight)
+        self.released: list[AttemptRef] = []
 
     def check(self, stage: PlannedStage) -> None:
         """It takes everything."""
@@ -55,6 +59,9 @@ class Cluster:
 
     def kill(self, attempt: OpenAttempt) -> bool:
         return True
+
+    def release(self, attempt: OpenAttempt) -> None:
+        self.released.append(attempt.ref)
 
 
 @pytest.fixture
@@ -146,6 +153,31 @@ def test_a_job_of_an_executor_that_this_call_does_not_have_is_waited_for_with_a_
     assert "dispatch.executor=slurm" in view.message
 
 
+def test_a_held_job_is_released_by_its_own_scheduler_and_another_one_is_left(
+    workspace: Workspace,
+) -> None:
+    plan, cluster = small_plan("data"), Cluster(sight="live", held=True)
+    stage = plan.by_name["data"]
+    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    record = workspace.read_record(stage.id)
+    assert record is not None
+    held = OpenAttempt(AttemptRef(stage.id, 1), record.attempts[-1])
+    Router({"local": LocalDispatcher(workspace)}, lambda _: "local").release(held)
+    assert cluster.released == []
+    Router({"slurm": cluster}, lambda _: "slurm").release(held)
+    assert cluster.released == [held.ref]
+
+
+def test_a_scheduler_that_says_nothing_is_named_beside_the_stage(workspace: Workspace) -> None:
+    plan, cluster = small_plan("data"), Cluster(sight="unknown", reason="Slurm has not said yet")
+    stage = plan.by_name["data"]
+    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    campaign = campaign_of(workspace, plan, cluster)
+    campaign.begin()
+    campaign.step()
+    assert "Slurm has not said yet" in campaign.views()["data"].message
+
+
 def test_an_end_that_the_worker_has_written_first_is_not_said_to_be_another(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +218,47 @@ def test_a_call_that_broke_is_not_said_to_work_on(
     said = workspace.read_orchestrator(campaign.source.shown[0].run.run)
     assert said is not None
     assert said["state"] == "ended"
+
+
+@pytest.mark.parametrize(
+    ("error", "traceback"),
+    [
+        (ConfigurationError("no such partition", expected="one that exists", fix="name it"), False),
+        (RuntimeError("nobody thought of this"), True),
+    ],
+)
+def test_what_a_cluster_refuses_is_said_without_a_traceback(
+    workspace: Workspace,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    traceback: bool,
+) -> None:
+    def refuse(requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
+        return {request.ref: error for request in requests}
+
+    cluster = Cluster(sight="dead")
+    monkeypatch.setattr(cluster, "submit", refuse)
+    campaign = campaign_of(workspace, small_plan("data", backoff_s=0.0), cluster)
+    campaign.start()
+    view = campaign.join()["data"]
+    assert view.state == "failed"
+    assert str(error) in view.message
+    shown = [r for r in caplog.records if r.levelname == "WARNING" and r.exc_info]
+    assert bool(shown) == traceback
+
+
+def test_a_stage_that_is_started_again_says_what_ended_it(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs", "stages=[data]")
+    data = run.stage("data")
+    views = [view_of(Launch(data, 0), None, run.workspace, owner="o")]
+    run.fail("data", Outcome("killed", "resume", "the worker is gone and left no word\nrc 137"))
+    record = run.workspace.read_record(data.id)
+    views.append(view_of(Launch(data, 1), record, run.workspace, owner="o"))
+    assert [v.message for v in views] == [
+        "is being submitted",
+        "is being submitted again: the worker is gone and left no word",
+    ]
 
 
 def test_what_measures_an_exported_checkpoint_gives_way_to_the_training_that_goes_on(

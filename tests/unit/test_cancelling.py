@@ -49,6 +49,9 @@ class Scheduler:
         self.killed = self.answers.pop(0) if self.answers else False
         return self.killed
 
+    def release(self, attempt: OpenAttempt) -> None:
+        """Nothing is held."""
+
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
@@ -72,7 +75,7 @@ def cancel(
 ) -> cancelling.CancelOutcome:
     router = Router({"slurm": scheduler}, lambda _: "slurm")
     monkeypatch.setattr(ending, "make_router", lambda *_: router)
-    monkeypatch.setattr(ending, "_POLL_S", 0.01)
+    monkeypatch.setattr(ending, "POLL_S", 0.01)
     return cancelling.cancel(workspace, run, wait_s=0.5)
 
 

@@ -18,6 +18,11 @@ RUNNING = replace(SFT, state="running", attempt=1)
 FAILED = replace(SFT, state="failed", seconds=65.0, message="loss is NaN", log="/w/sft.log")
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 class Clock:
     now = 0.0
 
@@ -36,6 +41,7 @@ def shown(*views: StageView, every_s: float = 1.0, quiet: bool = False) -> list[
     for view in views:
         console.show({view.name: view})
         clock.now += every_s
+    console.close()
     return stream.getvalue().splitlines()
 
 
@@ -110,6 +116,20 @@ def test_a_recorded_run_has_a_report() -> None:
     assert console.next_commands(done) == [f"refiner report {run}", "refiner status"]
 
 
+def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    console = Console(stream=stream, clock=Clock())
+    console.show({"sft": at(40, loss=1.25)})
+    console.note("Prefect: http://127.0.0.1:1")
+    console.finish({"sft": replace(at(80), state="done")})
+    text = stream.getvalue()
+    assert "step 40/80" in text
+    assert "loss 1.25" in text
+    assert "Prefect: http://127.0.0.1:1" in text
+    assert "1 done in" in text
+
+
 def trials(**states: str) -> dict[str, TrialWord]:
     """How trials stand, as ``a="running"`` or ``a="failed: why"``."""
     parts = {name: text.partition(": ") for name, text in states.items()}
@@ -136,10 +156,14 @@ MOMENTS = (
 )
 
 
-def test_a_sweep_tells_of_its_trials() -> None:
+def test_a_sweep_tells_of_its_trials_and_now_and_then_of_the_stages_at_work() -> None:
     assert of_sweep(io.StringIO(), *MOMENTS) == [
         "a: running (run run-a)",
+        "2 trials: 1 running, 1 held",
+        "  a/sft: running step 3/80",
         "a: failed: loss is NaN",
+        "2 trials: 1 held, 1 failed",
+        "  a/sft: running step 3/80",
         "2 trials: 1 held, 1 failed in 3 min",
     ]
 
@@ -150,8 +174,22 @@ def test_a_quiet_sweep_tells_of_failures_and_of_an_end_that_is_not_whole() -> No
     assert of_sweep(io.StringIO(), trials(a="running"), trials(a="done"), quiet=True) == []
 
 
-def test_work_goes_on_when_nobody_can_read_any_more() -> None:
-    stream = io.StringIO()
+def test_a_terminal_shows_the_stages_of_a_sweep_that_are_at_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    text = "\n".join(of_sweep(Terminal(), trials(a="running", b="waiting")))
+    assert "2 trials: 1 running, 1 waiting" in text
+    assert "a/sft" in text
+    assert "a/data" not in text, "it waits, while another stage of the trial is at work"
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_work_goes_on_when_nobody_can_read_any_more(
+    monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = kind()
     console = Console(stream=stream)
     console.show({"sft": SFT})
 
@@ -162,6 +200,14 @@ def test_work_goes_on_when_nobody_can_read_any_more() -> None:
     console.show({"sft": RUNNING})
     console.note("stopping")
     console.finish({"sft": FAILED})
+    console.close()
+
+
+def test_closing_twice_does_no_harm() -> None:
+    console = Console(stream=Terminal())
+    console.show({"sft": RUNNING})
+    console.close()
+    console.close()
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
+from flows.cli.status import closing_lines
+from flows.running.status import Watcher
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import LocalDispatcher
 from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt
 from infra.store import atomic
 from infra.store import records as record_files
+from infra.store.orchestrators import take_up
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import SystemOutage, WorkspaceError
 from refiner_core.contract.plan import Plan
@@ -117,6 +120,21 @@ def test_a_lasting_outage_is_shown_with_its_reason_and_ctrl_c_still_ends_the_cal
     said = workspace.read_orchestrator(campaign.source.shown[0].run.run)
     assert said is not None
     assert (said["state"], said["exit_code"]) == ("ended", 6)
+
+
+def test_status_says_what_the_orchestrator_waits_for(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    begun(workspace, plan)
+    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
+    take_up(workspace, campaign.source.shown[0].run.run)
+    campaign.begin()
+    watcher = Watcher(workspace, campaign.source.shown[0].run, ask=False)
+    with unlistable("attempts", 10**9):
+        campaign.step()
+    status = watcher.look()
+    assert "Stale file handle" in status.outage
+    assert any(status.outage in line for line in closing_lines(status, workspace))
+    until(lambda: not campaign.step() and not watcher.look().outage)
 
 
 @pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
@@ -335,6 +353,18 @@ def test_jobs_that_cannot_be_submitted_for_long_are_tried_until_they_can(
     assert all(str(error) in o.message for o in ended)
     campaign.request_stop("the test is over")
     assert campaign.join()["data"].state == "interrupted"
+
+
+def test_between_two_tries_a_stage_is_paused_with_the_reason(workspace: Workspace) -> None:
+    plan = small_plan("data", backoff_s=60.0)
+    error = SystemOutage("Unable to contact slurm controller")
+    campaign = campaign_of(workspace, plan, Unwilling(workspace, error, 1))
+    campaign.begin()
+    campaign.step()
+    campaign.step()
+    view = campaign.views()["data"]
+    assert view.state == "paused"
+    assert "Unable to contact slurm controller" in view.message
 
 
 def test_one_stage_that_cannot_be_claimed_does_not_keep_the_other_from_beginning(

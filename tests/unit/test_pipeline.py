@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from flows.artifacts import (
+    artifact_key,
+    artifacts_of,
+    markdown_table,
+    numbers_in,
+)
 from flows.cli.run import stop_on_signals
 from flows.running.console import Console
 from flows.running.showing import run_shown
@@ -106,3 +113,38 @@ def test_signals_that_come_together_are_one_wish_whatever_they_interrupt(
     assert stream.getvalue().count("Stopping (") == 1
     assert {view.state for view in views.values()} == {"done"}
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+
+
+def test_numbers_are_those_of_models_and_of_the_reference() -> None:
+    number = {"metric": "f1", "value": 0.5, "n": 9, "numerator": 3}
+    report = {"evaluations": [number], "reference": [number]}
+    assert numbers_in(report) == [{"metric": "f1", "value": 0.5, "n": 9}] * 2
+
+
+def test_tables_escape_what_would_break_them() -> None:
+    assert markdown_table([{"a": "x|y", "b": None}]).splitlines()[-1] == "| x\\|y |  |"
+
+
+def test_what_is_shown_loads_no_image_and_holds_no_html() -> None:
+    """A row, an answer or a judge may have written a part of it; the UI would fetch and obey."""
+    evil = "<img src=//h/x> ![](//h/y) <!-- x --></script>"
+    view = StageView(
+        "sft",
+        "sft",
+        "f",
+        "done",
+        report={
+            "evaluations": [{"metric": evil, "value": 1.0}],
+            "card": f"# Title\n\n{evil}\n\nwith a < b, a [link](x) and `<answer>`",
+        },
+    )
+    artifacts = artifacts_of("r", view)
+    assert len(artifacts) == 2
+    shown = [a["markdown"] for a in artifacts] + [markdown_table([{evil: evil}])]
+    for text in shown:
+        assert not re.search(r"<[a-zA-Z/!?]|!\[", text)
+    assert "with a < b, a [link](x) and `‹answer>`" in artifacts[-1]["markdown"]
+
+
+def test_keys_are_as_prefect_wants_them() -> None:
+    assert artifact_key("My recipe_1", "sft", "log") == "my-recipe-1-sft-log"

@@ -1,4 +1,4 @@
-"""A worker knows why it was stopped, and one that is overtaken makes nothing visible."""
+"""A job that Slurm starts again goes on by itself, once; and a worker knows why it was stopped."""
 
 from __future__ import annotations
 
@@ -11,24 +11,37 @@ from pathlib import Path
 import pytest
 
 from infra.attempt.attempt import AttemptRun
+from infra.host.processes import ProcessId
 from infra.jobs.signals import (
     AttemptClosed,
     SlurmJob,
     Why,
     ask_scheduler,
+    attempt_to_run,
     job_facts,
     job_of,
+    why_restarted,
     why_stopped,
 )
+from infra.store.traces import read_metrics
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import FailureClass, Outcome
+from refiner_core.contract.records import FailureClass, Outcome, StageResult
 from refiner_core.contract.types import Progress
 from tests.support.plans import OWNER, small_plan
 
-JOB = SlurmJob(id="7", node="n1")
+GONE = "elsewhere:1:1.00"
+FACTS = {"State": "NODE_FAIL"}
+
+
+def job(restart: int = 0, number: str = "7") -> SlurmJob:
+    return SlurmJob(id=number, restart=restart, node="n1")
+
+
+def silent(_command: Sequence[str]) -> str:
+    return ""
 
 
 @pytest.fixture
@@ -43,10 +56,188 @@ def plan() -> Plan:
 
 @pytest.fixture
 def stage(workspace: Workspace, plan: Plan) -> PlannedStage:
-    """Its first attempt was claimed for Slurm."""
+    """Its first attempt was submitted to Slurm as job 7, and has started."""
     stage = plan.by_name["data"]
     assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
+    submitted(workspace, stage, 1, job_id="7")
+    started(workspace, stage, 1)
     return stage
+
+
+def submitted(workspace: Workspace, stage: PlannedStage, number: int, job_id: str) -> None:
+    paths = workspace.layout.attempt(stage.id, number)
+    paths.job.write_text(f'{{"job_id": "{job_id}", "comment": "c"}}')
+
+
+def started(
+    workspace: Workspace, stage: PlannedStage, number: int, restart: int = 0, process: str = GONE
+) -> None:
+    token = {"process": process, "started_at": "t", "job_id": "7", "restart": restart}
+    assert workspace.start_attempt(stage.id, number, token)
+
+
+def outcome(workspace: Workspace, stage: PlannedStage, number: int) -> FailureClass | None:
+    attempt = workspace.read_attempt(stage.id, number)
+    return None if attempt is None or attempt.outcome is None else attempt.outcome.failure
+
+
+# ---------------------------------------------------------------- which attempt
+
+
+def test_the_first_start_runs_what_it_was_told(workspace: Workspace, plan: Plan) -> None:
+    stage = plan.by_name["data"]
+    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
+    assert attempt_to_run(workspace, stage.id, 1, job(), silent) == 1
+
+
+def test_a_restart_closes_what_was_cut_short_and_claims_the_next(
+    workspace: Workspace, stage: PlannedStage, plan: Plan
+) -> None:
+    workspace.note_scheduler(stage.id, 1, FACTS)
+    assert attempt_to_run(workspace, stage.id, 1, job(restart=1), silent) == 2
+    record = workspace.read_record(stage.id)
+    assert record is not None
+    old, new = record.attempts
+    assert old.outcome is not None
+    assert (old.outcome.failure, old.outcome.decision) == ("preempted", "resume")
+    assert "restart 1" in old.outcome.message
+    assert (new.owner, new.executor, new.comment) == (old.owner, "slurm", old.comment)
+    assert (new.job_id, new.restart, new.outcome) == ("7", 1, None)
+    assert AttemptRun(workspace, stage.id, 2).config == plan.config
+    noted = workspace.read_control(workspace.layout.attempt(stage.id, 2).job)
+    assert workspace.part(workspace.layout.attempt(stage.id, 1), "scheduler") == FACTS
+    assert noted == {"job_id": "7", "comment": "c", "restart": 1}, "it is the same job"
+
+
+def test_the_original_command_leads_to_the_newest_attempt_however_often_it_is_run(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    for restart in (1, 2, 3):
+        assert attempt_to_run(workspace, stage.id, 1, job(restart), silent) == restart + 1
+        started(workspace, stage, restart + 1, restart)
+    record = workspace.read_record(stage.id)
+    assert record is not None
+    assert [a.restart for a in record.attempts] == [0, 1, 2, 3]
+
+
+def test_a_restart_that_was_killed_before_it_started_leaves_its_claim_to_the_next(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    assert attempt_to_run(workspace, stage.id, 1, job(1), silent) == 2
+    assert attempt_to_run(workspace, stage.id, 1, job(2), silent) == 2
+
+
+@pytest.mark.parametrize("failure", ["preempted", "time_limit", "node_failure", "interrupted"])
+def test_a_goodbye_that_says_resume_is_followed(
+    workspace: Workspace, stage: PlannedStage, failure: FailureClass
+) -> None:
+    workspace.close_attempt(stage.id, 1, Outcome(failure, "resume"))
+    assert attempt_to_run(workspace, stage.id, 1, job(1), silent) == 2
+    assert outcome(workspace, stage, 1) == failure
+
+
+@pytest.mark.parametrize(
+    ("failure", "decision"),
+    [("bug", "stop"), ("cancelled", "stop"), ("disk_full", "resume"), ("bug", "resume")],
+)
+def test_what_an_orchestrator_has_to_decide_is_left_to_one(
+    workspace: Workspace, stage: PlannedStage, failure: FailureClass, decision: str
+) -> None:
+    workspace.close_attempt(stage.id, 1, Outcome(failure, decision))  # type: ignore[arg-type]
+    with pytest.raises(AttemptClosed, match=failure):
+        attempt_to_run(workspace, stage.id, 1, job(1), silent)
+    assert workspace.layout.stage(stage.id).attempt_numbers() == [1]
+
+
+def test_what_an_orchestrator_decides_while_slurm_is_asked_holds(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    def cancelled_meanwhile(_command: Sequence[str]) -> str:
+        workspace.close_attempt(stage.id, 1, Outcome("cancelled", "stop"))
+        return ""
+
+    with pytest.raises(AttemptClosed, match="cancelled"):
+        attempt_to_run(workspace, stage.id, 1, job(1), cancelled_meanwhile)
+    assert workspace.layout.stage(stage.id).attempt_numbers() == [1]
+
+
+def test_a_finished_stage_is_left_alone(workspace: Workspace, stage: PlannedStage) -> None:
+    result = StageResult(1, 1, "attempts/0001/output", (), {}, {}, 1.0, "t")
+    workspace.publish_result(stage.id, result)
+    with pytest.raises(AttemptClosed, match="it is done"):
+        attempt_to_run(workspace, stage.id, 1, job(1), silent)
+
+
+def test_a_stage_that_goes_on_in_another_job_is_left_alone(
+    workspace: Workspace, stage: PlannedStage, plan: Plan
+) -> None:
+    workspace.close_attempt(stage.id, 1, Outcome("preempted", "resume"))
+    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm", after=1))
+    submitted(workspace, stage, 2, job_id="8")
+    with pytest.raises(AttemptClosed, match="another job"):
+        attempt_to_run(workspace, stage.id, 1, job(1), silent)
+
+
+def test_an_attempt_that_was_asked_to_stop_is_not_taken_up_by_a_requeue(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    workspace.ask_stop(stage.id, 1, "cancelled", "refiner cancel")
+    with pytest.raises(AttemptClosed, match="asked to stop"):
+        attempt_to_run(workspace, stage.id, 1, job(1), silent)
+
+
+def test_an_attempt_that_an_orchestrator_gave_up_stays_given_up(
+    workspace: Workspace, plan: Plan
+) -> None:
+    stage = plan.by_name["data"]
+    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
+    submitted(workspace, stage, 1, job_id="7")
+    workspace.void_attempt(stage.id, 1)
+    with pytest.raises(AttemptClosed, match="gave it up"):
+        attempt_to_run(workspace, stage.id, 1, job(1), silent)
+
+
+def test_a_second_process_of_one_start_does_not_take_the_work_from_the_first(
+    workspace: Workspace, plan: Plan
+) -> None:
+    stage = plan.by_name["data"]
+    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
+    submitted(workspace, stage, 1, job_id="7")
+    started(workspace, stage, 1, process=str(ProcessId.of()))
+    with pytest.raises(AttemptClosed, match="another process of this job"):
+        attempt_to_run(workspace, stage.id, 1, job(0), silent)
+    assert outcome(workspace, stage, 1) is None
+
+
+def test_of_a_restart_and_an_orchestrator_at_the_same_moment_exactly_one_wins(
+    workspace: Workspace, stage: PlannedStage, plan: Plan
+) -> None:
+    workspace.close_attempt(stage.id, 1, Outcome("preempted", "resume"))
+    won: list[str] = []
+    barrier = threading.Barrier(6)
+
+    def restart() -> None:
+        barrier.wait()
+        try:
+            attempt_to_run(workspace, stage.id, 1, job(1), silent)
+        except AttemptClosed:
+            return
+        won.append("restart")
+
+    def orchestrate() -> None:
+        barrier.wait()
+        if workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm", after=1)):
+            won.append("orchestrator")
+
+    threads = [threading.Thread(target=t) for t in (restart, orchestrate) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # A restart that comes late finds the winner's claim, not started yet, and may start it; the
+    # token then decides.
+    assert len(won) - won[1:].count("restart") == 1
+    assert workspace.layout.stage(stage.id).attempt_numbers() == [1, 2]
 
 
 def test_a_local_worker_inside_an_allocation_is_no_job_of_its_own(
@@ -62,6 +253,45 @@ def test_a_local_worker_inside_an_allocation_is_no_job_of_its_own(
 # ---------------------------------------------------------------- a copy that is still dying
 
 
+def test_a_copy_that_is_still_dying_makes_no_write_visible(
+    workspace: Workspace, plan: Plan
+) -> None:
+    stage = plan.by_name["data"]
+    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
+    submitted(workspace, stage, 1, job_id="7")
+    with AttemptRun(workspace, stage.id, 1, job(0), own_log=False) as old:
+        work(old, 2)
+        number = attempt_to_run(workspace, stage.id, 1, job(1), silent)
+        with AttemptRun(workspace, stage.id, number, job(1), own_log=False) as new:
+            old.io.log_metrics(9, {"from": 1})
+            old.io.save_rollouts(9, [{"from": 1}])
+            (old.output_dir / "out.txt").write_text("old")
+            with pytest.raises(AttemptClosed), old.io.new_checkpoint(9):
+                pass
+            with pytest.raises(AttemptClosed) as caught:
+                old.finish({})
+            old.fail(caught.value)
+            assert outcome(workspace, stage, 1) == "preempted", "what the restart wrote stays"
+            work(new, 4)
+            (new.output_dir / "out.txt").write_text("new")
+            new.finish({})
+    folder = workspace.output_dir(stage.id)
+    assert folder is not None
+    assert (folder / "out.txt").read_text() == "new"
+    paths = workspace.layout.attempt(stage.id, 2)
+    assert [m.step for m in read_metrics(paths.metrics)] == [1, 2, 3, 4]
+    assert not list(workspace.layout.stage(stage.id).checkpoints.glob("*9*"))
+
+
+def work(attempt: AttemptRun, until: int) -> None:
+    latest = attempt.io.latest_checkpoint()
+    for step in range(1 if latest is None else latest.step + 1, until + 1):
+        attempt.io.progress(Progress(step, until, "train"))
+        attempt.io.log_metrics(step, {"x": step})
+        with attempt.io.new_checkpoint(step) as folder:
+            (folder / "state").write_text("x")
+
+
 def test_an_attempt_that_was_closed_before_it_started_does_not_start(
     workspace: Workspace, plan: Plan
 ) -> None:
@@ -75,14 +305,36 @@ def test_an_attempt_that_was_closed_before_it_started_does_not_start(
     assert signal.getsignal(signal.SIGTERM) is before, "handlers are put back"
 
 
+# ---------------------------------------------------------------- why a job was started again
+
+
+@pytest.mark.parametrize(
+    ("printed", "failure"),
+    [
+        ("PREEMPTED\nRUNNING\n", "preempted"),
+        ("PREEMPTED\nNODE_FAIL\nRUNNING\n", "node_failure"),
+        ("NODE_FAIL\nREQUEUED\nRUNNING\n", "preempted"),
+        ("NODE_FAIL\n", "preempted"),
+        ("PREEMPTED\nCANCELLED by 0\n", "preempted"),
+        ("", "preempted"),
+    ],
+)
+def test_accounting_says_how_the_last_start_ended(printed: str, failure: FailureClass) -> None:
+    assert why_restarted(job(2), lambda _: printed).failure == failure
+
+
 # ---------------------------------------------------------------- why a worker was asked to stop
 
 #: Fields as `scontrol show job -o` of Slurm 22.05 printed them when the signal had arrived.
-RUNNING = "JobState=RUNNING PreemptTime=None RunTime=00:00:04 TimeLimit=00:05:00"
-CANCELLED = "JobState=COMPLETING PreemptTime=None RunTime=00:00:04 TimeLimit=00:05:00"
-LIMIT_NEAR = "JobState=RUNNING PreemptTime=None RunTime=00:04:56 TimeLimit=00:05:00"
-LIMIT_PASSED = "JobState=COMPLETING PreemptTime=None RunTime=00:01:10 TimeLimit=00:01:00"
-GRACE = "JobState=RUNNING PreemptTime=2026-11-21T12:30:36 RunTime=00:00:04 TimeLimit=UNLIMITED"
+RUNNING = "JobState=RUNNING Restarts=0 PreemptTime=None RunTime=00:00:04 TimeLimit=00:05:00"
+CANCELLED = "JobState=COMPLETING Restarts=0 PreemptTime=None RunTime=00:00:04 TimeLimit=00:05:00"
+REQUEUED = "JobState=COMPLETING Restarts=1 RunTime=00:00:00 TimeLimit=00:05:00"
+LIMIT_NEAR = "JobState=RUNNING Restarts=0 PreemptTime=None RunTime=00:04:56 TimeLimit=00:05:00"
+LIMIT_PASSED = "JobState=COMPLETING Restarts=0 PreemptTime=None RunTime=00:01:10 TimeLimit=00:01:00"
+GRACE = (
+    "JobState=RUNNING Restarts=0 PreemptTime=2026-11-21T12:30:36 RunTime=00:00:04 "
+    "TimeLimit=UNLIMITED"
+)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +348,28 @@ GRACE = "JobState=RUNNING PreemptTime=2026-11-21T12:30:36 RunTime=00:00:04 TimeL
         (LIMIT_PASSED, signal.SIGTERM, "time_limit"),
         (GRACE, signal.SIGTERM, "preempted"),
         (GRACE, signal.SIGUSR1, "preempted"),
+        (REQUEUED, signal.SIGTERM, "preempted"),
         (CANCELLED, signal.SIGTERM, "cancelled"),
         ("", signal.SIGTERM, "interrupted"),
     ],
 )
 def test_slurm_is_asked_whose_signal_it_was(facts: str, number: int, failure: FailureClass) -> None:
-    found = why_stopped(JOB, number, None, lambda _: f"JobId=7 JobName=x {facts}\n")
+    found = why_stopped(job(0), number, None, lambda _: f"JobId=7 JobName=x {facts}\n")
     assert found.failure == failure
+    assert found.comes_back == (facts == REQUEUED)
     assert "job 7" in found.message
+
+
+def test_a_goodbye_on_the_way_back_into_the_queue_knows_a_failed_node() -> None:
+    def ask(command: Sequence[str]) -> str:
+        return "NODE_FAIL\nPENDING\n" if command[0] == "sacct" else f"JobId=7 {REQUEUED}"
+
+    assert why_stopped(job(0), signal.SIGTERM, None, ask).failure == "node_failure"
+
+
+def test_a_restarted_job_does_not_take_its_own_restart_for_a_new_one() -> None:
+    text = f"JobId=7 {CANCELLED.replace('Restarts=0', 'Restarts=3')}"
+    assert why_stopped(job(3), signal.SIGTERM, None, lambda _: text).failure == "cancelled"
 
 
 def test_of_an_arrays_tasks_only_the_jobs_own_line_counts() -> None:
@@ -119,7 +385,7 @@ def test_what_our_own_side_has_said_comes_before_what_slurm_says(failure: Failur
 
     asked = {"reason": "refiner cancel by ana", "failure": failure}
     expected = Why(failure, "refiner cancel by ana")
-    assert why_stopped(JOB, signal.SIGTERM, asked, never) == expected
+    assert why_stopped(job(0), signal.SIGTERM, asked, never) == expected
 
 
 def test_outside_of_slurm_a_signal_is_an_interruption() -> None:

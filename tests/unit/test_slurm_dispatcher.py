@@ -66,6 +66,7 @@ PROFILES = {
         partition="low",
         python="python3",
         container=Container("/images/refiner.sif"),
+        requeue=False,
     ),
 }
 
@@ -229,6 +230,21 @@ def test_a_look_is_one_squeue_and_nothing_else(fake: FakeSlurm, campaign: Campai
     assert looked == ["squeue"]
 
 
+def test_an_attempt_that_slurm_started_again_is_judged_by_its_jobs_log(
+    fake: FakeSlurm, campaign: Campaign
+) -> None:
+    (first,) = campaign.submit(campaign.claim())
+    again = campaign.claim()
+    assert (again.stage_id, again.attempt) == (first.stage_id, 2)
+    job = campaign.workspace.layout.attempt(*first.ref)
+    campaign.workspace.layout.attempt(*again.ref).job.write_text(job.job.read_text())
+    (job.submitit / "101_0_log.err").write_text("error: Detected 1 oom_kill event in StepId=101.0")
+    fake.set_jobs({"101": {"state": "FAILED", "exit_code": "1:0", "live": False}})
+    end = campaign.sight(again).end
+    assert end is not None
+    assert end.failure == "out_of_memory"
+
+
 def test_who_only_looks_notes_nothing(fake: FakeSlurm, campaign: Campaign) -> None:
     request = campaign.claim()
     fake.set_jobs({"7": {"state": "RUNNING", "name": request.comment}})
@@ -292,12 +308,21 @@ def test_a_job_that_queues_is_not_asked_to_stop(fake: FakeSlurm, campaign: Campa
     assert call["arguments"][-2:] == ["--signal=TERM", "101"]
 
 
+def test_killing_and_releasing_name_the_job(fake: FakeSlurm, campaign: Campaign) -> None:
+    (request,) = campaign.submit(campaign.claim())
+    campaign.dispatcher.release(campaign.open(request))
+    campaign.dispatcher.kill(campaign.open(request))
+    assert fake.calls("scontrol")[-1]["arguments"] == ["release", "101"]
+    assert fake.calls("scancel")[-1]["arguments"] == ["101"]
+
+
 def test_a_scheduler_that_is_away_makes_nobody_fall(fake: FakeSlurm, campaign: Campaign) -> None:
     (request,) = campaign.submit(campaign.claim())
     for command in ("squeue", "scontrol", "scancel", "sacct"):
         fake.fail(command, "slurm_load_jobs error: Unable to contact slurm controller")
     assert campaign.sight(request).sight in ("live", "unknown")
     campaign.dispatcher.kill(campaign.open(request))
+    campaign.dispatcher.release(campaign.open(request))
     assert not campaign.dispatcher.stop(campaign.open(request))
 
 
@@ -338,6 +363,36 @@ def test_a_job_of_another_user_that_bears_our_name_is_not_ours(
         assert campaign.sight(request).state != "COMPLETED"
 
 
+def test_every_name_is_asked_for_in_commands_of_a_length_that_every_system_takes(
+    fake: FakeSlurm,
+) -> None:
+    fake.set_jobs({"7": {"state": "COMPLETED", "name": "n0"}})
+    ids, names = [str(n) for n in range(501)], [f"n{n}" for n in range(501)]
+    accounts = RealSlurm().accounts(ids, names)
+    assert accounts is not None
+    assert accounts[0]["name"] == "n0"
+    asked: dict[str, list[list[str]]] = {"--jobs": [], "--name": []}
+    for call in fake.calls("sacct"):
+        for argument in call["arguments"]:
+            option, _, text = argument.partition("=")
+            asked.get(option, []).append(text.split(","))
+    assert asked == {"--jobs": [ids[:500], ids[500:]], "--name": [names[:500], names[500:]]}
+
+
+@pytest.mark.parametrize(
+    ("ids", "names", "asked"),
+    [(["7"], [], ["7"]), (["7"], ["n8"], []), (["7", "8"], [], []), ([], ["n8"], [])],
+)
+def test_the_controller_is_asked_for_one_job_alone_only_where_one_id_is_all(
+    fake: FakeSlurm, ids: list[str], names: list[str], asked: list[str]
+) -> None:
+    """Else a job that is looked for by its name, too, would count as unknown."""
+    fake.set_jobs({i: {"state": "RUNNING", "name": f"n{i}"} for i in ("7", "8", "9")})
+    found = {row["id"] for row in RealSlurm().shown(ids, names)}
+    assert found == {*ids, *(name.removeprefix("n") for name in names)}
+    assert fake.calls("scontrol")[-1]["arguments"] == ["--oneliner", "show", "job", *asked]
+
+
 def test_a_command_that_hangs_is_given_up(fake: FakeSlurm) -> None:
     (fake.bin / "squeue").write_text("#!/bin/sh\nexec sleep 30\n")
     with pytest.raises(SlurmUnavailable, match="no answer in"):
@@ -348,3 +403,17 @@ def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UnsupportedError, match=r"no `sbatch`.*executor=local"):
         RealSlurm()
+
+
+def test_a_released_job_is_not_taken_for_held_until_slurm_has_been_asked_again(
+    fake: FakeSlurm, campaign: Campaign
+) -> None:
+    """Or every round until then would count as another failed start."""
+    (request,) = campaign.submit(campaign.claim())
+    held = {**fake.jobs["101"], "reason": "launch failed requeued held"}
+    fake.set_jobs({"101": held})
+    slow = campaign.another_dispatcher(poll_s=60.0)
+    open_ = campaign.open(request)
+    assert slow.look([open_])[request.ref].held
+    slow.release(open_)
+    assert not slow.look([open_])[request.ref].held

@@ -56,6 +56,7 @@ def test_a_file_is_a_profile_too(tmp_path: Path) -> None:
         ("setup: module load cuda", "a valid list"),
         ("array_limit: 0", "greater than or equal to 1"),
         ("sbatch: {job-name: x}", "refiner does not set itself"),
+        ("sbatch: {signal: USR1@60}", "signal_lead_s"),
         ("env: {HF_TOKEN: hf_x}", "looks like a secret"),
         ("setup: ['export WANDB_API_KEY=abc']", "looks like a secret"),
         ("- a list", "not a mapping"),

@@ -54,6 +54,8 @@ class Scheduler:
     def signal(self, job_id: str, name: str) -> bool:
         return True
 
+    def release(self, job_id: str) -> None: ...
+
     def _count(self, what: str) -> None:
         self.asked.append(what)
         if self.away:
@@ -163,6 +165,9 @@ def test_without_accounting_the_controllers_memory_does(world: World) -> None:
     world.scheduler.accounting = False
     world.scheduler.remembered = {"1": {"state": "NODE_FAIL"}}
     assert state(world.look(job("1"))[0]) == "NODE_FAIL"
+    world.look(job("1"), job("2"))
+    world.look(job("1"), job("2"))
+    assert world.scheduler.asked.count("accounts") == 1  # it is off, and not asked every time
 
 
 def test_a_scheduler_that_is_away_is_asked_more_rarely_and_kills_nothing(

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from infra.slurm.states import (
+    NEVER,
+    STATES,
     JobFacts,
     end_of,
     facts_of,
@@ -15,13 +17,27 @@ from infra.slurm.states import (
     sight_of,
 )
 
+# Every state of Slurm 22.05 to 25.05 (`man squeue`, JOB STATE CODES; `man sacct`).
+ALL_STATES = """BOOT_FAIL CANCELLED COMPLETED CONFIGURING COMPLETING DEADLINE FAILED NODE_FAIL
+OUT_OF_MEMORY PENDING POWER_UP_NODE PREEMPTED RUNNING RESV_DEL_HOLD REQUEUE_FED REQUEUE_HOLD
+REQUEUED RESIZING REVOKED SIGNALING SPECIAL_EXIT STAGE_OUT STOPPED SUSPENDED TIMEOUT"""
+
 OOM = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks …"
+TIME_LIMIT = (
+    "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT"
+)
+PREEMPTION = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-21T12:00:00 DUE TO PREEMPTION"
+NODE = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-21T12:00:00 DUE TO NODE FAILURE"
 EXIT_3 = "subprocess.CalledProcessError: Command '['env']' returned non-zero exit status 3."
 IMPORT = "ModuleNotFoundError: No module named 'x'\n" + EXIT_3.replace("3.", "1.")
 
 
 def sight(state: str, reason: str = "", **more: Any) -> Any:
     return sight_of(JobFacts("7", state, reason, **more), True, lambda: "")
+
+
+def test_the_table_has_every_state() -> None:
+    assert set(STATES) == set(ALL_STATES.split())
 
 
 @pytest.mark.parametrize(
@@ -86,6 +102,7 @@ def test_what_lives_and_what_runs(state: str, expected: str, running: bool) -> N
         ({"state": "COMPLETED"}, "", "killed", "resume"),
         ({"state": "FAILED", "exit_code": 1}, EXIT_3, "bad_data", "stop"),
         ({"state": "FAILED", "exit_code": 1}, OOM, "out_of_memory", "resume"),
+        ({"state": "FAILED", "exit_code": 1}, TIME_LIMIT, "time_limit", "resume"),
         (
             {"state": "FAILED", "exit_code": 1},
             "RuntimeError: Waited for 60 seconds but could not find submitted jobs in path:",
@@ -114,6 +131,10 @@ def test_a_worker_that_cannot_even_start_is_a_bug_and_not_tried_again() -> None:
     [
         ("", "killed"),
         (OOM, "out_of_memory"),
+        (TIME_LIMIT, "time_limit"),
+        (PREEMPTION, "preempted"),
+        (NODE, "node_failure"),
+        (f"{PREEMPTION}\n{TIME_LIMIT}", "time_limit"),  # a requeued job appends to its log
     ],
 )
 def test_a_job_that_slurm_forgot_is_judged_by_what_it_printed(printed: str, failure: str) -> None:
@@ -127,29 +148,55 @@ def test_a_job_that_never_was_is_submitted_again_however_often() -> None:
 @pytest.mark.parametrize(
     ("reason", "hint"),
     [
-        ("AssocGrpCPUMinutesLimit", "the budget is used up"),
-        ("QOSGrpWallLimit", "the budget is used up"),
-        ("AssocGrpCPURunMinutesLimit", ""),
-        ("QOSMaxWallDurationPerJobLimit", "lower the stage's `resources`"),
-        ("PartitionTimeLimit", "time_limit_min"),
-        ("JobHeldUser", "scontrol release"),
-        ("Resources", ""),
+        ("AssocGrpCPUMinutesLimit", "has used up its budget"),
+        ("AssocGrpGRESMinutes", "has used up its budget"),
+        ("QOSGrpWallLimit", "has used up its budget"),
+        ("AssocGrpGRES", "never where this job alone asks for more"),
+        ("AssocGrpCpuLimit", "never where this job alone asks for more"),
+        ("AssocGrpCPURunMinutesLimit", "never where this job alone asks for more"),
+        ("QOSMaxWallDurationPerJobLimit", "more than is allowed for one job"),
+        ("AssocMaxGRESPerJob", "more than is allowed for one job"),
+        ("QOSGrpNodeLimit", "has as much as it may"),
         ("Priority", ""),
     ],
 )
-def test_a_reason_that_does_not_pass_is_said_with_what_mends_it(reason: str, hint: str) -> None:
+def test_a_limit_of_the_whole_account_is_said_with_what_it_means(reason: str, hint: str) -> None:
     said = sight("PENDING", reason).reason
     assert said.startswith(reason)
     assert hint in said
     assert hint or said == reason
-    held = sight("PENDING", "launch failed requeued held")
-    assert (held.sight, held.held, held.running) == ("live", True, False)
 
 
 def test_messages_say_the_signal_the_node_and_who() -> None:
-    assert "137:0" in end_of(JobFacts("7", "FAILED", exit_code=137), True, "").message
+    assert "signal SIGKILL" in end_of(JobFacts("7", "FAILED", exit_code=137), True, "").message
     assert "on n3" in end_of(JobFacts("7", "NODE_FAIL", node="n3"), True, "").message
-    assert "by user 0" in end_of(JobFacts("7", "CANCELLED", by="0"), True, "").message
+    assert "by root" in end_of(JobFacts("7", "CANCELLED", by="0"), True, "").message
+
+
+@pytest.mark.parametrize("reason", ["launch failed requeued held", "launch_failed_requeued_held"])
+def test_a_failed_start_is_held_and_can_be_released(reason: str) -> None:
+    seen = sight("PENDING", reason)
+    assert (seen.sight, seen.held, seen.running) == ("live", True, False)
+
+
+@pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin"])
+def test_what_people_hold_is_not_ours_to_release(reason: str) -> None:
+    seen = sight("PENDING", reason)
+    assert not seen.held
+    assert "release" in seen.reason
+
+
+@pytest.mark.parametrize("reason", sorted(NEVER))
+def test_reasons_that_never_pass_are_explained(reason: str) -> None:
+    seen = sight("PENDING", f"{reason}, and more")
+    assert (seen.sight, seen.end) == ("live", None)
+    assert seen.reason == f"{reason}: {NEVER[reason]}"
+
+
+def test_ordinary_reasons_stand_for_themselves() -> None:
+    assert sight("PENDING", "Resources").reason == "Resources"
+    assert sight("RUNNING", "").reason == ""
+    assert sight("SUSPENDED", "").reason == "suspended; it goes on by itself"
 
 
 def test_rows_are_read_with_their_steps() -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,12 @@ import pytest
 
 from flows.cli.main import main
 from flows.cli.status import cells
-from flows.running.status import RunStatus, StageStatus, Watcher, eta_s, find_run
+from flows.running.status import HurriedRouter, RunStatus, StageStatus, Watcher, eta_s, find_run
 from infra.host.processes import ProcessId
-from infra.jobs.dispatch import router_to_look
-from infra.jobs.protocol import AttemptRef, OpenAttempt
+from infra.jobs.dispatch import Router, router_to_look
+from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt
 from infra.store.orchestrators import orchestrator_of, take_up
-from infra.store.workspace import Claim, Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import Attempt, Outcome, RunRecord, to_json
@@ -106,20 +108,23 @@ def test_a_row_reads_like_a_sentence() -> None:
     assert cells(begins)[4] == "starting ranks"
 
 
-def test_a_scheduler_that_is_down_holds_nobody_up(
-    workspace: Workspace, run: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("sbatch", "srun", "squeue", "scontrol", "scancel"):
-        (tmp_path / name).write_text("#!/bin/sh\nexec sleep 30\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    stage = small_plan().by_name["data"]
-    assert workspace.claim_attempt(stage, small_plan().config, {}, Claim(OWNER, "slurm"))
-    dispatch = {**run.config["dispatch"], "executor": "slurm"}
-    found = Watcher(workspace, replace(run, config={**run.config, "dispatch": dispatch}), 0.1)
-    status = found.look()
-    assert status.stages[0].state == "queued"
-    assert "has not said" in status.scheduler
+class Silent:
+    """A scheduler that does not answer for a long time."""
+
+    executor = "slurm"
+
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+        time.sleep(30)
+        return {}
+
+
+def test_a_scheduler_that_is_down_holds_nobody_up() -> None:
+    attempt = Attempt(1, "c", "slurm", OWNER, "2026-11-21T01:00:00+00:00", job_id="9")
+    ref = AttemptRef("grpo-1", 1)
+    slow = Router({"slurm": Silent()}, lambda _: "slurm")  # type: ignore[dict-item]
+    router = HurriedRouter(slow, 0.1)
+    assert router.look([OpenAttempt(ref, attempt)])[ref].sight == "unknown"
+    assert router.late == "the scheduler did not answer within 0.1 s"
 
 
 def test_a_run_is_found_by_a_part_of_its_id(workspace: Workspace, run: RunRecord) -> None:

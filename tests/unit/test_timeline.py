@@ -68,6 +68,17 @@ def timeline(
     return incidents_of([history], events)
 
 
+def test_a_requeue_is_counted_from_the_last_sign_of_life() -> None:
+    """The restarted job itself notes that its last start has ended, a moment before it goes on."""
+    first = replace(
+        ended("preempted"), started_at="2026-11-21T03:00:00+00:00", seconds=720.0,
+        ended_at="2026-11-21T03:15:59+00:00",
+    )  # fmt: skip
+    again = replace(SECOND, started_at="2026-11-21T03:16:00+00:00", restart=1)
+    (found,) = timeline(first, again)
+    assert "resumed from step 99 after 4 min" in found.text
+
+
 def test_the_step_100_story_reads_as_one_line() -> None:
     events = (
         {"event": "claim", "stage": "grpo", "attempt": 1},
@@ -179,6 +190,13 @@ def test_a_wait_for_room_belongs_to_the_attempt_before_it() -> None:
     events = (*events, {"event": "room", "stage_id": "grpo-ffff", "waited_s": 240.0})
     (found,) = timeline(replace(FIRST, outcome=QUOTA), SECOND, events=events)
     assert "; waited 4 min for room; resumed from step 99" in found.text
+
+
+def test_a_stage_that_could_not_even_begin_is_an_incident() -> None:
+    events = ({"at": "2026-11-21T03:12", "event": "short", "stage": "grpo", "need_bytes": 1 << 20},)
+    (found,) = timeline(events=events)
+    assert found.text == "no room to begin (1.05 MB needed); waits for room"
+    assert (found.attempt, found.failure, found.resolved) == (0, "no_room", False)
 
 
 def test_incidents_of_all_stages_come_in_the_order_of_time() -> None:

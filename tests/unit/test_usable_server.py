@@ -13,7 +13,7 @@ import pytest
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, temporary_settings
 
 from infra.prefect_server import KeyRefused, ServerError, ServerInfo, check_server, usable_server
-from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
 
 HERE = version("prefect")
 #: Status and body for an Authorization header.
@@ -56,10 +56,10 @@ def keyed(key: str | None) -> tuple[int, str]:
     [
         (lambda key: (401, "{}"), KeyRefused, "answers 401: it wants"),
         (lambda key: (403, "{}"), KeyRefused, "answers 403: it wants"),
-        (lambda key: (200, json.dumps("1.4.2")), ServerError, "1.4.2"),
-        (lambda key: (200, "<html>the UI</html>"), ServerError, "cannot be used"),
-        (lambda key: (404, "{}"), ServerError, "answers 404"),
-        (lambda key: (200, "[]"), ServerError, "cannot be used"),
+        (lambda key: (200, json.dumps("1.4.2")), UnsupportedError, "has version 1.4.2"),
+        (lambda key: (200, "<html>the UI</html>"), ConfigurationError, "is no Prefect server"),
+        (lambda key: (404, "{}"), ConfigurationError, "is no Prefect server"),
+        (lambda key: (200, "[]"), ConfigurationError, "is no Prefect server"),
         (lambda key: (503, ""), ServerError, "answers 503"),
     ],
 )
@@ -79,7 +79,7 @@ def test_a_server_that_is_down_is_refused_and_its_password_is_not_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:9/api")
-    with pytest.raises(ServerError, match="cannot be used") as refused:
+    with pytest.raises(ServerError, match="does not answer") as refused:
         usable_server(1)
     assert "secret" not in str(refused.value)
     assert "correct PREFECT_API_URL, or unset it" in refused.value.fix
@@ -94,3 +94,9 @@ def test_keys_are_those_that_prefect_would_send(serve: Serve) -> None:
     with temporary_settings({PREFECT_API_KEY: "other"}), pytest.raises(KeyRefused):
         check_server(info)
     check_server(replace(info, ours=True, auth="a:b"))
+
+
+def test_ours_of_another_version_is_stopped_first(serve: Serve) -> None:
+    theirs = serve(lambda key: (200, json.dumps("2.20.1")))
+    with pytest.raises(UnsupportedError, match="refiner server stop"):
+        check_server(ServerInfo(theirs.url, theirs.api_url, ours=True, auth="a:b"))

@@ -229,9 +229,11 @@ def test_a_stage_that_became_done_meanwhile_is_not_run_again(
     stage = claim(workspace, plan, "data")
     assert workspace.publish_result(stage.id, result_of(1))
     assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "local", 1)) is None
+    assert workspace.claim_restart(stage.id, 1, {}) is None
     record = workspace.read_record(stage.id)
     assert record is not None
     assert record.state == "done"
+    assert record.attempts[1].outcome is not None, "nobody is waited for"
 
 
 def test_a_record_tells_how_far_a_stage_has_come(workspace: Workspace, plan: Plan) -> None:

@@ -12,13 +12,13 @@
 #SBATCH --gres=gpu:h100:4
 #SBATCH --job-name=refiner-array-MARK
 #SBATCH --mail-type=FAIL
-#SBATCH --no-requeue
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --open-mode=append
 #SBATCH --output=/w/batches/refiner-array-MARK/%A_%a_0_log.out
 #SBATCH --partition=gpu
 #SBATCH --qos=normal
+#SBATCH --requeue
 #SBATCH --reservation=week
 #SBATCH --signal=TERM@430
 #SBATCH --time=600

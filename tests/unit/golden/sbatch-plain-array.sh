@@ -7,11 +7,11 @@
 #SBATCH --error=/w/batches/refiner-array-MARK/%A_%a_0_log.err
 #SBATCH --job-name=refiner-array-MARK
 #SBATCH --mem=1GB
-#SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --open-mode=append
 #SBATCH --output=/w/batches/refiner-array-MARK/%A_%a_0_log.out
+#SBATCH --requeue
 #SBATCH --signal=TERM@300
 #SBATCH --time=10
 

@@ -6,11 +6,11 @@
 #SBATCH --error=/w/stages/data-MARK/attempts/0001/submitit/%j_0_log.err
 #SBATCH --job-name=refiner-data-STAGE-0001-MARK
 #SBATCH --mem=1GB
-#SBATCH --no-requeue
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --open-mode=append
 #SBATCH --output=/w/stages/data-MARK/attempts/0001/submitit/%j_0_log.out
+#SBATCH --requeue
 #SBATCH --signal=TERM@300
 #SBATCH --time=10
 

@@ -1,0 +1,244 @@
+"""Stages as tasks of a Prefect flow of one's own: ``from flows import begin_run, ensure``.
+
+In: a recipe, and inside a ``@flow`` the names of stages. Out: a recorded :class:`Run`, and for each
+``ensure`` a task run that shows its stage, and returns the stage's view with its report. Imports
+Prefect.
+
+Who does what:
+
+- :func:`begin_run` checks the recipe and records it whole, with the code as it is. Inside a flow
+  run it does so once: a retry goes on with the same record.
+- Each ``ensure`` is a call of its own on that record: about its stage and what that needs, with an
+  orchestrator of its own. Two at once share stages as any two calls do: what one runs, the other
+  waits for. What is done is not run again, and needs no orchestrator.
+- *Cancel* is recorded, and the running stages save. *Suspend* ends the flow before its next
+  ``ensure``. *Retry* and *Resume* run the flow from its beginning, past what is done.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.exceptions import Abort, Pause, TerminationSignal
+from prefect.futures import PrefectFuture
+from prefect.runtime import flow_run as this_run
+from prefect.states import Cancelled, Completed, Failed, State
+
+from flows.flow_runs import LAST_LINE_S, TERMINATION_S, as_task, flow_run_state, show_stage
+from flows.running import calls
+from flows.running.background import detach
+from flows.running.following import Follower, Node
+from infra.store.orchestrators import orchestrator_of
+from infra.store.workspace import Workspace, now_text
+from refiner_core.contract.checks.recipe import check_config
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, LaunchError
+from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.records import RunRecord, from_json, to_json
+from refiner_core.contract.services import is_service
+from refiner_core.contract.types import StageView
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recorded run: its id, as `refiner status` has it, and the folder that it is recorded in."""
+
+    id: str
+    workspace: str
+
+
+def begin_run(
+    recipe: str, overrides: Sequence[str] = (), workspace: str | Path | None = None
+) -> Run:
+    """Check a recipe and record a run of it, of which nothing begins yet.
+
+    Parameters
+    ----------
+    recipe, overrides
+        As of :func:`flows.api.run_recipe`.
+    workspace
+        Folder that holds records, outputs and checkpoints (default: as the recipe says).
+
+    Returns
+    -------
+    Run
+        For :data:`ensure`. In a flow run that is retried: the one that it has recorded before.
+
+    Raises
+    ------
+    RefinerError
+        It cannot be carried out here; nothing was recorded.
+    """
+    from flows.checking.sources import each_read_once, resolve_sources
+
+    words = [*overrides, *([] if workspace is None else [f"workspace={workspace}"])]
+    mine = {"flow_run": this_run.id, "asked": [recipe, *words]}
+    if mine["flow_run"]:
+        root = check_config(load_recipe(recipe, words)).workspace
+        for run in Workspace.read_only(Path(root).absolute()).runs():
+            if {key: run.provenance.get(key) for key in mine} == mine:
+                return Run(run.run, str(Path(root).absolute()))
+    with each_read_once():
+        plan, room, run = calls.begin_run(recipe, words)
+        sources = resolve_sources(plan.config)
+    # Its parts are planned from these, in whatever folder the flow is by then.
+    run = replace(run, provenance={**run.provenance, **mine, "sources": sources})
+    calls.with_room(plan.config, lambda: room.write_run(run))
+    return Run(run.run, str(room.root))
+
+
+class _Ensure:
+    """``ensure(run, "sft")``: the stage is done, or the task has failed.
+
+    Called inside a ``@flow``, it returns the stage's
+    :class:`~refiner_core.contract.types.StageView` (``.report["validation_loss"]``) or raises;
+    ``ensure.submit(run, "sft")`` returns a future of it at once. ``wait_for`` is Prefect's.
+    """
+
+    def __call__(self, run: Run, stage: str, wait_for: Any = None) -> StageView:
+        task_of, arguments = _task_of(run, stage)
+        state = task_of(*arguments, wait_for=wait_for, return_state=True)
+        if state.is_cancelled() and (wish := flow_run_state(this_run.id)) and wish.is_cancelling():
+            with get_client(sync_client=True) as client:  # no runner may be there to say so
+                client.set_flow_run_state(UUID(str(this_run.id)), Cancelled(), force=True)
+            raise Abort(state.message)
+        view: StageView = state.result()
+        return view
+
+    def submit(self, run: Run, stage: str, wait_for: Any = None) -> PrefectFuture[StageView]:
+        """A future of the stage's view; several stages at a time."""
+        task_of, arguments = _task_of(run, stage)
+        future: PrefectFuture[StageView] = task_of.submit(*arguments, wait_for=wait_for)
+        return future
+
+
+ensure = _Ensure()
+
+
+def _task_of(run: Run, stage: str) -> tuple[Any, tuple[Run, str]]:
+    """The task of one stage, unless the flow run is to be suspended: then it ends here."""
+    if not this_run.id:
+        raise ConfigurationError(
+            f"ensure was asked for {stage} of run {run.id} outside a flow run.",
+            expected="a call inside a function with @flow",
+            fix="call it there, or use `refiner run RECIPE` without a flow",
+        )
+    if (state := flow_run_state(this_run.id)) is not None and state.is_paused():
+        raise Pause(state=state)
+    return as_task(_ensure, stage, stage), (run, stage)
+
+
+def _ensure(run: Run, stage: str) -> State[Any]:
+    room = Workspace.open(run.workspace)
+    whole = room.read_run(run.id)
+    config = replace(from_json(RecipeConfig, whole.config), workspace=str(room.root))
+    plan = make_plan(config, whole.provenance["sources"])
+    names = _needed(room, plan, plan.find(stage)[0].name)
+    if not names:
+        return _completed(room, Node(stage, plan.find(stage)[0].id))
+    part = calls.with_room(config, lambda: _record_part(room, whole, plan, names))
+    left = detach(room, part.run, part.code, "--no-server")
+    if left.failed and left.message:
+        raise LaunchError(
+            f"The orchestrator of {stage} ended at once: {left.message}",
+            expected="it to work on the stage",
+            fix=f"see {left.log}, then retry the flow run",
+        )
+    follower = Follower(room, part.run, part.stages)
+    node, followed = follower.nodes[names[0]], _Followed(room, part, follower)
+    try:
+        state = show_stage(part.run, node, partial(followed.look, node.name))
+    except TerminationSignal:
+        followed.cancel()
+        until = time.monotonic() + TERMINATION_S
+        while time.monotonic() < until and followed.works:
+            time.sleep(0.2)
+        raise
+    failed = [v for v in follower.look().values() if v.state == "failed"]
+    if failed:
+        return Failed(message="; ".join(f"{v.name}: {v.message}" for v in failed))
+    return _completed(room, node) if state.is_completed() else state
+
+
+def _completed(room: Workspace, node: Node) -> State[Any]:
+    result = room.read_result(node.id)
+    view = replace(node.waiting, state="done", report={} if result is None else result.report)
+    return Completed(message="done", data=view)
+
+
+def _needed(room: Workspace, plan: Plan, name: str) -> list[str]:
+    """A stage and those before it that are not done; the servers that they ask come by
+    themselves."""
+    found: list[str] = []
+    queue = [name]
+    while queue:
+        stage = plan.by_name[queue.pop(0)]
+        done = room.layout.stage(stage.id).result.exists()
+        if not done and stage.name not in found and not is_service(stage.id):
+            found.append(stage.name)
+            queue += [*stage.inputs.values(), *stage.after]
+    return found
+
+
+def _record_part(room: Workspace, whole: RunRecord, plan: Plan, names: list[str]) -> RunRecord:
+    """A call about some stages of a recorded run, with the code of that."""
+    sources = whole.provenance["sources"]
+    about = make_plan(replace(plan.config, only=tuple(names)), sources)
+    provenance = {k: v for k, v in whole.provenance.items() if k not in ("sources", "asked")}
+    part = replace(
+        whole,
+        run=room.new_run_id(whole.recipe),
+        config=to_json(about.config),
+        stages={s.name: s.id for s in about.stages},
+        started_at=now_text(),
+        provenance={**provenance, "part_of": whole.run},
+    )
+    room.write_run(part)
+    return part
+
+
+@dataclass
+class _Followed:
+    """A part that is read when somebody waits for a stage; it hears what is wanted of this flow
+    run."""
+
+    room: Workspace
+    part: RunRecord
+    follower: Follower
+    gone_since: float = math.inf
+    asked: bool = False
+
+    def look(self, name: str, timeout_s: float) -> tuple[StageView, bool]:
+        """The view, and whether nobody works on the part any more."""
+        now = time.monotonic()
+        self.gone_since = math.inf if self.works else min(self.gone_since, now)
+        view = self.follower.look()[name]
+        if view.terminal or now - self.gone_since > LAST_LINE_S:
+            return view, True
+        state = flow_run_state(this_run.id)
+        if state is not None and (state.is_cancelling() or state.is_cancelled()):
+            self.cancel()
+        time.sleep(timeout_s)
+        return view, False
+
+    def cancel(self) -> None:
+        """Ask for the end of the part, once: its stages save."""
+        from flows.running.cancelling import cancel
+
+        if not self.asked:
+            cancel(self.room, self.part, wait_s=0)
+        self.asked = True
+
+    @property
+    def works(self) -> bool:
+        """True if somebody works on the part."""
+        return orchestrator_of(self.room, self.part.run).works
