@@ -6,6 +6,7 @@
 
 ``sweep`` and ``run`` each have a document, what renders it, and templates of a page and of
 Markdown. What they share lies here: style and script (``base.css``, ``base.js``), policy and
-templates (``pages``), drawings (values in ``drawing``, markup in ``drawing.html.jinja``),
-transcripts, how numbers are printed. Pure functions of values: nothing here reads a workspace.
+templates (``pages``), interactive charts (``charts``, drawn by ``charts.js`` with Bokeh), drawings
+within tables (values in ``drawing``, markup in ``drawing.html.jinja``), transcripts, how numbers
+are printed. Pure functions of values: nothing here reads a workspace.
 """

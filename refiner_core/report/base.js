@@ -35,7 +35,8 @@ function showAll() {
     if (c.value === "" && c.options && c.options.length) c.selectedIndex = Math.max(0, [...c.options].findIndex(o => o.value === ""));
   }
   for (const k of new Set($$("[data-pick]").map(e => e.dataset.pick))) picked(k).forEach((e, i, all) => e.classList.toggle("on", i === place(k, all)));
-  showCharts(state, showScheme()); show();
+  const dark = showScheme(); if (window.Bokeh) showCharts(state, dark);
+  show();
 }
 const picked = k => $$(`[data-pick="${k}"]`), place = (k, all) => Math.min(Math.max(0, Number(state[k]) || 0), all.length - 1);
 function go(view, change = {}) { set({v: view, y: "0", ...change}, true); scrollTo(0, 0); }

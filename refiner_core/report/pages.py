@@ -27,13 +27,18 @@ from refiner_core.report.charts import library
 _HERE = "refiner_core.report"
 #: Characters of a value, and values of one list or mapping, that are shown.
 MOST_OF_LEAF, MOST_IN_TREE = 2_000, 300
+#: Script of a page that only hides, leads and remembers.
+_BEGIN = "reportPage().begin();"
 
 
-def parts_of(package: str, *, charts: bool) -> Mapping[str, Any]:
+def parts_of(package: str, *, charts: bool, script: str | None = None) -> Mapping[str, Any]:
     """The parts of the page that lies in a package: ``template``, ``style``, ``scripts``, and
-    ``policy``, its content security policy. Only a page with ``charts`` carries their library."""
-    own = (read(_HERE, name) for name in ("base.js", "charts.js"))
-    scripts = [*([library()] if charts else []), Markup("".join((*own, read(package, "page.js"))))]
+    ``policy``, its content security policy. Only a page with ``charts`` carries their library;
+    one without a ``script`` of its own has what all pages do."""
+    names = ("base.js", "charts.js") if charts else ("base.js",)
+    own = _BEGIN if script is None else read(package, script)
+    whole = Markup("".join([*(read(_HERE, name) for name in names), own]))
+    scripts = [library(), whole] if charts else [whole]
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
         f"img-src data:; script-src {' '.join(map(_hash_of, scripts))}"

@@ -145,20 +145,6 @@ def test_a_reward_is_taken_apart(browser: Page, show: Show) -> None:
     assert "recall 0.36" in browser.text()
 
 
-def test_the_timeline_says_what_every_attempt_came_to(browser: Page, show: Show) -> None:
-    show("full_report", "stages")
-    browser.hover(".lane-row:nth-child(4) svg.lane")
-    said = seen(browser, "#tip")[0]
-    assert "attempt 1 from 2026-11-20 09:42 UTC: disk_full after 54 min, to step 23" in said
-    assert "21 min of work were lost" in said
-    kinds = browser.run(
-        "[...document.querySelectorAll('.lane-row:nth-child(4) rect')].map(e => e.classList[1]"
-        " || e.classList[0])"
-    )
-    assert kinds == ["wait", "bad", "wait", "stop", "wait", "done"]
-    assert "was there already, made by 20261118-080000-aa01" in seen(browser, ".lane-said")[0]
-
-
 def test_curves_are_smoothed_on_a_logarithmic_axis_and_stand_in_numbers(
     browser: Page, show: Show
 ) -> None:

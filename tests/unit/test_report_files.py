@@ -48,9 +48,6 @@ from tests.support.sweep_reports import (
     full_report,
     hostile_report,
     large_report,
-    nothing_done_report,
-    one_arm_report,
-    running_report,
 )
 
 NAN = float("nan")
@@ -114,14 +111,6 @@ def test_a_missing_number_says_why_and_is_never_nan() -> None:
         assert "All its trials failed: no room left on the disk." in shown
 
 
-def test_tables_have_a_row_per_arm_and_number_and_per_trial() -> None:
-    report = full_report()
-    assert len(number_rows(report)) == 6 * len(report.comparisons)
-    trials = list(csv.DictReader(io.StringIO(csv_of(trial_rows(report)))))
-    assert [(t["arm"], t["seed"]) for t in trials][:2] == [("static-0", "1"), ("static-0.2", "1")]
-    assert trials[1]["queue_seconds"] == "", "nobody knows it: an empty cell, not 0"
-
-
 def test_a_spreadsheet_is_given_no_formula() -> None:
     report = full_report()
     evil = {**report.trials[0], "reason": '=HYPERLINK("http://evil.example")'}
@@ -161,12 +150,6 @@ def test_where_the_judge_moved_nothing_is_claimed() -> None:
     said = answer(with_verdicts("judge moved"))
     assert "nothing is claimed: the judge scored the same answers differently" in said
     assert "is better" not in said
-
-
-def test_the_answer_of_an_unfinished_sweep_says_so() -> None:
-    assert answer(running_report()).endswith("The sweep still runs; this may change.")
-    assert "18 trials: 18 waiting." in answer(nothing_done_report())
-    assert answer(one_arm_report()).startswith("The sweep has one arm, so nothing is compared.")
 
 
 # ---------------------------------------------------------------- texts of others
@@ -284,16 +267,6 @@ def test_the_newest_sweep_is_the_one_that_was_launched_last(
     write_sweep(workspace, replace(first, number=2, started_at="2027-01-02T00:00:00+00:00"))
     assert main(["report", f"workspace={workspace.root}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sweep"] == "weights"
-
-
-def test_watching_a_sweep_that_nobody_works_on_ends_at_once(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", "weights", f"workspace={workspace.root}", "--watch"]) == 0
-    assert (
-        "refreshes itself" not in (workspace.layout.reports / "weights" / "report.html").read_text()
-    )
-    capsys.readouterr()
 
 
 def test_a_sweep_that_is_not_there_is_named_with_the_nearest(

@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from refiner_core.evaluation.metrics import main_metrics
-from refiner_core.report import drawing, printing
+from refiner_core.report import printing
 from refiner_core.report.charts import Series, chart, summary
 from refiner_core.report.drawing import scale_for, strip
 from refiner_core.report.pages import parts_of, template_of
 from refiner_core.report.printing import MISSING, Section, counted, duration, estimate, hours
-from refiner_core.report.run.document import (
-    Row,
-    RunReport,
-    StageRow,
-)
+from refiner_core.report.run.document import UNDER_WAY, Row, RunReport, StageRow
 from refiner_core.report.transcripts import shown_example
 
 #: States of a stage that say that its last attempt came to no good end.
@@ -283,7 +280,7 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
         views=VIEWS,
         reload_s=reload_s if report.state == "running" else 0,
         command=shlex.join(report.command),
-        timeline=drawing.timeline(report.stages, report.began_at, report.made_at),
+        elapsed=_elapsed(report),
         plots=plots(report.curves),
         examples=examples,
         verdict=verdict,
@@ -292,11 +289,33 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
         tables=tables(report),
         index=model_index(report),
         settings=list(report.settings.items())[:MOST_SETTINGS],
-        kind_of=drawing.kind_of,
+        kind_of=kind_of,
         most_curves=MOST_CURVES,
         most_numbers=MOST_NUMBERS,
     )
     return text
+
+
+def _elapsed(report: RunReport) -> float | None:
+    """Seconds from beginning to end, or to now."""
+    try:
+        began, ended = map(
+            datetime.fromisoformat, (report.began_at, report.ended_at or report.made_at)
+        )
+        return (ended - began).total_seconds()
+    except (ValueError, TypeError):
+        return None
+
+
+#: Ends that say nothing against the stage itself.
+_FROM_OUTSIDE = ("interrupted", "cancelled", "preempted", "time_limit", "node_failure")
+
+
+def kind_of(attempt: Row) -> str:
+    """How an attempt is coloured: ``stop`` (it was ended from outside), ``bad``, or not at all."""
+    if attempt["outcome"] in ("", UNDER_WAY, "done", "none", "finished"):
+        return ""
+    return "stop" if attempt["outcome"] in _FROM_OUTSIDE else "bad"
 
 
 # ---------------------------------------------------------------- curves

@@ -16,7 +16,7 @@ function show() {
 const toggled = () => new Set(state.x.split(".").filter(Boolean));
 function showLines() {
   for (const box of $$("input[data-line]")) box.checked = box.defaultChecked !== toggled().has(box.dataset.line);
-  for (const chart of $$(".chart")) linesOf(chart);
+  if (window.Bokeh) for (const chart of $$(".chart")) linesOf(chart);
 }
 for (const box of $$("input[data-line]")) box.addEventListener("change", () => {
   const now = toggled(); if (!now.delete(box.dataset.line)) now.add(box.dataset.line);

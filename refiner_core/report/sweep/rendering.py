@@ -180,7 +180,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
     index = {arm: i for i, arm in enumerate(arms_in_order(report))}
     few = leading_arms(report)
     prompts = shown_sides(report.side_by_side, few)
-    parts = parts_of(__package__, charts=bool(report.curves))
+    parts = parts_of(__package__, charts=bool(report.curves), script="page.js")
     text: str = parts["template"].render(
         report=report,
         parts=parts,
