@@ -262,11 +262,6 @@ def test_a_night_that_has_passed_is_not_evaluated_any_more(lab: NightLab) -> Non
     assert DAYS[4] in early.message
 
 
-def test_there_are_no_nights_to_come(lab: NightLab) -> None:
-    with pytest.raises(ConfigurationError, match="has not begun"):
-        lab.night(DAYS[0], wanted=DAYS[2])
-
-
 # ---------------------------------------------------------------- which weights
 
 

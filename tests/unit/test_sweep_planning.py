@@ -14,7 +14,6 @@ from flows.sweeping.planning import (
     forecast_sweep,
     make_sweep_plan,
     plan_of,
-    show_sweep_plan,
     sweep_json,
 )
 from infra.store.workspace import Workspace
@@ -295,15 +294,6 @@ def test_what_is_only_doubtful_is_a_warning(keys: dict[str, Any], said: str) -> 
 
 
 # ---------------------------------------------------------------- what is shown
-
-
-def test_the_dry_run_says_what_is_shared_and_what_would_run(tmp_path: Path) -> None:
-    found = planned([f"workspace={tmp_path / 'none'}", *NO_PUBLISH], factors={WEIGHTS: [0, 0.2]})
-    text = "\n".join(show_sweep_plan(found))
-    assert "2 arms x 2 seeds = 4 trials; baseline paper_citation_weight=0" in text
-    assert "24 stages, 17 to make, since 7 are shared: 17 to run, 0 running, 0 done" in text
-    assert "paper_citation_weight=0.2" in text
-    assert not (tmp_path / "none").exists(), "a dry run writes nothing"
 
 
 def test_the_dry_run_for_scripts_has_every_trial_with_its_stages(tmp_path: Path) -> None:

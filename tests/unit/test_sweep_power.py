@@ -124,19 +124,6 @@ def test_the_deciding_number_follows_from_what_is_measured() -> None:
     assert aim_of(nothing).model == ""
 
 
-def test_holm_over_many_arms_makes_the_smallest_effect_larger() -> None:
-    many, two = (detectable(_plan(arms=arms), 100, KNOWN).effect for arms in (8, 2))
-    assert many is not None
-    assert two is not None
-    assert many > two
-
-
-def test_a_metric_at_its_ceiling_or_floor_is_warned_of(plan: SweepPlan) -> None:
-    for mean, word in ((0.99, "better"), (0.01, "worse")):
-        found = detectable(plan, 100, replace(KNOWN, mean=mean))
-        assert any(f"room for an arm to be {word}" in w for w in found.warnings)
-
-
 def test_shares_have_a_worst_case_and_other_numbers_none(plan: SweepPlan) -> None:
     assert detectable(plan, 1000, assumed("oracle")).effect is not None
     # Two independent coins, each with a variance of 1/4.

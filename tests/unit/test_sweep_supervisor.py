@@ -82,25 +82,6 @@ def test_shared_stages_run_once_and_every_trial_ends(workspace: Workspace) -> No
     assert (kinds.count("data"), kinds.count("sft"), kinds.count("grpo")) == (1, 2, 4)
 
 
-def test_every_trial_is_a_run_that_knows_its_place(workspace: Workspace) -> None:
-    plan = small_sweep()
-    bench(workspace, plan, SCRIPT).run()
-    runs = [workspace.read_run(run_id) for run_id in workspace.run_ids()]
-    places = {(r.provenance["sweep"]["arm"], r.provenance["sweep"]["seed"]) for r in runs}
-    assert places == {(t.arm, t.seed) for t in plan.trials}
-    first = trial_run(workspace, "small", plan.trials[0].name)
-    assert workspace.read_orchestrator(first)["state"] == "ended"
-
-
-def test_no_more_local_jobs_run_at_once_than_the_recipe_allows(workspace: Workspace) -> None:
-    plan = small_sweep(seeds=(1, 2, 3), limits=Limits(concurrency=6))
-    told = bench(
-        workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 9, "done")}
-    )
-    told.run()
-    assert told.jobs.most == plan.trials[0].plan.config.dispatch.max_parallel == 2
-
-
 def test_jobs_that_several_trials_begin_at_once_are_submitted_together(
     workspace: Workspace,
 ) -> None:
