@@ -20,7 +20,7 @@ import pytest
 
 from flows.stages.judging import judge_by_hand, judge_for
 from infra.judgements import store
-from infra.judgements.segments import list_segments, summarise
+from infra.judgements.segments import summarise
 from infra.judgements.store import WorkspaceStore
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
@@ -95,16 +95,6 @@ def test_processes_share_a_store_while_they_write_and_are_killed(
         assert other.wait(60) == 0
         assert all(mine.get([key(n) for n in range(10**10, 10**10 + 2000)]))
     assert known(folder, range(flushed + 1)) == flushed + 1
-
-
-def test_what_was_put_is_on_its_way_before_anybody_asks_for_it(tmp_path: Path) -> None:
-    """Killed while it waits, without a flush: what is older than a moment is there."""
-    folder = tmp_path / "judgements"
-    process = putter(folder, 0, 50, "wait")
-    with process:
-        wait_until(lambda: known(folder, range(50)) == 50, "50 judgements in the file", 30)
-        process.kill()
-    assert known(folder, range(50)) == 50
 
 
 @pytest.mark.quota
@@ -249,23 +239,6 @@ def calls(tmp_path: Path) -> Callable[..., int]:
     return count
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model": "other"},
-        {"revision": "2"},
-        {"temperature": 0.5},
-        {"max_tokens": 100},
-        {"extra_body": '{"seed": 1}'},
-    ],
-    ids=lambda c: next(iter(c)),
-)
-def test_another_judge_is_asked_anew(calls: Callable[..., int], change: dict[str, Any]) -> None:
-    assert calls(**change) == len(QUESTIONS)
-    assert calls(**change) == 0
-    assert calls() == 0
-
-
 def test_other_prompts_are_other_questions(calls: Callable[..., int], tmp_path: Path) -> None:
     from refiner_core.judges import prompting
 
@@ -282,12 +255,6 @@ def test_the_same_judge_elsewhere_is_not_asked_again(calls: Callable[..., int]) 
     """Each call of the fixture is a server at another address."""
     assert calls() == 0
     assert calls(timeout_s=7.0, concurrency=2, max_retries=1, api_key_env="OTHER") == 0
-
-
-def test_no_store_is_kept_where_none_is_wanted(calls: Callable[..., int], tmp_path: Path) -> None:
-    files = len(list_segments(tmp_path / "ws" / "judgements"))
-    assert calls(cache_gb=0.0) == len(QUESTIONS)
-    assert len(list_segments(tmp_path / "ws" / "judgements")) == files
 
 
 # ---------------------------------------------------------------- the command

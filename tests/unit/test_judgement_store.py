@@ -123,31 +123,6 @@ def test_nothing_is_written_by_who_only_looks(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_what_the_store_has_saved_is_counted_once(folder: Path) -> None:
-    filled(folder, range(10))
-    with opened(folder) as one:
-        one.get([key(n) for n in range(4)])
-        one.flush()
-        one.put(key(50), NO)
-        one.get([key(0), key(50), key(99)])
-    summary = summarise(folder)
-    assert summary["saved_judgements"] == 6
-    assert summary["saved_prompt_tokens"] == 5 * 700 + 650
-    assert summary["saved_completion_tokens"] == 6 * 9
-    assert (summary["files"], summary["judgements"]) == (2, 11)
-
-
-def test_names_of_files_say_who_wrote_them_and_are_never_used_again(folder: Path) -> None:
-    for _ in range(3):
-        filled(folder, range(1))
-    names = {path.name for path, _ in list_segments(folder)}
-    assert len(names) == 3
-    assert all(n.startswith("grpo_1-") and f"-{os.getpid()}-" in n for n in names)
-    with WorkspaceStore(folder, writer="../../etc/passwd:ü", limit_bytes=MIB) as one:
-        one.put(key(1), YES)
-    assert len(list_segments(folder)) == 4, "whatever it is called, it lies in the folder"
-
-
 # ---------------------------------------------------------------- looking up
 
 
@@ -224,18 +199,6 @@ def test_a_flipped_bit_costs_one_judgement(
     assert found == [None if n == damaged else YES for n in range(5)]
 
 
-def test_damage_is_said_once_in_plain_words(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = one_file(folder, 5)
-    data = bytearray(path.read_bytes())
-    data[HEADER_BYTES + 2 * RECORD_BYTES] ^= 1
-    path.write_bytes(data)
-    with opened(folder) as one:
-        one.get([key(1)])
-        one.get([key(2)])
-    (said,) = warnings(caplog)
-    assert said == f"1 stored judgements in {path} are damaged and skipped"
-
-
 def test_a_file_of_a_newer_version_is_left_alone(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -252,19 +215,6 @@ def test_a_file_of_a_newer_version_is_left_alone(
     assert known(folder, range(2)) == 2
     assert path.read_bytes() == bytes(newer)
     assert foreign.exists()
-
-
-def test_the_end_of_a_file_that_is_seen_late_is_read_when_it_is_there(folder: Path) -> None:
-    """NFS shows the new length of a file before its new content."""
-    path = one_file(folder, 3)
-    data = path.read_bytes()
-    live = path.with_suffix(".live")
-    path.unlink()
-    live.write_bytes(data[: -2 * RECORD_BYTES] + bytes(2 * RECORD_BYTES))
-    with opened(folder) as one:
-        assert one.get([key(n) for n in range(3)]) == [YES, None, None]
-        live.write_bytes(data)
-        assert one.get([key(n) for n in range(3)]) == [YES, YES, YES]
 
 
 def test_files_that_are_closed_to_this_user_are_skipped(
@@ -353,15 +303,6 @@ def test_the_oldest_judgements_go_when_the_store_is_full(folder: Path) -> None:
     assert known(folder, range(1000), limit) == 0
 
 
-def test_a_smaller_limit_is_kept_by_the_next_who_writes(folder: Path) -> None:
-    for number in range(6):
-        filled(folder, range(2000 * number, 2000 * number + 2000))
-    assert summarise(folder)["bytes"] > 400_000
-    with opened(folder, 200_000) as one:
-        one.put(key(99_999), YES)
-    assert summarise(folder)["bytes"] <= 200_000
-
-
 def test_thousands_of_short_jobs_leave_few_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,11 +340,3 @@ def test_readers_and_writers_survive_that_their_files_are_deleted(folder: Path) 
         one.flush()
         assert other.get([key(1), key(2)]) == [YES, NO]
     assert known(folder, range(3)) == 1
-
-
-def test_many_keys_are_looked_up_at_once(folder: Path) -> None:
-    table = Table()
-    raw = b"".join(encode_record(key(n), YES) for n in range(20_000))
-    table.add(decode(raw * 10)[0])
-    assert len(table) == 20_000, "the same judgement is kept once"
-    assert all(table.get([key(n) for n in range(0, 20_000, 7)]))
