@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,20 @@ import pytest
 from flows.reporting.samples import SamplesReader
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
-    ConfigurationError,
-    DataError,
     EnvironmentOutage,
     Interrupted,
 )
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.fingerprint import derive_seed
-from refiner_core.contract.protocols import protocol_of as protocol_of_file
 from refiner_core.contract.types import PromptRow
-from refiner_core.environments.protocol import FAILURES, EpisodeRecord, over_domains
-from refiner_core.evaluation.episodes import ending_call, evaluate_episodes, failure_of
+from refiner_core.environments.protocol import FAILURES, EpisodeRecord
+from refiner_core.evaluation.episodes import evaluate_episodes, failure_of
 from refiner_core.evaluation.metrics import (
-    METRICS,
     episode_metrics,
-    higher_is_better,
-    in_order,
     load_samples,
-    main_metrics,
 )
 from refiner_core.evaluation.protocol import make_protocol, sampling_params
-from refiner_core.evaluation.results import compare_results, load_results
+from refiner_core.evaluation.results import compare_results
 from refiner_core.evaluation.statistics import paired_difference_over_seeds
 from refiner_core.report.sweep.comparing import make_report
 from refiner_core.report.sweep.rendering import markdown, page, views_of
@@ -170,13 +162,6 @@ def test_why_attempts_failed_is_counted_by_class_and_domain(results: dict[str, A
     assert shares["failure/no_call"]["value"] == 2 / 16
 
 
-def test_greedy_makes_one_attempt_at_a_task(results: dict[str, Any]) -> None:
-    found = numbers(results, "greedy")
-    assert found["pass@1"]["value"] == found["pass@1_first"]["value"] == 0.5
-    assert found["pass@1"]["interval"] == "wilson"
-    assert "pass@2" not in found
-
-
 def test_beside_the_model_stands_who_does_nothing(results: dict[str, Any]) -> None:
     floor = numbers(results, "sampled", "reference")
     assert {e["stage"] for e in floor.values()} == {"do_nothing"}
@@ -309,27 +294,6 @@ def _without_times(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def test_without_tasks_there_is_no_table_of_nothing(bench: Bench, tmp_path: Path) -> None:
-    empty = Bench(tmp_path)
-    write_tasks(tmp_path / "data", [])
-    with pytest.raises(DataError, match="no tasks"):
-        empty.run(bench.player(by_attempt({})))
-
-
-def test_few_tasks_are_of_all_domains(bench: Bench) -> None:
-    """Tasks stand domain by domain: the first ones would be of one domain, and called overall."""
-    config = replace_fields(bench.config, {"evaluate.max_prompts": 2})
-    results = bench.run(bench.player(by_attempt(PLAYED)), name="few", config=config)
-    assert set(results["episodes"]["greedy"]["tasks"]) == {B0, O0}
-    ids = [B0, B1, "bookings/2", O0, O1, "orders/2", "orders/3", "orders/4", "orders/5"]
-    rows = [replace(bench.rows[0], sample_id=one) for one in ids]
-    chosen = [[row.sample_id for row in over_domains(rows, most)] for most in range(1, 10)]
-    assert chosen[2] == [B0, O0, O1]
-    assert chosen[5] == [B0, B1, O0, O1, "orders/2", "orders/3"]
-    assert chosen[8] == ids == [row.sample_id for row in over_domains(rows, None)]
-    assert all(set(few) < set(more) for few, more in pairwise(chosen))
-
-
 def test_the_reward_decides_what_a_success_is() -> None:
     """As in training and rejection sampling, whatever reason an environment gives beside it."""
     record = EpisodeRecord("a", "d", 1, "finished", "done", (), (), reward=1.0, failure="gave_up")
@@ -419,27 +383,6 @@ def test_protocols_of_answers_are_what_they_were() -> None:
     assert sampling_params(config, "sampled").top_k == 0
 
 
-def test_the_sampled_decoding_draws_from_the_likeliest_where_it_is_asked_to(bench: Bench) -> None:
-    answers = replace_fields(RecipeConfig(), {"evaluate.top_k": 20})
-    assert sampling_params(answers, "sampled").top_k == 20
-    assert sampling_params(answers, "greedy").top_k == 0
-    config = replace_fields(bench.config, {"evaluate.top_k": 20, "evaluate.decoding": ["sampled"]})
-    player = bench.player(by_attempt(PLAYED))
-    bench.run(player, config=config, name="top-k")
-    assert {p.top_k for p in player.params if p.temperature > 0} == {20}
-
-
-def test_a_user_that_is_another_one_than_in_training_is_said(bench: Bench) -> None:
-    config = replace_fields(
-        bench.config,
-        {"evaluate.user.model": "judge-70b", "evaluate.user.base_url": "http://127.0.0.1:9/v1"},
-    )
-    results = bench.run(bench.player(by_attempt(PLAYED)), config=config, name="users")
-    assert results["users"]["same"] is False
-    assert results["users"]["evaluation"]["model"] == "judge-70b"
-    assert "127.0.0.1" not in json.dumps(results), "where a user is asked is nobody's matter"
-
-
 # ---------------------------------------------------------------- comparisons
 
 
@@ -454,14 +397,6 @@ def test_two_models_are_compared_task_by_task_and_within_a_domain(bench: Bench) 
     assert (by_domain["difference"], by_domain["n"], by_domain["excluded"]) == (0.5, 2, 0)
 
 
-@pytest.mark.usefixtures("results")
-def test_numbers_of_two_protocols_are_refused(bench: Bench) -> None:
-    other = replace_fields(bench.config, {"environment.max_turns": 5})
-    bench.run(bench.player(by_attempt(PLAYED)), name="other-way", config=other)
-    with pytest.raises(ConfigurationError, match=r"environment\.max_turns"):
-        compare_results([bench.root / "out"], [bench.root / "other-way"])
-
-
 def test_tasks_of_other_domains_are_not_left_out_of_a_domains_number() -> None:
     rows = [{"sample_id": f"{d}/{i}", "pass@4/a": 1.0 if d == "a" else None}
             for d in "ab" for i in range(3)]  # fmt: skip
@@ -470,19 +405,6 @@ def test_tasks_of_other_domains_are_not_left_out_of_a_domains_number() -> None:
 
 
 # ---------------------------------------------------------------- names
-
-
-def test_names_say_which_way_is_good() -> None:
-    assert [higher_is_better(m) for m in ("pass^4/orders", "reward", "turns")] == [True, True, None]
-    worse = ("failure/no_call", "episode_error/orders", "uncited")
-    assert [higher_is_better(m) for m in worse] == [False] * 3
-    assert in_order(reversed(METRICS)) == list(METRICS)
-    told = episode_metrics(2, ("a",))
-    assert in_order(told) == list(told)
-
-
-def test_results_can_be_read_back(bench: Bench, results: dict[str, Any]) -> None:
-    assert load_results(bench.root / "out") == json.loads(json.dumps(results))
 
 
 # ---------------------------------------------------------------- what reads them
@@ -533,37 +455,6 @@ def test_arms_of_agents_are_compared_by_domain_with_their_failures(
     assert (orders["asked"], orders["passed"], sum(orders["failures"].values())) == (8, 4, 4)
     assert "1 seed × 4 tasks" in page(report)
     assert "| after |" in markdown(report)
-
-
-def test_the_closing_table_of_a_run_names_the_largest_k() -> None:
-    shown = main_metrics(episode_metrics(8, ("a",)))
-    assert shown[:4] == ["pass@1_first", "pass@1", "pass@8", "pass^8"]
-    assert main_metrics(["oracle"]) == ["oracle"]
-
-
-def test_who_does_nothing_says_goodbye_where_nothing_ends_an_episode(bench: Bench) -> None:
-    class Endless(Desk):
-        finish = ""
-
-    call = ending_call(Endless(bench.config), "orders")
-    assert (call.name, dict(call.arguments)) == ("respond", {"content": "Goodbye."})
-    assert ending_call(Desk(bench.config), "orders").name == "finish"
-
-
-def test_a_protocol_file_fixes_the_user_only_where_it_names_one() -> None:
-    recipe = replace_fields(
-        agent_config(),
-        {"evaluate.user.model": "mine", "evaluate.user.base_url": "http://127.0.0.1:9/v1"},
-    )
-    silent = protocol_of_file({"name": "a-v1", "evaluate": {"num_samples": 2}})
-    assert silent.over(recipe).evaluate.user == recipe.evaluate.user
-    user = {"model": "gpt-4.1", "temperature": 0.0}
-    named = protocol_of_file({"name": "b-v1", "evaluate": {"user": user, "top_k": 20}})
-    fixed = named.over(recipe).evaluate
-    assert (fixed.user.model, fixed.user.max_tokens, fixed.top_k) == ("gpt-4.1", 512, 20)
-    assert fixed.user.base_url == "http://127.0.0.1:9/v1", "where it is asked is the recipe's"
-    assert "evaluate.user.model" in named.fixed
-    assert "evaluate.user.model" not in silent.fixed
 
 
 def test_arms_that_change_the_environment_change_their_yardstick() -> None:

@@ -64,18 +64,6 @@ def test_a_published_power_comes_out_again_to_the_last_digit() -> None:
     )
 
 
-def test_power_without_a_spread_or_without_prompts() -> None:
-    nothing, seeds_alone = Components(0.0, 0.0, 0.0), Components(0.01, 0.0, 0.0)
-    for parts, seeds in ((nothing, 3), (nothing, 1), (seeds_alone, 1)):
-        assert detectable_effect(parts, seeds, 50) == 0.0
-        assert power_of(parts, seeds, 50, 0.1) == 1.0
-        assert power_of(parts, seeds, 50, 0.0) == 0.0
-    assert power_of(nothing, 3, 1, 0.5) == 0.0
-    assert detectable_effect(nothing, 3, 1) == math.inf
-    for some in ((0.01, 0.0, 0.0), (0.0, 0.01, 0.0), (0.0, 0.0, 0.01)):
-        assert detectable_effect(Components(*some), 3, 2) > 0
-
-
 def test_components_by_hand() -> None:
     """Rows (seeds) 0 and 3 apart, columns (prompts) 1 apart, and 1 in one cell on top."""
     values = np.array([[0.0, 1.0, 2.0, np.nan], [3.0, 4.0, 6.0, 9.0]])
