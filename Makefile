@@ -93,7 +93,6 @@ bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench report
 	$(BIN)/python -m tests.bench startup
 	$(BIN)/python -m tests.bench episodes
-	$(BIN)/python -m tests.bench packing
 	$(BIN)/python -m tests.bench grpo_step
 	$(BIN)/python -m tests.bench trainer
 	$(BIN)/python -m tests.bench memory

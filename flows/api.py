@@ -124,7 +124,6 @@ if TYPE_CHECKING:
     from flows.starting.completing import Candidate, candidates
     from flows.starting.fields import ExplainedFields, explain_fields
     from flows.starting.folder import Begun, init_folder
-    from flows.sweeping.evidence import rescore_share
     from flows.sweeping.launching import (
         SweepOutcome,
         begin_sweep,
@@ -158,10 +157,10 @@ _MODULES = {
     for alias in node.names
 }
 #: Former names: their successors take the workspace by its name.
-_FORMER = {"deploy_nightly": "deploy", "serve_nightly": "serve"}
+_FORMER = {"deploy_nightly": "deploy", "rescore_share": "rescore", "serve_nightly": "serve"}
 #: Functions whose rows were objects, and are mappings now.
 _ROWS = (
-    *("diff_runs", "explain_number", "make_sweep_report", "report_of_run", "rescore_share"),
+    *("diff_runs", "explain_number", "make_sweep_report", "report_of_run"),
     "try_channels",
 )
 

@@ -11,23 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.running.status import find_run, stage_id_of
-from infra.disk.forecast import (
-    Change,
-    Forecast,
-    Knowledge,
-    fit,
-    forecast_disk,
-    size_of_model,
-)
+from infra.disk.forecast import Forecast, Knowledge, forecast_disk, size_of_model
 from infra.disk.inventory import Hold, Stock, drop_idle
 from infra.disk.keeper import DiskKeeper
-from infra.disk.reaper import Candidate, may_go, plan_reclaim
-from infra.disk.usage import Row, by_run_and_kind
+from infra.disk.reaper import Candidate, plan_reclaim
+from infra.disk.usage import Row, by_run_and_kind, find_caches
 from infra.store.checkpoints import pin, pins, reclaimed_text, unpin
 from infra.store.layout import Layout
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RecipeConfig
-from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import from_json, picked, to_json
 
@@ -85,14 +77,10 @@ def disk_report(
 
     room = Workspace.read_only(workspace)
     keeper = DiskKeeper(room, disk_config(room, overrides))
-    stock = keeper.stock(caches=True)
-    runs: dict[str, Sequence[str]] = {}
-    for run_id in room.run_ids():
-        try:
-            runs[run_id] = tuple(room.read_run(run_id).stages.values())
-        except RefinerError:  # it is still worth showing the rest
-            runs[run_id] = ()
-    rows = by_run_and_kind([*stock.items, *stock.caches], runs)
+    stock = keeper.stock()
+    runs = {run.run: tuple(run.stages.values()) for run in room.runs()}
+    caches = find_caches(keeper.config.watch_caches)
+    rows = by_run_and_kind([*stock.items, *caches], runs)
     left, reserved = keeper.room(fresh=True), keeper.ledger.others()
     value = {
         **{"version": 1, "workspace": str(room.root), "data": str(room.layout.data)},
@@ -113,9 +101,8 @@ def disk_report(
         "judgements": summarise(room.layout.judgements),
         "published": _published(room, stock),
         "holds": [hold_json(h, stock) for h in stock.holds],
-        "idle_exports": _idle_exports(stock),
         "reclaimable": [candidate_json(c) for c in plan_reclaim(stock, None)],
-        "caches": [{"path": str(i.path), "bytes": i.size.bytes} for i in stock.caches],
+        "caches": [{"path": str(i.path), "bytes": i.size.bytes} for i in caches],
     }
     return DiskReport(rows, value)
 
@@ -133,13 +120,12 @@ def _published(workspace: Workspace, stock: Stock) -> list[dict[str, Any]]:
         facts = stock.stages.get(stage_id)
         here = facts.weights if facts is not None else None
         for copy in copies:
-            away = None if here is None else copy.is_elsewhere(here.folder)
             gone = reclaimed_text(workspace.layout.stage(stage_id)) if here is None else None
             found.append(
                 {
                     **picked(copy, "by", "where", "target", "revision", "commit"),
-                    **{"stage_id": stage_id, "files": len(copy.names), "elsewhere": away},
-                    **{"here_bytes": 0 if here is None else here.gain, "reclaimed": gone},
+                    **{"stage_id": stage_id, "here_bytes": 0 if here is None else here.gain},
+                    "reclaimed": gone,
                 }
             )
     return found
@@ -148,21 +134,8 @@ def _published(workspace: Workspace, stock: Stock) -> list[dict[str, Any]]:
 def hold_json(hold: Hold, stock: Stock) -> dict[str, Any]:
     """A checkpoint that a stage waits for, and whether it does so in vain."""
     sizes = [i.size.bytes for i in stock.items if (i.stage_id, i.step) == hold[1:3]]
-    said = picked(hold, "stage_id", "step", "waiting", "runs")
+    said = picked(hold, "stage_id", "step", "waiting")
     return {**said, "idle": hold.idle or None, "bytes": sum(sizes)}
-
-
-def _idle_exports(stock: Stock) -> list[dict[str, Any]]:
-    """Exported steps that no recorded run will read again, and that nothing may reclaim, for they
-    are published nowhere else."""
-    return [
-        {"stage_id": stage_id, "bytes": facts.weights.gain, "path": str(facts.weights.folder)}
-        for stage_id, facts in sorted(stock.stages.items())
-        if facts.kind == "export"
-        and facts.weights is not None
-        and facts.weights.gain > 0
-        and not (facts.leased or facts.needed_by or may_go(facts))
-    ]
 
 
 class Reclaimed(NamedTuple):
@@ -192,7 +165,7 @@ def reclaim_disk(
     workspace, overrides
         As of :func:`flows.api.disk_report`.
     caches
-        The caches of ``disk.watch_caches``, too.
+        Does nothing any more.
     judgements
         What judges have said, too.
     dry_run
@@ -214,12 +187,12 @@ def reclaim_disk(
     if not dry_run:
         room.require_trust()
     keeper = DiskKeeper(room, disk_config(room, overrides))
-    stock = keeper.stock(caches=caches, as_if_dropped=dry_run)
+    stock = keeper.stock(as_if_dropped=dry_run)
     holds = [h for h in stock.holds if h.idle]
     if not dry_run and holds:
         holds = drop_idle(room, holds)
-        stock = keeper.stock(caches=caches)
-    candidates = plan_reclaim(stock, None, caches=caches, judgements=judgements)
+        stock = keeper.stock()
+    candidates = plan_reclaim(stock, None, judgements=judgements)
     items: tuple[str, ...] = ()
     freed = 0
     if not dry_run:
@@ -290,6 +263,10 @@ def _marked(name: str, workspace: str | Path, mark: Callable[[Layout, str], bool
 # ---------------------------------------------------------------- forecasts
 
 
+#: What a plan that does not fit may be carried out with instead.
+LESS_ROOM = "`STAGE.keep=1`, `dispatch.max_parallel=1` and `disk.reclaim=true`"
+
+
 class PlannedRoom(NamedTuple):
     """A forecast against the room that there is; ``limit_bytes`` is all that there could be."""
 
@@ -320,24 +297,15 @@ def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
     free = max(0, now.free_bytes - keeper.reserved() - margin)
     most = None if now.limit_bytes is None else now.limit_bytes - margin
     is_short = forecast.needed_bytes > free
-    may_go = sum(c.bytes for c in keeper.candidates(None)) if is_short else 0
+    may_go = sum(c.bytes for c in keeper.candidates()) if is_short else 0
     return PlannedRoom(forecast, free, may_go, now.source, most)
 
 
-def propose_fit(plans: Sequence[Plan], room: PlannedRoom) -> Change | None:
-    """The cheapest overrides with which plans fit; None: none does."""
-    known = Knowledge(Workspace.read_only(plans[0].config.workspace), size_of_model)
-    return fit(plans, known, room.free_bytes, room.reclaimable_bytes)
-
-
 class DiskPlan(NamedTuple):
-    """Disk use of a plan.
-
-    ``change`` is the cheapest change with which it fits (None: it fits, or nothing does).
-    """
+    """Disk use of a plan; ``change`` is always None, as no change of it is proposed any more."""
 
     room: PlannedRoom
-    change: Change | None
+    change: None = None
 
 
 def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
@@ -348,7 +316,7 @@ def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
     plan
         What :func:`flows.api.make_recipe_plan` has made.
     fit
-        Also look for the cheapest change that fits.
+        Does nothing any more.
 
     Returns
     -------
@@ -360,5 +328,4 @@ def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
     WorkspaceError
         The workspace is not a folder, or a record in it is damaged.
     """
-    room = planned_room([plan])
-    return DiskPlan(room, propose_fit([plan], room) if fit and not room.fits else None)
+    return DiskPlan(planned_room([plan]))

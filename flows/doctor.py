@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -32,7 +31,6 @@ from infra.doctor.check import (
     run_checks,
 )
 from infra.host.secrets import mask_keys_of, masked, shown_override
-from infra.store.provenance import read_certificate
 from infra.tracking import shown_address
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError, no_such
@@ -85,7 +83,9 @@ def examine(
     for area in only:
         if area not in AREAS:
             raise no_such("There is no area", area, AREAS)
-    config = load_recipe(recipe, overrides) if recipe else _defaults(overrides)
+    config = (
+        load_recipe(recipe, overrides) if recipe else apply_overrides(RecipeConfig(), overrides)
+    )
     mask_keys_of(config)
     plan, refusal = _planned(recipe, overrides) if recipe else (None, None)
     words = shlex.join([*([recipe] if recipe else []), *map(shown_override, overrides)])
@@ -108,14 +108,6 @@ def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
         "works": all(f.ok for f in findings),
         "findings": [asdict(f) for f in findings],
     }
-
-
-def _defaults(overrides: Sequence[str]) -> RecipeConfig:
-    words = list(overrides)
-    given = {word.partition("=")[0] for word in words}
-    if given & {"judge.base_url", "judge.base_urls"} and "judge.kind" not in given:
-        words.append("judge.kind=openai")
-    return apply_overrides(RecipeConfig(), words)
 
 
 def _planned(recipe: str, overrides: Sequence[str]) -> tuple[Plan | None, RefinerError | None]:
@@ -154,7 +146,6 @@ def _recipe_checks(plan: Plan | None, refusal: RefinerError | None, look: Look) 
             needed=lambda x: x.recipe and asks_judge(x.config) and x.config.judge.kind == "openai",
             hung="curl --max-time 10 JUDGE/models",
         ),
-        Check("gpu", "certificate", _certificate, limit_s=20),
     ]
     if look.recipe:
         checks.append(
@@ -163,30 +154,6 @@ def _recipe_checks(plan: Plan | None, refusal: RefinerError | None, look: Look) 
     if plan is not None:
         checks.append(Check("workspace", "forecast", lambda _: _forecast(plan, look), limit_s=60))
     return checks
-
-
-def _certificate(look: Look) -> Iterator[Finding]:
-    """Findings of `refiner certify` on this node, if it was asked."""
-    from infra.store.provenance import versions
-    from infra.store.workspace import Workspace
-
-    mend = shlex.join(["refiner", "certify", f"workspace={look.workspace}"])
-    made = read_certificate(Workspace.read_only(look.workspace))
-    if made is None:
-        if look.gpus or shutil.which("nvidia-smi"):
-            what = "this node has none: what its GPUs do was not tried"
-            yield found("missing", what, mend, "trust in numbers")
-        return
-    counts = ", ".join(f"{made.count(v)} {v}" for v in ("pass", "fail", "absent"))
-    what = f"certified on {made.made_at[:10]}: {counts}"
-    changed = made.differences(versions())
-    failed = [check.name for check in made.checks if check.verdict == "fail"]
-    if changed or failed:
-        what += "".join(f"; now {one}" for one in changed)
-        what += f"; failed: {', '.join(failed)}" * bool(failed)
-        yield found("warning", what, mend, "it is of other days")
-        return
-    yield fine(what)
 
 
 def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterator[Finding]:
@@ -209,13 +176,13 @@ def _forecast(plan: Plan, look: Look) -> Finding:
 
     room = planned_room([plan])
     needed, free = room.forecast.needed_bytes, room.free_bytes
-    what = f"takes up to {gib(needed)}, {room.forecast.inodes:,} files; {gib(free)} are free"
+    what = f"takes up to {gib(needed)}; {gib(free)} are free"
     if room.forecast.unknown:
         what += f"; of {', '.join(room.forecast.unknown)} nothing is known"
     if not room.forecast.stages:
         what = f"nothing is left to write; {gib(free)} are free"
     why = "the run pauses when the disk is full, and goes on when there is room"
-    mend = f"refiner plan {look.recipe} --fit"
+    mend = f"refiner plan {look.recipe} --disk"
     return fine(what) if room.fits else found("warning", what, mend, why)
 
 
@@ -248,8 +215,8 @@ def _answer(look: Look, judge: JudgeConfig) -> Finding:
     from flows.judges import KINDS, ask_in_turn, examples
     from infra.store.workspace import Workspace
 
-    words = map(shown_address, _as_overrides(judge))
-    mend = shlex.join(["refiner", "judge", "ask", *words])
+    address = shown_address(judge.base_url or judge.base_urls[0])
+    mend = f"curl --max-time 10 {shlex.quote(address)}/models"
     try:
         workspace = Workspace.read_only(look.workspace)
         # An environment asks about assertions, and no more.
@@ -266,13 +233,3 @@ def _answer(look: Look, judge: JudgeConfig) -> Finding:
         mend,
         "a judgement without a score takes its rollout out of the loss",
     )
-
-
-def _as_overrides(judge: JudgeConfig) -> list[str]:
-    address = f"judge.base_urls=[{','.join(judge.base_urls)}]"
-    if judge.base_url:
-        address = f"judge.base_url={judge.base_url}"
-    words = [address, f"judge.model={judge.model}"]
-    if judge.api_key_env != JudgeConfig().api_key_env:
-        words.append(f"judge.api_key_env={judge.api_key_env}")
-    return words

@@ -22,14 +22,12 @@ import re
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infra.host.processes import environment
+from infra.host.processes import environment, run_program
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.workspace import Workspace
@@ -266,15 +264,13 @@ def check_server(address: str) -> None:
     SystemOutage
         It does not.
     """
+    import httpx
+
     try:
-        with urllib.request.urlopen(f"{address.rstrip('/')}/healthz", timeout=ANSWER_S):
-            return
-    except urllib.error.HTTPError:
-        return  # it has answered
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+        httpx.get(f"{address.rstrip('/')}/healthz", timeout=ANSWER_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise SystemOutage(
-            f"The W&B server {shown_address(address)} does not answer ({reason}).",
+            f"The W&B server {shown_address(address)} does not answer ({error}).",
             expected="a node from which it can be reached",
             fix="run the same command where the network is, or set WANDB_BASE_URL to your server",
         ) from error
@@ -289,20 +285,10 @@ def _sync(batch: Sequence[OfflineRun]) -> tuple[str, int]:
         variables.pop("WANDB_MODE", None)  # `offline` would keep it from sending
         variables.pop("WANDB_SILENT", None)
         try:
-            done = subprocess.run(
-                [*words, *(str(run.folder) for run in batch)],
-                cwd=folder,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=BATCH_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            said = (error.stdout or b"").decode(errors="replace")
-            return f"{said}\nIt was not done after {BATCH_S:.0f} s.", 124
-    return done.stdout.decode(errors="replace"), done.returncode
+            done = run_program([*words, *(str(run.folder) for run in batch)], BATCH_S, variables)
+        except subprocess.TimeoutExpired:
+            return f"It was not done after {BATCH_S:.0f} s.", 124
+    return done.stdout + done.stderr, done.returncode
 
 
 def _note(sent: Sequence[OfflineRun], said: str) -> None:

@@ -11,12 +11,12 @@ protocol file. How judgements become one reward is part of the metric `reward` a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from refiner_core.contract.config import RecipeConfig, uses
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import field_info, replace_fields, suggest
+from refiner_core.contract.fields import field_info, suggest
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.placement import STAGES
@@ -53,12 +53,6 @@ def _why_dormant(field: str, config: RecipeConfig) -> str:
         if field in names and re.match(values, str(found := get_field(config, by))):
             return f"has no effect: `{by}` is {found}"
     return ""
-
-
-def _why_without_effect(field: str, plan: Plan, other: Plan) -> str:
-    """The reason that two plans are the same though a field differs."""
-    why = _why_dormant(field, plan.config) or _why_dormant(field, other.config)
-    return why or "is read by no stage that trains or measures, or names the same content twice"
 
 
 #: Of the reward these decide what a rubric's score is; the others, how scores make one number.
@@ -102,7 +96,12 @@ def _check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
         return []
     _check_yardstick(plan, aim, varied, protocol)
     _check_models(plan, aim)
-    return _doubts(plan, aim)
+    if question.metric:
+        return []
+    return [
+        f"No `question: metric` is named: arms are compared on {aim.metric} first, and what is "
+        "chosen after the fact is no test."
+    ]
 
 
 # ---------------------------------------------------------------- the number exists
@@ -110,32 +109,29 @@ def _check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
 
 def _check_exists(plan: SweepPlan, aim: Question) -> ProtocolFile | None:
     """Refuse a number that nothing measures; its protocol, if it is not the recipe's own."""
-    sweep, protocols = plan.sweep.name, protocols_of(plan.config)
-    if not has_metric(plan.config, aim.metric):
-        raise _unknown(sweep, "metric", aim.metric, metrics_of(plan.config))
-    if aim.protocol and aim.protocol not in protocols:
-        fix = f"name it for all trials: `overrides: ['evaluate.protocols=[{aim.protocol}]']`"
-        raise _unknown(sweep, "protocol", aim.protocol, protocols, fix)
-    protocol = protocols.get(aim.protocol) if aim.protocol else None
-    measured = protocol.over(plan.config) if protocol else plan.config
-    if aim.decoding not in measured.evaluate.decoding:
-        raise _unknown(sweep, "decoding", aim.decoding, measured.evaluate.decoding)
-    for trial in _first_trials(plan).values():
-        if _evaluation(plan, trial, aim) is None:
-            models = sorted({s.model for s in trial.stages if s.kind == "evaluate"})
-            raise _unknown(sweep, "model", _model(plan, trial), models)
+    protocols = protocols_of(plan.config)
+    protocol = protocols.get(aim.protocol)
+    decodings = (protocol.over(plan.config) if protocol else plan.config).evaluate.decoding
+    trials = [t for t in _first_trials(plan).values() if _evaluation(plan, t, aim) is None]
+    model = _model(plan, (trials or [plan.trials[0].plan])[0])
+    models = sorted({s.model for t in trials[:1] for s in t.stages if s.kind == "evaluate"})
+    for key, found, there, known in (
+        ("metric", aim.metric, has_metric(plan.config, aim.metric), metrics_of(plan.config)),
+        ("protocol", aim.protocol, not aim.protocol or protocol is not None, protocols),
+        ("decoding", aim.decoding, aim.decoding in decodings, decodings),
+        ("model", model, not trials, models),
+    ):
+        if not there:
+            fix = f"correct `question: {key}`, or what is evaluated"
+            if key == "protocol":
+                fix = f"name it for all trials: `overrides: ['evaluate.protocols=[{found}]']`"
+            raise ConfigurationError(
+                f"`question: {key}` of sweep {plan.sweep.name} is {found!r}, which its trials do "
+                f"not have.{suggest(found, known)}",
+                expected=f"one of: {', '.join(known) or '(there are none)'}",
+                fix=fix,
+            )
     return protocol
-
-
-def _unknown(
-    sweep: str, key: str, found: str, known: Iterable[str], fix: str = ""
-) -> ConfigurationError:
-    return ConfigurationError(
-        f"`question: {key}` of sweep {sweep} is {found!r}, which its trials do not have."
-        f"{suggest(found, known)}",
-        expected=f"one of: {', '.join(known) or '(there are none)'}",
-        fix=fix or f"correct `question: {key}`, or what is evaluated",
-    )
 
 
 # ---------------------------------------------------------------- one yardstick
@@ -198,22 +194,6 @@ def _check_models(plan: SweepPlan, aim: Question) -> None:
             fix="vary what the model is trained with, or ask about another model; "
             "`refiner rescore` compares judges and rubrics on answers that are there",
         )
-
-
-def _doubts(plan: SweepPlan, aim: Question) -> list[str]:
-    warnings = []
-    if not plan.sweep.question.metric:
-        warnings.append(
-            f"No `question: metric` is named: arms are compared on {aim.metric} first, and what is "
-            "chosen after the fact is no test."
-        )
-    truth = aim.metric in ("oracle", "oracle_given_valid", "fact_recall", "truth_citation_f1")
-    stages = plan.trials[0].plan.stages
-    if truth and not any(s.sources.get("data.rl", "").startswith("synthetic:") for s in stages):
-        warnings.append(
-            f"{aim.metric} is measured on rows that carry their truth; no such rows, no number."
-        )
-    return warnings
 
 
 # ---------------------------------------------------------------- parts
@@ -284,17 +264,13 @@ def check_fields(sweep: SweepFile, base: RecipeConfig) -> None:
         )
 
 
-def check_trials(
-    plan: SweepPlan, by_arm: Plans, plan_as: Callable[[RecipeConfig], Plan]
-) -> tuple[str, ...]:
+def check_trials(plan: SweepPlan, by_arm: Plans) -> tuple[str, ...]:
     """Refuse trials from which nothing could be learned; return what is only doubtful.
 
     Parameters
     ----------
     by_arm
         The plans of each arm, seed by seed.
-    plan_as
-        Plans a configuration that is no trial's.
 
     Raises
     ------
@@ -304,8 +280,8 @@ def check_trials(
     """
     varied = varied_fields(plan.sweep)
     _check_seeds(plan.sweep, by_arm)
-    _check_arms(plan, by_arm, varied, plan_as)
-    _check_publications(plan.sweep, by_arm)
+    _check_arms(plan, by_arm, varied)
+    _check_publications(plan)
     warnings = _check_question(plan, varied)
     if len(plan.arms) == 1:
         warnings.append("The sweep has one arm: its seeds show a spread, but nothing is compared.")
@@ -317,63 +293,54 @@ def _measured_stages(plan: Plan) -> frozenset[str]:
     return frozenset(s.id for s in plan.stages if s.kind in MEASURED)
 
 
-# ---------------------------------------------------------------- seeds
-
-
 def _check_seeds(sweep: SweepFile, plans: Plans) -> None:
-    if len(sweep.seeds) == 1:
-        return
+    """Every arm trains with the seed."""
     for arm, by_seed in plans.items():
         config = by_seed[0].config
-        trains, fix = {*TRAINED} & {*config.stages}, "write `seeds: [1]`"
+        fix = "write `seeds: [1]`"
         why = f"none of its stages ({', '.join(config.stages)}) is trained with a seed"
-        deaf = trains == {"command"} and not config.command.adopted
-        deaf = deaf and not uses(config.command, "seed")
-        if deaf:  # a recipe's only trainer, which never hears of the seed
+        deaf = {*TRAINED} & {*config.stages} == {"command"} and not config.command.adopted
+        if deaf and not uses(config.command, "seed"):
             why, fix = "`command.run` does not name {seed}", "write {seed} into `command.run`"
-        elif _measured_stages(by_seed[0]) != _measured_stages(by_seed[1]):
+        elif len({_measured_stages(plan) for plan in by_seed[:2]}) > 1:
             continue
-        raise ConfigurationError(
-            f"The seeds {', '.join(map(str, sweep.seeds))} of sweep {sweep.name} do not reach arm "
-            f"{arm}: {why}, so that its trials would all be the same.",
-            expected="seeds that change what is trained, or one seed",
-            fix=fix,
-        )
+        if len(by_seed) > 1:
+            raise ConfigurationError(
+                f"The seeds {', '.join(map(str, sweep.seeds))} of sweep {sweep.name} do not reach "
+                f"arm {arm}: {why}, so that its trials would all be the same.",
+                expected="seeds that change what is trained, or one seed",
+                fix=fix,
+            )
 
 
-# ---------------------------------------------------------------- arms
-
-
-def _check_arms(
-    plan: SweepPlan,
-    by_arm: Plans,
-    varied: Iterable[str],
-    plan_as: Callable[[RecipeConfig], Plan],
-) -> None:
-    """Every arm is another thing than every other one, with fields that nothing reads at one and
-    the same value."""
-    known: dict[frozenset[str], str] = {}
+def _check_arms(plan: SweepPlan, by_arm: Plans, varied: Iterable[str]) -> None:
+    """Every arm is another thing than every other one, but for fields that nothing reads."""
+    known: dict[object, str] = {}
     for arm in (plan.baseline, *(arm for arm in by_arm if arm != plan.baseline)):
-        found = by_arm[arm][0]
-        idle = {f: field_info(f).default for f in varied if _why_dormant(f, found.config)}
-        awake = plan_as(replace_fields(found.config, idle)) if idle else found
-        other = known.setdefault(_measured_stages(awake), arm)
-        if other != arm:
-            raise _same(plan, arm, other, found, by_arm[other][0], varied)
+        found, config = by_arm[arm][0], by_arm[arm][0].config
+        read = tuple(f for f in varied if not _why_dormant(f, config))
+        values = tuple((f, repr(get_field(config, f))) for f in read)
+        for key in (values, _measured_stages(found)):
+            if (other := known.setdefault(key, arm)) != arm:
+                raise _same(plan, arm, other, config, by_arm[other][0].config, varied)
 
 
 def _same(
-    plan: SweepPlan, arm: str, other: str, found: Plan, known: Plan, varied: Iterable[str]
+    plan: SweepPlan,
+    arm: str,
+    other: str,
+    config: RecipeConfig,
+    known: RecipeConfig,
+    varied: Iterable[str],
 ) -> ConfigurationError:
     """A refusal of two arms that would be one, saying why what they differ in has no effect."""
-    sweep = plan.sweep
-    differ = [f for f in varied if get_field(found.config, f) != get_field(known.config, f)]
-    whys = [f"`{f}` {_why_without_effect(f, found, known)}" for f in differ]
+    idle = "is read by no stage that trains or measures, or names the same content twice"
+    differ = [f for f in varied if get_field(config, f) != get_field(known, f)]
+    whys = [f"`{f}` {_why_dormant(f, config) or _why_dormant(f, known) or idle}" for f in differ]
     because = "; ".join(whys) or "they set the same fields to the same values"
+    what = f"Arms {other} and {arm} of sweep {plan.sweep.name} are the same"
     if other == plan.baseline:
-        what = f"Arm {arm} of sweep {sweep.name} changes nothing against the baseline {other}"
-    else:
-        what = f"Arms {other} and {arm} of sweep {sweep.name} are the same"
+        what = f"Arm {arm} of sweep {plan.sweep.name} changes nothing against the baseline {other}"
     return ConfigurationError(
         f"{what}: every stage that trains or measures is the same one, because {because}.",
         expected="arms that differ in what is trained or measured",
@@ -381,28 +348,23 @@ def _same(
     )
 
 
-# ---------------------------------------------------------------- where models are published
-
-
-def _check_publications(sweep: SweepFile, plans: Plans) -> None:
+def _check_publications(plan: SweepPlan) -> None:
     """Two models never go to one repository."""
-    taken: dict[tuple[str | None, ...], tuple[str, str]] = {}
-    for arm, by_seed in plans.items():
-        publish = by_seed[0].config.publish
-        if "publish" not in by_seed[0].config.stages or "{fingerprint}" in publish.repo_id:
+    taken: dict[object, tuple[str, str]] = {}
+    for trial in plan.trials:
+        to, stages = trial.plan.config.publish, trial.plan.stages
+        sent = (s for s in stages if s.name in ("publish", "publish-best") and s.inputs)
+        stage = next(sent, None)
+        if stage is None or "{fingerprint}" in to.repo_id:
             continue
-        for seed, plan in zip(sweep.seeds, by_seed, strict=True):
-            last = (p for p in plan.stages if p.name in ("publish", "publish-best") and p.inputs)
-            if (stage := next(last, None)) is None:
-                continue
-            repository = publish.repo_id.replace("{seed}", str(seed))
-            mine = stage.input_fingerprints["weights"], f"{arm}/seed{seed}"
-            before = taken.setdefault((publish.target, publish.path, repository), mine)
-            if before[0] != mine[0]:
-                raise ConfigurationError(
-                    f"Trials {before[1]} and {mine[1]} of sweep {sweep.name} would be published to "
-                    f"one repository, {repository!r}.",
-                    expected="a repository for each model",
-                    fix="write {fingerprint} (and {seed}) into publish.repo_id, or leave `publish` "
-                    "out of `stages`",
-                )
+        mine = stage.input_fingerprints["weights"], trial.name
+        repository = to.repo_id.replace("{seed}", str(trial.seed))
+        before = taken.setdefault((to.target, to.path, repository), mine)
+        if before[0] != mine[0]:
+            raise ConfigurationError(
+                f"Trials {before[1]} and {mine[1]} of sweep {plan.sweep.name} would be published "
+                f"to one repository, {repository!r}.",
+                expected="a repository for each model",
+                fix="write {fingerprint} (and {seed}) into publish.repo_id, or leave `publish` "
+                "out of `stages`",
+            )

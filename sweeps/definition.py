@@ -20,7 +20,7 @@ recipe can tell is checked when the sweep is planned.
     exclude: [{judge.model: strict, reward.paper_citation_weight: 0.5}]
     baseline: {judge.model: lenient, …} # or an arm's name; the first where it is left out
     seeds: [1, 2, 3]                    # or how many: 3
-    limits: {concurrency: 2, gpu_hours: 100, disk_gb: 200, judge_calls: 100000}
+    limits: {concurrency: 2, gpu_hours: 100, judge_calls: 100000}
     question: {text: …, metric: oracle, decoding: sampled, smallest_effect: 0.05}
 """
 
@@ -41,6 +41,7 @@ from refiner_core.contract.loading import (
     leaves,
     read_overrides,
     read_values,
+    warn_former,
     whole_paths,
     written_overrides,
 )
@@ -49,13 +50,10 @@ from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.shipped import find_file, refuse_unknown, shipped_files
 from sweeps.values import Limits, Question, SweepFile
 
-#: Of an arm or sweep; begins with a letter or digit, so that it is no option and no hidden file.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.=+_-]{0,99}")
-#: Of a level; ``+`` joins levels to an arm's name.
-LABEL = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9.=_-]{0,59}")
 #: Longer names are cut, and end in a hash of the whole.
 LONGEST = 96
 _LONGEST_LABEL = 40
+#: What a label does not hold; ``+`` joins levels to an arm's name.
 _OTHER = re.compile(r"[^A-Za-z0-9.=_-]+")
 
 
@@ -97,17 +95,6 @@ def cut(text: str, longest: int) -> str:
 def join(parts: Sequence[str]) -> str:
     """An arm's name from those of its levels."""
     return cut("+".join(parts), LONGEST)
-
-
-def _bad_name(what: str, found: Any, *, label: bool = False) -> ConfigurationError:
-    """A refusal of a name that could not be a folder, or would have to be quoted in a shell."""
-    allowed = "`.`, `=`, `_`, `-`" + ("" if label else ", `+`")
-    longest = 60 if label else 100
-    return ConfigurationError(
-        f"{what} is {str(found)!r}.",
-        expected=f"at most {longest} letters, digits and {allowed}, a letter or digit first",
-        fix=f"call it e.g. {clean(str(found))[:40]}",
-    )
 
 
 #: More seeds, or combinations of levels, than anybody wants to run; a slip should not fill the
@@ -172,6 +159,10 @@ class _Reader:
             if expected:
                 return TypeAdapter(kind, config=STRICT).validate_python(value)
             found = TypeAdapter(dict[str, Any], config=STRICT).validate_python(value)
+            if found.get("disk_gb") is not None:
+                warn_former(
+                    "limits: disk_gb", "`overrides: [disk.limit_gb=…]` limits the workspace"
+                )
             refuse_unknown(found, kind.__dataclass_fields__, self.where, f"{key}: ")
             return kind(**found)
         except ValidationError as error:
@@ -201,10 +192,7 @@ class _Reader:
         return found | self._seeds()
 
     def _name(self, name: str) -> str:
-        found = _word(self.values.get("name") or name or "unnamed")
-        if not NAME.fullmatch(found):
-            raise _bad_name(f"The name of {self.where}", found)
-        return found
+        return _name(_word(self.values.get("name") or name or "unnamed"))
 
     def _recipe(self) -> str:
         recipe = str(self.values["recipe"])
@@ -230,8 +218,6 @@ class _Reader:
             values = self._typed(key, field, levels.values() if named else levels)
             labels = [value_text(label) for label in (levels if named else values)]
             self._once(key, labels, "remove one, or give them labels: {first: A, second: B}")
-            for label in levels if named else ():
-                self._label(key, label)
             found[field] = dict(zip(labels, values, strict=True))
         return found
 
@@ -251,7 +237,7 @@ class _Reader:
             )
         if not group.keys() - {"labels"}:
             raise self._wrong("zip", group, "at least one field beside `labels`")
-        labels = [self._label("zip: labels", label) for label in group.get("labels", ())]
+        labels = [value_text(_word(label)) for label in group.get("labels", ())]
         self._once("zip: labels", labels)
         return tuple(labels)
 
@@ -261,15 +247,15 @@ class _Reader:
 
     def _arms(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
+        self._once("arms", (_name(str(name)) for name in self.values.get("arms", {})))
         for name, settings in self.values.get("arms", {}).items():
-            if not NAME.fullmatch(str(name)):
-                raise _bad_name(f"The arm {str(name)!r} of {self.where}", name)
             at = f"`arms: {name}` of {self.where}"
             if isinstance(settings, Mapping):
-                found[str(name)] = read_values(settings, self.folder, at)
+                values = read_values(settings, self.folder, at)
             else:
                 self._once(f"arms: {name}", _fields_of(settings or ()))
-                found[str(name)] = read_overrides(settings or (), self.folder, at)
+                values = read_overrides(settings or (), self.folder, at)
+            found[_name(str(name))] = values
         return found
 
     def _seeds(self) -> dict[str, tuple[int, ...]]:
@@ -312,12 +298,6 @@ class _Reader:
                 fix=fix,
             )
 
-    def _label(self, key: str, label: Any) -> str:
-        text = _word(label)
-        if not LABEL.fullmatch(text):
-            raise _bad_name(f"The label {label!r} of `{key}` in {self.where}", label, label=True)
-        return value_text(label)
-
     def _wrong(self, key: str, found: Any, expected: str) -> ConfigurationError:
         is_ = "missing" if found is None else repr(found)
         return ConfigurationError(
@@ -326,6 +306,11 @@ class _Reader:
 
 
 _AS_IS = ("limits", "question")
+
+
+def _name(text: str) -> str:
+    """A name of an arm or sweep that is no option, no hidden file, and needs no quotes."""
+    return join([clean(part) for part in text.split("+")])
 
 
 def _word(found: Any) -> str:

@@ -9,16 +9,12 @@ says so: no number is made up. Every number names its basis:
     by canary: 2 steps of grpo-0123     the sweep's own first steps
     by rule of thumb: …                 measured on another shape, scaled by tokens
 
-A stage that trials share is counted once, with the first of them. From begin to end only so many
-run at a time: a job that several trials need runs once, and a trial begins when one before it has
-ended, in their order.
+A stage that trials share is counted once, with the first of them.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_right, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -72,8 +68,6 @@ SHAPE_FIELDS: dict[str, tuple[str, ...]] = {
              "data.synthetic_sft_rows", "data.synthetic_rl_rows"),
     "command": ("command.run", "command.version"),
 }  # fmt: skip
-#: What stages did that were measured before there were these fields.
-_BEFORE = {"grpo.async_steps": 0, "grpo.active_sampling": False}
 #: What decides how many steps SFT takes, where not `max_train_steps` alone.
 _SFT_STEPS = (
     *("max_train_steps", "num_train_epochs", "pack_length"),
@@ -94,13 +88,12 @@ class Shape(NamedTuple):
 class Work(NamedTuple):
     """Work of a stage: ``units`` (steps, samples, or 1 where a stage is not divided; None:
     nobody can say yet), of ``size`` tokens each at most (1: not known), in ``unit`` for people;
-    ``asked`` rollouts or samples that a judge sees; ``saves`` of checkpoints."""
+    ``asked`` rollouts or samples that a judge sees."""
 
     units: int | None
     size: int
     unit: str
     asked: int | None = 0
-    saves: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,10 +106,10 @@ class Measured:
         Which, and what it did. ``work.units`` is what was really done.
     data
         Fingerprint of its data, where it has any.
-    unit_s, save_s
-        Seconds of a step or sample, and of a save; None where nobody noted them.
+    unit_s
+        Seconds of a step or sample; None where nobody noted them.
     start_s
-        Seconds that were neither: loading, and what comes at the end.
+        Seconds that were none of these: loading, saving, and what comes at the end.
     judge_calls
         Calls that its judge was asked with; None where it keeps no count.
     identity
@@ -129,7 +122,6 @@ class Measured:
     work: Work
     data: str = ""
     unit_s: float | None = None
-    save_s: float | None = None
     start_s: float = 0.0
     judge_calls: int | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -148,8 +140,6 @@ class CanaryMeasure:
         How many.
     seconds_per_step, save_seconds, start_seconds
         Of a step, of a checkpoint's save, and from the job's start to its first step.
-    tokens_per_second, peak_memory_bytes
-        Shown to people; None where nobody measured them.
     judge_calls_per_step
         None where the judge keeps no count.
     """
@@ -159,8 +149,6 @@ class CanaryMeasure:
     seconds_per_step: float | None
     save_seconds: float | None = None
     start_seconds: float | None = None
-    tokens_per_second: float | None = None
-    peak_memory_bytes: int | None = None
     judge_calls_per_step: float | None = None
 
 
@@ -183,13 +171,13 @@ class History:
 def shape_of(kind: str, identity: Mapping[str, Any], model: str, devices: int) -> Shape:
     """The shape of a stage, from its identity and its resources."""
     names = SHAPE_FIELDS.get(kind, ())
-    values = tuple(_plain(identity.get(name, _BEFORE.get(name))) for name in names)
-    return Shape(kind, model, devices, values)
+    return Shape(kind, model, devices, _values(identity, names))
 
 
-def _judge_of(identity: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Values that decide how much a judge is asked about one rollout or sample."""
-    return tuple(_plain(identity.get(name)) for name in _JUDGE)
+def _values(identity: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
+    """Values of fields; one that there was not yet counts as off."""
+    found = (identity.get(name) or 0 for name in names)
+    return tuple(tuple(value) if isinstance(value, list) else value for value in found)
 
 
 def _steps_key(kind: str, identity: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -197,33 +185,23 @@ def _steps_key(kind: str, identity: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(identity.get(f"{kind}.{name}") for name in _SFT_STEPS)
 
 
-def work_of(
-    kind: str, identity: Mapping[str, Any], *, prompts: int | None = None, save_freq: int = 0
-) -> Work:
-    """Work of a stage of this identity.
-
-    Parameters
-    ----------
-    prompts
-        Held-out prompts for an evaluation, training prompts for sampling; None where nobody knows.
-    save_freq
-        Steps between checkpoints; 0 where none are saved.
-    """
+def work_of(kind: str, identity: Mapping[str, Any], *, prompts: int | None = None) -> Work:
+    """Work of a stage of this identity, on so many held-out ``prompts`` of an evaluation, or
+    training prompts of sampling; None where nobody knows."""
     if kind == "grpo":
         rollouts = int(identity["grpo.num_unique_prompts_rollout"]) * int(
             identity["grpo.num_samples_per_prompt_rollout"]
         )
         steps = int(identity["grpo.num_training_steps"])
         size = rollouts * int(identity["grpo.response_length"])
-        return Work(steps, size, "step", steps * rollouts, _saves(steps, save_freq))
+        return Work(steps, size, "step", steps * rollouts)
     if kind in FINE_TUNING:
         most = identity.get(f"{kind}.max_train_steps")
         packs = int(identity[f"{kind}.per_device_train_batch_size"]) * int(
             identity[f"{kind}.gradient_accumulation_steps"]
         )
         size = int(identity[f"{kind}.pack_length"]) * packs
-        limit = None if most is None else int(most)
-        return Work(limit, size, "step", 0, _saves(limit or 0, save_freq))
+        return Work(None if most is None else int(most), size, "step")
     if kind == "sample":
         attempts = None if prompts is None else prompts * int(identity["sample.attempts"])
         return Work(attempts, int(identity.get("grpo.response_length") or 1), "sample", attempts)
@@ -239,49 +217,6 @@ def samples_per_prompt(identity: Mapping[str, Any]) -> int:
     decodings: Sequence[str] = identity.get("evaluate.decoding") or ("greedy",)
     sampled = int(identity.get("evaluate.num_samples") or 1)
     return sum(sampled if name == "sampled" else 1 for name in decodings)
-
-
-def _saves(steps: int, save_freq: int) -> int:
-    return -(-steps // save_freq) if save_freq > 0 else 0
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-#: One stage: its id, seconds, and the ids that it waits for.
-_Job = tuple[str, float, Sequence[str]]
-
-
-def wall_seconds(
-    trials_jobs: Iterable[Iterable[_Job]], *, trials: int | None = None, jobs: int | None = None
-) -> float:
-    """Seconds until all is done.
-
-    Parameters
-    ----------
-    trials_jobs
-        In the order in which they begin; of each trial what others wait for comes first. Ids that
-        are in no trial are done already.
-    trials, jobs
-        So many at a time; None is no limit.
-    """
-    ends: dict[str, float] = {}
-    slots, free = [0.0] * (trials or 0), [0.0] * (jobs or 0)
-    for mine in trials_jobs:
-        begun = over = heapq.heappop(slots) if slots else 0.0
-        for name, seconds, after in mine:
-            if name not in ends:
-                begins = max([begun, *(ends[other] for other in after if other in ends)])
-                if free:  # of what is free by then the last, so that no gap is left
-                    begins = max(begins, free.pop(max(0, bisect_right(free, begins) - 1)))
-                ends[name] = begins + seconds
-                if jobs:
-                    insort(free, ends[name])
-            over = max(over, ends[name])
-        if trials:
-            heapq.heappush(slots, over)
-    return max(ends.values(), default=0.0)
 
 
 _HOUR_S = 3600.0
@@ -316,24 +251,19 @@ class StageForecast:
         return None if self.seconds is None else self.seconds * self.shape.devices / _HOUR_S
 
 
-#: Share of a trial beside those before it, of the stages that no earlier one needs: ``trial``,
-#: ``arm``, ``seed``, number of ``stages``, ``unknown`` ones without a number, and the sums.
-_Share = Mapping[str, Any]
-
-
 @dataclass(frozen=True)
 class SweepForecast:
-    """Forecast of a sweep. Sums are over what is known; ``unknown`` names the rest.
+    """Forecast of a sweep.
 
     Attributes
     ----------
     stages
         Still to run, each once.
     trials
-        In the order in which they begin.
+        Their names, in the order in which they begin.
     wall_seconds
-        From begin to end, as many at a time as may run; without time in a queue. None where the
-        seconds of some stage are unknown.
+        From begin to end at least, without time in a queue. None where the seconds of some stage
+        are unknown.
     parallel
         How many jobs run at a time by that: words for people.
     disk_bytes, disk_basis
@@ -343,17 +273,20 @@ class SweepForecast:
     """
 
     stages: tuple[StageForecast, ...]
-    trials: tuple[_Share, ...]
-    seconds: float
-    gpu_hours: float
-    judge_calls: int
+    trials: tuple[str, ...]
     wall_seconds: float | None
     parallel: str
-    unknown: tuple[str, ...] = ()
-    unknown_calls: tuple[str, ...] = ()
     disk_bytes: int | None = None
     disk_basis: str = ""
     canary: tuple[CanaryMeasure, ...] = ()
+
+    def total(self, name: str) -> float:
+        """Sum of ``seconds``, ``gpu_hours`` or ``judge_calls`` over what is known."""
+        return sum(getattr(s, name) or 0 for s in self.stages)
+
+    def unknown(self, name: str = "seconds") -> list[str]:
+        """Ids of the stages of which that is not known."""
+        return [s.stage for s in self.stages if getattr(s, name) is None]
 
 
 def forecast_sweep(
@@ -371,15 +304,41 @@ def forecast_sweep(
     canary
         What the sweep's own first steps have shown; goes before history.
     """
-    judge = _Estimator(history, plan, canary)
+    estimator = _Estimator(history, plan, canary)
     stages: dict[str, StageForecast] = {}
     for trial in plan.trials:
         for stage in trial.plan.stages:
             if stage.id not in stages and stage.id not in done:
-                stages[stage.id] = judge.forecast(stage, trial.plan, trial.name)
-    if all(map(is_service, stages)):
+                stages[stage.id] = estimator.forecast(stage, trial.plan, trial.name)
+    servers = [i for i in stages if is_service(i)]
+    if len(servers) == len(stages):
         stages = {}  # nobody is left to ask them
-    return _summed(plan, tuple(stages.values()), tuple(canary))
+    wall, parallel = _wall(plan, {i: s.seconds for i, s in stages.items() if i not in servers})
+    if wall is not None and stages:
+        basis = "a server: as long as the sweep lasts, at most"
+        stages |= {i: replace(stages[i], seconds=wall, basis=basis) for i in servers}
+    names = tuple(t.name for t in plan.trials)
+    return SweepForecast(tuple(stages.values()), names, wall, parallel, canary=tuple(canary))
+
+
+def _wall(plan: SweepPlan, known: Mapping[str, float | None]) -> tuple[float | None, str]:
+    """The longest chain of stages, or all of them at as many at a time as may run, whichever is
+    more; and how many that supposes."""
+    dispatch, trials = plan.config.dispatch, plan.sweep.limits.concurrency
+    jobs = dispatch.max_parallel if dispatch.executor == "local" else None
+    words = [f"{trials} trials at a time"] if trials else []
+    words += [f"{jobs} jobs at a time"] if jobs else ["all jobs at a time, no waiting in a queue"]
+    seconds = {i: s for i, s in known.items() if s is not None}
+    if len(seconds) < len(known):
+        return None, ", ".join(words)
+    ends: dict[str, float] = {}
+    for own in (trial.plan for trial in plan.trials):
+        for stage in own.stages:
+            if stage.id in seconds and stage.id not in ends:
+                after = [ends.get(own.by_name[n].id, 0.0) for n in stage.inputs.values()]
+                ends[stage.id] = max(after, default=0.0) + seconds[stage.id]
+    at_once = min(filter(None, (trials, jobs)), default=len(seconds) or 1)
+    return max([sum(seconds.values()) / at_once, *ends.values()]), ", ".join(words)
 
 
 # ---------------------------------------------------------------- one stage
@@ -418,9 +377,11 @@ class _Estimator:
     def _by_canary(self, first: CanaryMeasure, stage: PlannedStage, plan: Plan) -> Measured:
         """What the first steps of a stage say of all of it."""
         work, calls = self._work(stage, plan), first.judge_calls_per_step
+        every = int(getattr(getattr(plan.config, stage.kind, None), "save_freq", 0))
+        save_s = (first.save_seconds or 0.0) / every if every else 0.0
         return Measured(
-            *(_shape(stage), work, "", first.seconds_per_step),
-            save_s=first.save_seconds,
+            *(_shape(stage), work),
+            unit_s=None if first.seconds_per_step is None else first.seconds_per_step + save_s,
             start_s=first.start_seconds or 0.0,
             judge_calls=None if calls is None else round(calls * (work.units or 0)),
             identity=stage.identity,
@@ -428,17 +389,14 @@ class _Estimator:
         )
 
     def _work(self, stage: PlannedStage, plan: Plan) -> Work:
-        section = getattr(plan.config, stage.kind, None)
-        save_freq = int(getattr(section, "save_freq", 0))
         prompts = prompts_of(plan, stage, self.history)
-        work = work_of(stage.kind, stage.identity, prompts=prompts, save_freq=save_freq)
+        work = work_of(stage.kind, stage.identity, prompts=prompts)
         if stage.kind in FINE_TUNING:
             known = self.by_kind.get(stage.kind, ())
             wanted = _steps_key(stage.kind, stage.identity), stage.input_fingerprints.get("data")
             like = (m for m in known if (_steps_key(stage.kind, m.identity), m.data) == wanted)
             if (found := next(like, None)) is not None and found.work.units is not None:
-                saves = _saves(found.work.units, save_freq)
-                work = work._replace(units=found.work.units, saves=saves)
+                work = work._replace(units=found.work.units)
         return work
 
     def _seconds(self, shape: Shape, work: Work) -> tuple[float | None, str]:
@@ -477,7 +435,7 @@ class _Estimator:
             return 0, ""
         if work.asked is None:
             return None, "unknown: the number of prompts is not known before the data are"
-        rate = self._known_rate(stage.kind, _judge_of(stage.identity))
+        rate = self._known_rate(stage.kind, _values(stage.identity, _JUDGE))
         if rate is None:
             return None, f"unknown: no {stage.kind} stage has asked this judge yet"
         return round(rate * work.asked), f"measured: {rate:.1f} calls a sample"
@@ -487,7 +445,7 @@ class _Estimator:
         rates = [
             m.judge_calls / m.work.asked
             for m in self.by_kind.get(kind, ())
-            if _judge_of(m.identity) == judge and m.judge_calls is not None and m.work.asked
+            if _values(m.identity, _JUDGE) == judge and m.judge_calls is not None and m.work.asked
         ]
         return median(rates[:_ENOUGH]) if rates else None
 
@@ -527,72 +485,7 @@ def _by(measured: Measured, work: Work) -> float | None:
     if work.units is None or measured.unit_s is None:
         return None
     ratio = work.size / measured.work.size if measured.work.size else 1.0
-    saves = work.saves * (measured.save_s or 0.0)
-    return measured.start_s + work.units * measured.unit_s * ratio + saves
-
-
-# ---------------------------------------------------------------- sums
-
-
-def _summed(
-    plan: SweepPlan, stages: tuple[StageForecast, ...], canary: tuple[CanaryMeasure, ...]
-) -> SweepForecast:
-    wall, parallel = _wall(plan, stages)
-    if wall is not None:
-        basis = "a server: as long as the sweep lasts, at most"
-        stages = tuple(
-            replace(s, seconds=wall, basis=basis) if is_service(s.stage) else s for s in stages
-        )
-    own: dict[str, list[StageForecast]] = {trial.name: [] for trial in plan.trials}
-    for stage in stages:
-        own[stage.trial].append(stage)
-    shares = tuple(
-        {
-            **{"trial": t.name, "arm": t.arm, "seed": t.seed, "stages": len(own[t.name])},
-            **_sums(own[t.name]),
-            "unknown": sum(s.seconds is None for s in own[t.name]),
-        }
-        for t in plan.trials
-    )
-    return SweepForecast(
-        *(stages, shares),
-        **_sums(stages),
-        wall_seconds=wall,
-        parallel=parallel,
-        unknown=tuple(s.stage for s in stages if s.seconds is None),
-        unknown_calls=tuple(s.stage for s in stages if s.judge_calls is None),
-        canary=canary,
-    )
-
-
-def _sums(stages: Sequence[StageForecast]) -> dict[str, Any]:
-    """Seconds, GPU-hours and judge calls, as far as they are known."""
-    names = ("seconds", "gpu_hours", "judge_calls")
-    return {name: sum(getattr(s, name) or 0 for s in stages) for name in names}
-
-
-def _wall(plan: SweepPlan, stages: Sequence[StageForecast]) -> tuple[float | None, str]:
-    """Seconds from begin to end, and how many at a time that supposes."""
-    dispatch = plan.config.dispatch
-    jobs = dispatch.max_parallel if dispatch.executor == "local" else None
-    trials = plan.sweep.limits.concurrency
-    words = [f"{trials} trials at a time"] if trials else []
-    words += [f"{jobs} jobs at a time"] if jobs else ["all jobs at a time, no waiting in a queue"]
-    known = {s.stage: s.seconds or 0.0 for s in stages if not is_service(s.stage)}
-    if any(s.seconds is None for s in stages if s.stage in known):
-        return None, ", ".join(words)
-    todo = (
-        [
-            (s.id, known[s.id], [own.by_name[n].id for n in s.inputs.values()])
-            for s in own.stages
-            if s.id in known
-        ]
-        for own in (trial.plan for trial in plan.trials)
-    )
-    return wall_seconds(todo, trials=trials, jobs=jobs), ", ".join(words)
-
-
-GIB = 2**30
+    return measured.start_s + work.units * measured.unit_s * ratio
 
 
 @dataclass(frozen=True)
@@ -602,15 +495,13 @@ class Passed:
     Attributes
     ----------
     field, unit
-        ``gpu_hours``, ``judge_calls`` or ``disk_gb`` of ``limits:``, and its unit for people.
+        ``gpu_hours`` or ``judge_calls`` of ``limits:``, and its unit for people.
     allowed, needed
         In that unit; ``needed`` includes what has been used already.
     at_least
         Some stages have no number, so more may be needed.
-    fits
-        How many trials fit, in their order; None where that is not how it is counted (disk).
     what_fits
-        The same in words.
+        ``the first 12 of 20 trials``.
     """
 
     field: str
@@ -618,37 +509,31 @@ class Passed:
     allowed: float
     needed: float
     at_least: bool
-    fits: int | None
     what_fits: str
 
     @property
     def text(self) -> str:
         """``needs 310 GPU-hours, limit 200; what fits: the first 12 of 20 trials``."""
         least = "at least " if self.at_least else ""
-        text = f"needs {least}{amount(self.needed)} {self.unit}, limit {amount(self.allowed)}"
-        return f"{text}; what fits: {self.what_fits}" if self.what_fits else text
+        needs = f"needs {least}{amount(self.needed)} {self.unit}, limit {amount(self.allowed)}"
+        return f"{needs}; what fits: {self.what_fits}"
 
 
 def passed_limits(
     forecast: SweepForecast, limits: Limits, used: Mapping[str, float] = {}
-) -> tuple[Passed, ...]:
+) -> Iterator[Passed]:
     """The limits that what is left to do would pass, with what the sweep's stages have ``used`` of
     them already, in earlier versions of it."""
-    found = []
     for name, unit in (("gpu_hours", "GPU-hours"), ("judge_calls", "judge calls")):
         limit, before = getattr(limits, name), used.get(name) or 0
-        needed = before + getattr(forecast, name)
+        needed = before + forecast.total(name)
         if limit is not None and needed > limit:
-            unknown = any(getattr(s, name) is None for s in forecast.stages)
-            costs = accumulate(t[name] for t in forecast.trials)
-            fits = sum(cost <= limit - before for cost in costs)
-            words = f"the first {fits} of {len(forecast.trials)} trials" if fits else "not one"
-            found.append(Passed(name, unit, float(limit), float(needed), unknown, fits, words))
-    if limits.disk_gb is not None and forecast.disk_bytes is not None:
-        gib = forecast.disk_bytes / GIB
-        if gib > limits.disk_gb:
-            found.append(Passed("disk_gb", "GiB", limits.disk_gb, gib, False, None, ""))
-    return tuple(found)
+            costs = dict.fromkeys(forecast.trials, 0.0)
+            for stage in forecast.stages:
+                costs[stage.trial] += getattr(stage, name) or 0
+            fits = sum(cost <= limit - before for cost in accumulate(costs.values()))
+            words = f"the first {fits} of {len(costs)} trials" if fits else "not one"
+            yield Passed(name, unit, limit, needed, bool(forecast.unknown(name)), words)
 
 
 def refuse_what_cannot_fit(passed: Sequence[Passed]) -> None:
@@ -664,8 +549,7 @@ def refuse_what_cannot_fit(passed: Sequence[Passed]) -> None:
     raise ConfigurationError(
         "The sweep " + "; it ".join(p.text for p in passed),
         expected="a sweep that fits into its limits",
-        fix="raise these limits, or leave out seeds or arms (for disk: lower limits.concurrency or "
-        "`keep` of the stages), and run the same command again",
+        fix="raise these limits, or leave out seeds or arms, and run the same command again",
     )
 
 

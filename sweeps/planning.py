@@ -228,7 +228,7 @@ def plan_sweep(
         for arm in arms
     )
     plan = SweepPlan(sweep, arms, baseline, trials)
-    return replace(plan, warnings=check_trials(plan, by_arm, planner.plan_as))
+    return replace(plan, warnings=check_trials(plan, by_arm))
 
 
 class _Planner:
@@ -253,10 +253,6 @@ class _Planner:
             self._arm = (arm, config, self.sources(config))
         _, config, sources = self._arm
         return make_plan(replace(config, seed=seed), sources, self.memo)
-
-    def plan_as(self, config: RecipeConfig) -> Plan:
-        """The plan of a configuration that is no trial's, to compare with."""
-        return make_plan(config, self.sources(config), self.memo)
 
     def texts(self, arm: ArmRecord, seed: int) -> tuple[str, ...]:
         """Overrides that one types behind ``refiner run RECIPE`` to get the same run."""

@@ -7,7 +7,6 @@ formula is that of the comparison itself (:mod:`refiner_core.evaluation.power`).
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,15 +16,12 @@ from refiner_core.evaluation.metrics import is_number
 from refiner_core.evaluation.power import (
     Components,
     detectable_effect,
-    likely_components,
     power_of,
 )
 from sweeps.forecast import amount
 from sweeps.values import Question, SweepPlan
 
 POWER, ALPHA = 0.8, 0.05
-#: Spreads of seeds (standard deviations) that are tried where nobody knows it, for shares.
-TRIED_SEED_SPREADS = (0.02, 0.05)
 #: Beyond so many seeds, or so many times the prompts, nobody is sent.
 _MOST_SEEDS, _MOST_TIMES = 20, 64
 #: Shares this near to 0 or 1 have no room to move in.
@@ -62,14 +58,9 @@ class Detectable:
     ----------
     aim
         Which number, and the smallest change of it that would matter.
-    effect, effect_alone
-        The smallest difference to the baseline that is found in 80 % of such sweeps: by the
-        strictest of all arms' comparisons (Holm), and by one comparison alone. None: unknown.
-    if_seeds_spread
-        (standard deviation of seeds, effect) pairs, where that spread is not known.
-    effect_range
-        Between which the truth likely is (80 %), where few seeds say how far seeds differ; None
-        where none do.
+    effect
+        The smallest difference to the baseline that is found in 80 % of such sweeps, by the
+        strictest of all arms' comparisons (Holm). None: unknown.
     seeds, prompts, arms
         As planned; ``arms`` are those compared with the baseline, ``prompts`` None is not known.
     power_for_wanted
@@ -83,8 +74,6 @@ class Detectable:
 
     aim: Question
     effect: float | None
-    effect_alone: float | None
-    if_seeds_spread: tuple[tuple[float, float], ...]
     seeds: int
     prompts: int | None
     arms: int
@@ -92,7 +81,6 @@ class Detectable:
     power_for_wanted: float | None = None
     would_do: Mapping[str, int | None] | None = None
     warnings: tuple[str, ...] = ()
-    effect_range: tuple[float, float] | None = None
 
 
 def aim_of(plan: SweepPlan) -> Question:
@@ -139,38 +127,15 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
     arms = max(0, len({t.arm for t in plan.trials}) - 1)
     strict = ALPHA / max(1, arms)
     known = evidence.components
-    effect = alone = found = limits = would_do = None
-    spreads: tuple[tuple[float, float], ...] = ()
+    effect = found = would_do = None
     if known is not None and prompts is not None and prompts >= 2 and seeds:
         effect = detectable_effect(known, seeds, prompts, POWER, strict)
-        alone = detectable_effect(known, seeds, prompts, POWER, ALPHA)
-        if known.seed is None and not is_number(aim.metric):
-            effects = (_with_spread(known, s, seeds, prompts, strict) for s in TRIED_SEED_SPREADS)
-            spreads = tuple(zip(TRIED_SEED_SPREADS, effects, strict=True))
-        if (likely := likely_components(known)) is not None and seeds > 1:
-            low, high = (detectable_effect(c, seeds, prompts, POWER, strict) for c in likely)
-            limits = low, high
         if (wanted := aim.smallest_effect) is not None:
             found = power_of(known, seeds, prompts, wanted, strict)
             if found < POWER:
                 would_do = _would_do(known, seeds, prompts, wanted, strict)
-    result = Detectable(
-        *(aim, effect, alone, spreads, seeds, prompts, arms, evidence, found, would_do),
-        effect_range=limits,
-    )
-    return replace(result, warnings=tuple(_warnings(plan, result)))
-
-
-def _with_spread(
-    known: Components, deviation: float, seeds: int, prompts: int, alpha: float
-) -> float:
-    """The effect where seeds differ by so much, for the difference of two of them."""
-    # One seed cannot tell its own effect from an arm's: what it may hide comes on top.
-    if seeds == 1:
-        hidden = 1.96 * math.sqrt(2) * deviation
-        return detectable_effect(known, 1, prompts, POWER, alpha) + hidden
-    supposed = known._replace(seed=2 * deviation**2)
-    return detectable_effect(supposed, seeds, prompts, POWER, alpha)
+    result = Detectable(aim, effect, seeds, prompts, arms, evidence, found, would_do)
+    return replace(result, warnings=tuple(_warnings(result)))
 
 
 def _would_do(
@@ -194,14 +159,8 @@ def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
 # ---------------------------------------------------------------- warnings
 
 
-def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
+def _warnings(found: Detectable) -> list[str]:
     aim, texts = found.aim, []
-    if plan.trials[0].plan.evaluation(aim.model, aim.protocol) is None:
-        where = f" under protocol {aim.protocol}" if aim.protocol else ""
-        return [
-            f"No stage evaluates {aim.model or 'any model'}{where}: the sweep's question stays "
-            "open; add `evaluate` to stages, or correct `question:`"
-        ]
     if found.prompts is not None and found.prompts < 2:
         texts.append(
             f"{found.prompts} held-out prompts: nothing can be compared; raise "

@@ -34,7 +34,7 @@ class Limits:
     gpu_hours
         Of all attempts at stages of this sweep; no trial is begun that would pass it.
     disk_gb
-        GiB that the sweep's stages may take at a time.
+        Without effect: ``disk.limit_gb`` limits the whole workspace.
     judge_calls
         Calls of a judge, training and evaluations together.
     """

@@ -1,4 +1,4 @@
-"""Former names of commands, and a former option: they say on standard error what to do now."""
+"""Former names of commands, and former options: they say on standard error what to do now."""
 
 from __future__ import annotations
 

@@ -7,27 +7,32 @@ from typing import Any
 
 import click
 
-from flows.cli.options import command_line, json_option, print_json, say_next
+from flows.cli.options import argument, command_line, json_option, print_json, say_next
 from flows.starting.flags import FLAGS
 
 
 def _flags(command: Any) -> Any:
+    from flows.starting.completing import complete_answer
+
     for name, flag in list(FLAGS.items())[::-1]:
-        command = click.option(f"--{name}", metavar="ANSWER", help=flag.about)(command)
+        option = click.option(
+            f"--{name}", metavar="ANSWER", help=flag.about, shell_complete=complete_answer
+        )
+        command = option(command)
     return command
 
 
 @click.command("init")
-@click.argument("folder", metavar="[DIR]", default=".")
+@argument("folder", metavar="[DIR]", default=".")
 @_flags
 @click.option("--yes", "-y", is_flag=True, hidden=True, help="nothing is asked any more")
 @json_option
 def init_command(folder: str, yes: bool, as_json: bool, **flags: str | None) -> None:
-    """Begin: make DIR (default: here) with a recipe of your own, ready to plan.
+    """Start a recipe of your own in DIR (default: here), ready to plan.
 
-    The recipe includes a shipped one and holds what differs, with a comment on each field; a
-    profile of your cluster goes along where jobs go to Slurm. Nothing is overwritten, and nothing
-    is made unless the recipe can be planned.
+    The recipe includes a shipped one and sets what differs, with a comment on each field. With
+    Slurm, a profile of your cluster is written, too. Nothing is overwritten, and nothing is
+    written unless the recipe can be planned.
     """
     from flows.cli.plan import show_made_plan
     from flows.starting.folder import RECIPE, SWEEP, init_folder

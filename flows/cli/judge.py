@@ -11,6 +11,7 @@ import click
 
 from flows.cli.aliases import former_option
 from flows.cli.options import (
+    argument,
     ask_leave,
     at_most_one,
     command_line,
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 
 @click.group("judge")
 def judge_command() -> None:
-    """Ask a judge, measure it, see and end the servers of judges.
+    """Ask and measure judges; list and stop their servers.
 
     A judge is named by fields of the recipe: judge.base_url=http://127.0.0.1:8000/v1
-    judge.model=NAME. Without any, it is the lexical one, which needs no server.
+    judge.model=NAME. The default is the lexical judge, which needs no server.
     """
 
 
@@ -47,7 +48,7 @@ _KINDS = ("rubric", "citation_recall", "citation_precision", "citation_needed")
 @judge_command.command(
     "report", short_help="Measure a judge: repeats, agreement, bias, hostile answers, cost."
 )
-@click.argument("words", nargs=-1, metavar="[RUN] [workspace=DIR] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[RUN] [workspace=DIR] [KEY=VALUE]...")
 @click.option(
     "--against",
     multiple=True,
@@ -108,7 +109,7 @@ def report_command(
 @judge_command.command(
     "ask", short_help="Ask one question by hand: does the judge answer, and what?"
 )
-@click.argument("words", nargs=-1, metavar="[workspace=DIR] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[workspace=DIR] [KEY=VALUE]...")
 @click.option("--question", metavar="TEXT")
 @click.option("--answer", metavar="TEXT", help="what is judged: an answer, a claim, a passage")
 @click.option("--criterion", metavar="TEXT", help="what it is held against: a criterion, evidence, "
@@ -152,13 +153,13 @@ _HEADER = ("server", "state", "model", "where", "needed by", "idle", "last word"
 
 
 @judge_command.command("servers")
-@click.argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
 @json_option
 def servers_command(words: tuple[str, ...], as_json: bool) -> None:
-    """List the judges' servers of a workspace: how they are, where they answer, who needs them.
+    """List the judge servers of a workspace: state, address, users.
 
-    A server is started by a run that needs it, shared by all runs of the workspace that would start
-    the same one, and ends by itself when nobody has needed it for `judge.serve.idle_timeout_s`.
+    A server is started by the first run that needs it and shared by all runs of the workspace. It
+    ends when it has been idle for `judge.serve.idle_timeout_s`.
     """
     from flows.judges import list_judge_servers
     from refiner_core.contract.records import to_json
@@ -194,13 +195,13 @@ def _row(service: ServiceStatus) -> Sequence[str]:
 
 
 @judge_command.command("stop")
-@click.argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
 @json_option
 def stop_command(words: tuple[str, ...], as_json: bool) -> int:
-    """End a judge's server, or all that nobody needs just now.
+    """Stop a judge's server, or all idle ones.
 
-    SERVICE is an id that `refiner judge servers` shows, or its beginning. A run that still needs a
-    server starts another one. Exit code: 0 when they have ended, 1 when one has not.
+    SERVICE is an id from `refiner judge servers`, or its beginning. A run that still needs a server
+    starts another one. Exit code: 0 when they have ended, 1 when one has not.
     """
     from flows.judges import stop_judge_servers
 
@@ -229,7 +230,7 @@ ASK_ABOVE = 5000
 
 
 @click.command("rescore", context_settings={"ignore_unknown_options": False})
-@click.argument("words", nargs=-1, metavar="[RUN]... [workspace=DIR] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[RUN]... [workspace=DIR] [KEY=VALUE]...")
 @click.option(
     "--judge",
     "judges",

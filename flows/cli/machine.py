@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows.cli.aliases import former_option
 from flows.cli.options import (
+    argument,
     at_most_one,
     command_line,
     json_option,
@@ -44,7 +46,7 @@ _BROKEN = 8  # as for every call that finds this machine lacking
 
 
 @click.command("doctor")
-@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
 @click.option("--only", multiple=True, metavar="AREA", help="look at this area; may be repeated")
 @click.option("--offline", is_flag=True, help="ask nobody outside this machine and its cluster")
 @click.option("--job", is_flag=True, help="submit a tiny job to Slurm, and report from its node")
@@ -56,11 +58,11 @@ _BROKEN = 8  # as for every call that finds this machine lacking
 def doctor_command(
     words: tuple[str, ...], only: tuple[str, ...], as_json: bool, **options: Any
 ) -> int:
-    """Look at this machine: what works, what does not, and the one command that mends it.
+    """Check this machine: what works, what does not, and the command that fixes it.
 
-    With RECIPE, what it needs is `broken` where it does not work, and the exit code is 8; without
-    one, what is not there is only `missing`. Nothing is changed: files are tried in a scratch
-    folder, jobs with `sbatch --test-only`. AREAs: recipe, python, machine, gpu, workspace, slurm,
+    With RECIPE, what it needs and does not work is `broken`, and the exit code is 8; without one,
+    what is absent is only `missing`. Nothing is changed: files are tried in a scratch folder, jobs
+    with `sbatch --test-only`. AREAs: recipe, python, machine, gpu, workspace, slurm,
     node, prefect, hub, wandb, judge, vllm, network.
     """
     from flows.doctor import examine, findings_json
@@ -120,7 +122,7 @@ _VERDICT_COLOURS = {"pass": "green", "fail": "red", "absent": "yellow"}
 
 
 @click.command("certify")
-@click.argument("recipe", metavar="[RECIPE]", required=False)
+@argument("recipe", metavar="[RECIPE]", required=False)
 @overrides_argument
 @click.option(
     "--model",
@@ -132,8 +134,7 @@ _VERDICT_COLOURS = {"pass": "green", "fail": "red", "absent": "yellow"}
     "--only",
     multiple=True,
     metavar="PART",
-    help="only this part (repeatable; nothing is recorded then): numerics, ranks, speed, servers, "
-    "faults",
+    help="only this part (repeatable; nothing is recorded then): numerics, ranks, speed, faults",
 )
 @click.option(
     "--time-limit",
@@ -154,10 +155,10 @@ def certify_command(
 ) -> int:
     """Try on this node what training relies on, and record a certificate in the workspace.
 
-    Attention kernels, bfloat16, ranks and ZeRO, all_reduce, speed and memory, vLLM where an
-    environment is given, and a kill -9; on all GPUs that torch sees, or on the CPU. Run it on
-    a compute node, e.g. `srun --gpus-per-node=1 refiner certify workspace=DIR`. RECIPE gives the
-    workspace, the type of weights and the environment of vLLM; KEY=VALUE words do, too.
+    Attention kernels, bfloat16, ranks and ZeRO, speed and memory, and a kill -9; on all GPUs that
+    torch sees, or on the CPU. Run it on a compute node, e.g. `srun --gpus-per-node=1 refiner
+    certify workspace=DIR`. RECIPE gives the workspace and the type of weights; KEY=VALUE words do,
+    too. (vLLM: `refiner doctor RECIPE`; training checks each transfer of weights to it.)
 
     Exit code 0: nothing failed; 1: a check failed.
     """
@@ -203,28 +204,10 @@ def certify_command(
 @click.option(
     "--seed", type=int, default=0, show_default=True, metavar="S", help="draws steps and phases"
 )
-@click.option(
-    "--how",
-    type=click.Choice(["kill", "stop", "both"]),
-    default="both",
-    show_default=True,
-    help="kill -9 of the worker, requests to stop, or in turn",
-)
-@click.option("--processes", type=int, metavar="N", help="training processes (default: the recipe)")
-@click.option(
-    "--resume-processes",
-    type=int,
-    metavar="N",
-    help="training processes after the first interruption: resumed on another number, the verdict "
-    "is at best `within tolerance` of float sums",
-)
-@click.option(
-    "--tolerance",
-    type=float,
-    metavar="X",
-    help="largest difference that counts as none (default: 0 on the CPU; on GPUs and on another "
-    "number of processes 0.01 in float32, 0.05 in bfloat16)",
-)
+@former_option("--how", "Both take turns.")
+@former_option("--processes", "Set sft.nproc_per_node or grpo.nproc_per_node.")
+@former_option("--resume-processes", "Resume a run itself on another number.")
+@former_option("--tolerance", "It follows from device and number type.")
 @click.option("--keep", is_flag=True, help="keep both runs (those that diverge always stay)")
 @json_option
 def prove_resume_command(
@@ -244,7 +227,7 @@ def prove_resume_command(
     from flows.cli.run import stop_on_signals
     from flows.proving.planning import (
         exit_code,
-        next_lines,
+        next_line,
         plan_lines,
         plan_resume_proofs,
         proof_lines,
@@ -262,8 +245,7 @@ def prove_resume_command(
         lambda: proofs_json(proofs),
         lambda: [line for proof in proofs for line in proof_lines(proof)],
     )
-    for line in next_lines(proofs, plans):
-        say(line)
+    say(next_line(proofs, plans))
     return exit_code(proofs)
 
 
@@ -273,18 +255,17 @@ _SHOWN = 12  # runs and pins that are listed one by one; the JSON has all
 
 
 @click.command("disk")
-@click.argument("words", nargs=-1, metavar="[pin|unpin STAGE] [workspace=DIR] [disk.KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[pin|unpin STAGE] [workspace=DIR] [disk.KEY=VALUE]...")
 @json_option
 @click.option("--reclaim", is_flag=True, help="delete all that the policy allows")
 @click.option("--dry-run", is_flag=True, help="with --reclaim: only list what would go")
-@click.option("--caches", is_flag=True, help="with --reclaim: the caches too (`disk.watch_caches`)")
+@former_option("--caches", "Caches are for their own tools: `hf cache prune`.", flag=True)
 @click.option("--judgements", is_flag=True, help="with --reclaim: what judges have said, too")
 def disk_command(
     words: tuple[str, ...],
     as_json: bool,
     reclaim: bool,
     dry_run: bool,
-    caches: bool,
     judgements: bool,
 ) -> None:
     """Show what a workspace uses by run and kind, the room that is left, and what may be deleted.
@@ -299,9 +280,9 @@ def disk_command(
     verbs = [w for w in rest if w not in overrides]
     if verbs and not (len(verbs) == 2 and verbs[0] in ("pin", "unpin")):
         raise misuse(f"`refiner disk` does not know {shlex.join(verbs)!r}.")
-    if (dry_run or caches or judgements) and not reclaim:
-        raise misuse("--dry-run, --caches and --judgements say how to reclaim: add --reclaim.")
-    again = ["--reclaim", *["--caches"] * caches, *["--judgements"] * judgements]
+    if (dry_run or judgements) and not reclaim:
+        raise misuse("--dry-run and --judgements say how to reclaim: add --reclaim.")
+    again = ["--reclaim", *["--judgements"] * judgements]
     if verbs:
         kept = verbs[0] == "pin"
         stage_id, changed = (pin_stage if kept else unpin_stage)(verbs[1], where)
@@ -310,7 +291,7 @@ def disk_command(
         show(as_json, lambda: value, lambda: [said])
         return
     if reclaim:
-        done = reclaim_disk(where, overrides, caches=caches, judgements=judgements, dry_run=dry_run)
+        done = reclaim_disk(where, overrides, judgements=judgements, dry_run=dry_run)
         show(as_json, lambda: _reclaimed_json(done, dry_run), lambda: _reclaimed(done, dry_run))
     else:
         rows, value = disk_report(where, overrides)
@@ -365,8 +346,6 @@ def _lines(used: Sequence[Row], found: dict[str, Any]) -> Iterator[str]:
     more = "" if inodes is None else f"; room for {inodes:,} more files"
     yield f"{found['data']}: {found['status']}"
     yield f"  {gib(room['free_bytes'])} free, by {room['source']}{more}"
-    if room["note"]:
-        yield f"  {room['note']}"
     for entry in found["reservations"]:
         yield f"  {gib(entry['bytes'])} reserved by {entry['stage_id']}, attempt {entry['attempt']}"
     if found["pins"]:
@@ -387,7 +366,7 @@ def _lines(used: Sequence[Row], found: dict[str, Any]) -> Iterator[str]:
 
 
 def _kept(report: dict[str, Any]) -> Iterator[str]:
-    """Judgements, publications, checkpoints that stages wait for, exports that nobody will read."""
+    """Judgements, publications, and checkpoints that stages wait for."""
     from infra.disk.keeper import gib
 
     if (store := report["judgements"])["files"]:
@@ -401,29 +380,23 @@ def _kept(report: dict[str, Any]) -> Iterator[str]:
         kept = f"step {hold['step']} of {hold['stage_id']} ({gib(hold['bytes'])})"
         why = f"idle, {hold['idle']}: --reclaim lets it go" if hold["idle"] else "still to come"
         yield f"  held: {kept} for {hold['waiting']}: {why}"
-    for export in report["idle_exports"]:
-        yield (
-            "  export that nothing will read again, published on no other quota: "
-            f"{export['stage_id']} ({gib(export['bytes'])}); it is yours to publish or to delete: "
-            f"{export['path']}"
-        )
 
 
 @click.group("track")
 def track_command() -> None:
-    """Send what W&B has logged offline, from a node with network."""
+    """Upload offline W&B runs, from a node with network."""
 
 
 @track_command.command("sync")
-@click.argument("words", nargs=-1, metavar="[RUN|SWEEP]... [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP]... [workspace=DIR]")
 @click.option("--dry-run", is_flag=True, help="say what would be sent; send nothing")
 @json_option
 def sync_command(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
-    """Send the offline W&B runs of RUNs or SWEEPs (default: the newest run) to the W&B server.
+    """Upload the offline W&B runs of RUNs or SWEEPs (default: the newest run).
 
-    Compute nodes without internet log offline; run this where the network is, with WANDB_API_KEY
-    set or after `wandb login`. It may be run again at any time, also while training goes on: only
-    what is new is sent. All attempts at a stage are one W&B run, under the stage's id.
+    Compute nodes without internet log offline; run this on a node with network, with WANDB_API_KEY
+    set or after `wandb login`. It may be repeated at any time, also during training: only new data
+    is sent. All attempts at a stage are one W&B run, under the stage's id.
     """
     from flows.tracking import sync_tracking
 

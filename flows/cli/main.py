@@ -23,51 +23,60 @@ from refiner_core.contract.errors import ConfigurationError, RefinerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Command -> (module below flows.cli, one line of help). The line stands here so that `--help`
-#: imports nothing.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "init": ("init", "Begin: a folder with a recipe and a profile of your own, ready to plan."),
-    "doctor": ("machine", "Look at this machine: what works, what does not, what mends it."),
-    "run": ("run", "Carry out a recipe: what is done is skipped, what runs is waited for."),
-    "plan": ("plan", "Show what a recipe would do; changes nothing."),
-    "explain": ("plan", "Say why a stage would run or be skipped, field by field."),
-    "status": ("status", "Show how a run stands: stages, jobs, progress, disk, what went wrong."),
-    "logs": ("run", "Print or follow the log of a stage, from attempt to attempt."),
-    "cancel": ("run", "End a run or some of its stages; what is saved is kept."),
-    "resume": ("run", "Go on with a recorded run, from any shell."),
-    "sweep": ("run", "Plan, launch and amend an ablation: arms by factors, each with seeds."),
-    "report": ("status", "Make the page of a run or a sweep: what it did, what it has shown."),
-    "prove-resume": (
-        "machine",
-        "Prove that training resumes exactly: straight and interrupted runs.",
-    ),
-    "certify": ("machine", "Try what this node can do: kernels, ranks, speed, memory, faults."),
-    "diff": ("plan", "Compare two runs: configuration, data, code, judge, metrics, first step."),
-    "nightly": ("serve", "Evaluate checkpoints every night, and tell change from noise."),
-    "notify": ("serve", "Try how somebody is told when a run finishes, pauses or fails."),
-    "track": ("machine", "Send what W&B has logged offline, from a node with network."),
-    "disk": ("machine", "Show what a workspace uses and what may go; pin and reclaim."),
-    "adopt": ("publish", "Take over a dead run of anybody's: go on with it, or publish it."),
-    "publish": ("publish", "Publish checkpoints of a run, by hand."),
-    "card": ("publish", "Check a model card, show it again from records, print the template."),
-    "why": ("plan", "Follow a number to its protocol, samples, answers and judgements."),
-    "rescore": ("judge", "Score stored rollouts of runs under another judge, rubrics, weights."),
-    "judge": ("judge", "Ask a judge one question, measure it, see and end the servers of judges."),
-    "rubrics": ("sets", "Show and check rubric sets."),
-    "protocols": ("sets", "Show and check protocols: fixed ways of measuring."),
-    "environments": ("sets", "Show, check and play what agents with tools work in."),
-    "show": ("sets", "Explain a configuration field: its mark, type, default and source."),
-    "list": ("sets", "List what is shipped: recipes, profiles, rubrics, and more."),
-    "serve": ("serve", "Carry out what is launched from Prefect: runs, sweeps, nights."),
-    "deploy": ("serve", "Put the same deployments on a Prefect server, for a work pool."),
-    "server": ("serve", "Show or stop the local Prefect server."),
-    "completion": ("sets", "Print what a shell needs to complete commands and fields."),
+#: Heading of `--help` -> command -> (module below flows.cli, one line of help). The lines stand
+#: here so that `--help` imports nothing.
+SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+    "Every day": {
+        "init": ("init", "Start a recipe of your own, ready to plan."),
+        "doctor": ("machine", "Check this machine, and say how to fix what does not work."),
+        "plan": ("plan", "Show what a recipe would do; changes nothing."),
+        "run": ("run", "Run a recipe; what is done is skipped."),
+        "status": ("status", "Show the state of a run or sweep."),
+        "logs": ("run", "Print or follow the log of a stage."),
+        "cancel": ("run", "Cancel a run, or some of its stages."),
+        "resume": ("run", "Resume a recorded run."),
+        "report": ("status", "Write the report of a run or sweep."),
+        "diff": ("plan", "Compare two runs."),
+        "sweep": ("run", "Plan, launch and extend an ablation."),
+    },
+    "Prefect and nightly evaluations": {
+        "serve": ("serve", "Serve deployments, so that Prefect can launch runs."),
+        "deploy": ("serve", "Create the deployments for a work pool."),
+        "server": ("serve", "Show or stop the local Prefect server."),
+        "nightly": ("serve", "Evaluate checkpoints every night."),
+        "notify": ("serve", "Test notifications."),
+    },
+    "Publishing": {
+        "publish": ("publish", "Publish checkpoints of a run."),
+        "card": ("publish", "Check or print a model card."),
+        "adopt": ("publish", "Import a checkpoint of another trainer."),
+    },
+    "Judges and measuring": {
+        "judge": ("judge", "Ask and measure judges; list and stop their servers."),
+        "rescore": ("judge", "Score stored rollouts under other judges, rubrics, weights."),
+        "rubrics": ("sets", "Show and check rubric sets."),
+        "protocols": ("sets", "Show and check evaluation protocols."),
+        "environments": ("sets", "Show, check and play environments of agents."),
+    },
+    "Details": {
+        "why": ("plan", "Trace a number to its samples and judgements."),
+        "explain": ("plan", "Explain why a stage would run or be skipped."),
+        "show": ("sets", "Explain a configuration field."),
+        "list": ("sets", "List recipes, profiles, rubric sets and more."),
+    },
+    "Machine and workspace": {
+        "disk": ("machine", "Show disk usage; pin and reclaim."),
+        "certify": ("machine", "Test what a node can do: kernels, ranks, speed, memory."),
+        "prove-resume": ("machine", "Prove that training resumes exactly."),
+        "track": ("machine", "Upload offline W&B runs."),
+        "completion": ("sets", "Print the completion script of a shell."),
+    },
 }
 
 
 @click.group(
     cls=LazyGroup,
-    commands=COMMANDS,
+    sections=SECTIONS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Start with: refiner plan tiny, then refiner run tiny.",
 )

@@ -25,8 +25,19 @@ from refiner_core.report.printing import counted, table_lines
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-recipe_argument = click.argument("recipe", metavar="RECIPE")
-overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+def _complete(
+    context: click.Context, param: click.Parameter, word: str
+) -> list[CompletionItem | str]:
+    from flows.starting.completing import complete
+
+    return [*complete(context, param, word)]
+
+
+#: An argument that shells complete.
+argument = functools.partial(click.argument, shell_complete=_complete)
+recipe_argument = argument("recipe", metavar="RECIPE")
+overrides_argument = argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 json_option = click.option("--json", "as_json", is_flag=True, help="print JSON on stdout")
 
 
@@ -221,23 +232,25 @@ def show_listing(
 Listing = tuple[dict[str, Any], Sequence[Sequence[str]], Sequence[str], Sequence[str]]
 
 
-#: Command -> (module below flows.cli, one line of help).
-Commands = Mapping[str, tuple[str, str]]
-
-
 class LazyGroup(click.Group):
     """A group whose commands are imported when one is called. A command of a module is named
     ``NAME_command`` there, with ``_`` for ``-``.
 
     Parameters
     ----------
-    commands
-        The table.
+    sections
+        Heading -> command -> (module below flows.cli, one line of help).
     """
 
-    def __init__(self, *args: Any, commands: Commands, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        sections: Mapping[str, Mapping[str, tuple[str, str]]],
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
-        self._table = commands
+        self._sections = sections
+        self._table = {name: entry for part in sections.values() for name, entry in part.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names, in the table's order."""
@@ -262,7 +275,8 @@ class LazyGroup(click.Group):
         ConfigurationError
             There is none; names the nearest.
         """
-        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+        completing = ctx.resilient_parsing or not args or args[0].startswith("-")
+        if not completing and self.get_command(ctx, args[0]) is None:
             path, known = ctx.command_path, self._table
             fix = f"see `{path} --help`"
             raise no_such(f"`{path}` has no command", args[0], known, fix)
@@ -278,6 +292,7 @@ class LazyGroup(click.Group):
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The table, without importing anything."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in self._table.items()])
+        """The sections, without importing anything."""
+        for heading, commands in self._sections.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, line) for name, (_, line) in commands.items()])

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows.cli.aliases import former_option
 from flows.cli.options import (
+    argument,
     command_line,
     json_option,
     misuse,
@@ -37,57 +39,39 @@ if TYPE_CHECKING:
 @overrides_argument
 @json_option
 @click.option("--disk", "with_disk", is_flag=True, help="show what each stage takes on the disk")
-@click.option("--fit", "with_fit", is_flag=True, help="propose the cheapest change that fits")
-def plan_command(
-    recipe: str, overrides: tuple[str, ...], as_json: bool, with_disk: bool, with_fit: bool
-) -> None:
+@former_option("--fit", "Where a plan does not fit, what takes less stands below it.", flag=True)
+def plan_command(recipe: str, overrides: tuple[str, ...], as_json: bool, with_disk: bool) -> None:
     """Show what a recipe would do: which stages run, which are skipped, and why.
 
-    Changes nothing, and needs neither network nor GPU.
+    Nothing is changed; neither network nor GPU is needed.
     """
     from flows.checking.resources import memory_json, planning_notes
     from flows.disk import disk_of_plan
     from flows.plans import forecast, plan_json
     from flows.running.calls import make_recipe_plan
-    from infra.disk.keeper import gib
 
     plan = make_recipe_plan(recipe, overrides)
     if not as_json:
         show_plan(plan, recipe, overrides, as_json)
-    room, change = disk_of_plan(plan, fit=with_fit)
+    room = disk_of_plan(plan).room
     if as_json:
         value = {**plan_json(plan, forecast(plan)), "disk": _disk_json(room)}
         value |= {"memory": memory_json(plan), "time": [], "notes": planning_notes(plan)}
-        if with_fit:
-            value["disk"]["fit"] = None if change is None else list(change.overrides)
-            value["disk"]["save_freq"] = {}  # as of `time`, nothing is said any more
         print_json(value)
         return
-    _show_disk(room, stages=with_disk or with_fit)
-    if with_fit and not room.fits:
-        if change is not None:
-            click.echo(f"It fits with {gib(change.needed_bytes)}: {change.cost}.")
-            say_next(command_line("run", recipe, *overrides, *change.overrides))
-        else:
-            click.echo("No change of how it is carried out makes it fit.")
-            where = [w for w in overrides if w.startswith("workspace=")]
-            say_next(command_line("disk", *where, "--reclaim", "--dry-run"))
+    _show_disk(room, stages=with_disk)
 
 
 def _show_disk(room: PlannedRoom, *, stages: bool) -> None:
     """Print what the plan takes on the disk: one line where it does not fit, all where asked."""
+    from flows.disk import LESS_ROOM
     from infra.disk.keeper import gib
 
     found = room.forecast
     if stages:
-        rows = [
-            (s.stage.name, gib(s.peak), gib(s.final), f"{s.inodes:,}", s.basis)
-            for s in found.stages
-        ]
-        if judged := found.judgements:
-            rows.append(("(judgements)", gib(judged), gib(judged), "", "estimated"))
+        rows = [(s.stage.name, gib(s.peak), gib(s.final), s.basis) for s in found.stages]
         click.echo("")
-        print_lines(table_lines(rows, ("stage", "at most", "in the end", "files", "by")))
+        print_lines(table_lines(rows, ("stage", "at most", "in the end", "by")))
     if stages or not room.fits:
         verdict = "fits" if room.fits else "does not fit"
         more = f" and {gib(room.reclaimable_bytes)} may go" * bool(room.reclaimable_bytes)
@@ -96,19 +80,20 @@ def _show_disk(room: PlannedRoom, *, stages: bool) -> None:
             f"\ndisk: needs {gib(found.needed_bytes)}, {gib(room.free_bytes)} are free{more} "
             f"({room.source}): {verdict}{unknown}"
         )
+    if not room.fits:
+        click.echo(f"Less is taken with {LESS_ROOM}.")
 
 
 def _disk_json(room: PlannedRoom) -> dict[str, Any]:
     """A forecast for scripts."""
     found = room.forecast
     return {
-        **picked(found, "needed_bytes", "peak_bytes", "final_bytes", "inodes"),
+        **picked(found, "needed_bytes", "peak_bytes", "final_bytes"),
         **picked(room, "fits", "free_bytes", "reclaimable_bytes", "source"),
-        "judgements_bytes": found.judgements,
         "stages": [
             {
                 **{"stage": s.stage.name, "peak_bytes": s.peak, "final_bytes": s.final},
-                **{"inodes": s.inodes, "by": s.basis, "known": s.known},
+                **{"by": s.basis, "known": s.known},
             }
             for s in found.stages
         ],
@@ -153,14 +138,14 @@ def _resources(asked: Resources) -> str:
 
 
 @click.command("explain")
-@click.argument("stage", metavar="STAGE")
+@argument("stage", metavar="STAGE")
 @recipe_argument
 @overrides_argument
 @json_option
 def explain_command(stage: str, recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Say why STAGE (a name such as `evaluate-sft`, or a kind) would run or be skipped.
+    """Explain why STAGE (a name such as `evaluate-sft`, or a kind) would run or be skipped.
 
-    Names every field in which it differs from the most similar stage that the workspace has.
+    Lists every field in which it differs from the most similar stage of the workspace.
     """
     from flows.plans import explain_stage
 
@@ -192,7 +177,7 @@ def explain_command(stage: str, recipe: str, overrides: tuple[str, ...], as_json
 
 
 @click.command("diff")
-@click.argument("words", nargs=-1, required=True, metavar="A B [workspace=DIR]")
+@argument("words", nargs=-1, required=True, metavar="A B [workspace=DIR]")
 @click.option(
     "--other", metavar="DIR", help="the workspace that B lies in, where it is another one"
 )
@@ -223,48 +208,36 @@ def diff_command(
 
 
 @click.command("why", context_settings={"ignore_unknown_options": True})
-@click.argument("words", nargs=-1, required=True, metavar="NUMBER|NAME... [RUN] [workspace=DIR]")
-@click.option("--card", metavar="FILE|DIR", help="a card with the refiner.json beside it")
+@argument("words", nargs=-1, required=True, metavar="NUMBER|NAME... [RUN] [workspace=DIR]")
+@former_option("--card", "Name the workspace=DIR of its run.")
 @click.option("--sample", metavar="ID", help="show this sample in full (default: a typical one)")
 @json_option
-def why_command(
-    words: tuple[str, ...], card: str | None, sample: str | None, as_json: bool
-) -> None:
+def why_command(words: tuple[str, ...], sample: str | None, as_json: bool) -> None:
     """Follow a number to its protocol, samples, answers and judgements.
 
     NUMBER is as it was printed, such as 0.512; or names say which it is: a metric, a model, a
     decoding (`citation_f1 grpo greedy`), or a training metric and a step (`scores step50`).
-    Numbers of RUN are looked at (default: the newest run, then all), or of a card.
+    Numbers of RUN are looked at (default: the newest run, then all).
     """
     from flows.why.explanation import (
         OUTPUT_VERSION,
         candidate_lines,
-        counted_samples,
         explain_number,
         explanation_lines,
         find_numbers,
-        sample_name,
-        words_apart,
     )
 
     where, rest = split_workspace(words)
-    figures = find_numbers(rest, where, card=card)
-    asked, of_card = " ".join(rest), [] if card is None else ["--card", card]
-    lines: Callable[[], Iterator[str]]
+    figures, asked = find_numbers(rest, where), " ".join(rest)
+    lines: Callable[[], list[str]]
     if len(figures) > 1:
         shown, lines = [asdict(f) for f in figures], partial(candidate_lines, figures, asked)
-        # How to say which one is meant: the names of the first two.
         others = [w for w in words if w.startswith("workspace=")]
-        commands = [
-            command_line("why", *said, *others, *of_card)
-            for figure, said in list(zip(figures, words_apart(figures), strict=True))[:2]
-            if figure.kind != "fact"
-        ]
+        commands = [command_line("why", *figure.words, *others) for figure in figures[:2]]
     else:
         found = explain_number(figures[0], where, sample=sample)
         shown, lines = [found], partial(explanation_lines, figures[0], found)
-        commands, counted = [], counted_samples(found)
-        if sample is None and len(counted) > 1:
-            commands = [command_line("why", *words, *of_card, "--sample", sample_name(counted[0]))]
+        lowest = [s["name"] for s in found["samples"][:1] if sample is None]
+        commands = [command_line("why", *words, "--sample", name) for name in lowest]
     value = {"version": OUTPUT_VERSION, "query": asked, "figures": shown}
     show(as_json, lambda: value, lines, commands, gap=True)

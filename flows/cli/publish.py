@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flows.cli.options import (
+    argument,
     at_most_one,
     command_line,
     json_option,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @click.command("publish")
-@click.argument("words", nargs=-1, metavar="[RUN] [workspace=DIR] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[RUN] [workspace=DIR] [KEY=VALUE]...")
 @click.option("--step", "steps", type=int, multiple=True, help="a saved step; may be repeated")
 @click.option("--no-evaluate", is_flag=True, help="do not wait for evaluations, nor begin any")
 @click.option("--dry-run", is_flag=True, help="print the plan and change nothing")
@@ -52,10 +53,10 @@ def publish_command(
 ) -> int:
     """Publish the last checkpoint of RUN (default: the newest that trains), or those of --step.
 
-    The run may still train, have ended, or have died: no training is begun, what is there is
-    exported, published with its card, and evaluated for it. Where it goes is as the run has it, or
-    as overrides of `publish` say, e.g. publish.target=hub publish.repo_id=me/my-model. What is
-    published already is not sent again.
+    The run may still train, have ended, or have died. No training is started: the checkpoint is
+    exported, published with its card, and evaluated. The target is the run's own, or set by
+    overrides, e.g. publish.target=hub publish.repo_id=me/my-model. Files that are published already
+    are not sent again.
     """
     from flows.cli.plan import show_made_plan
     from flows.publishing.by_hand import begin_publication, plan_publication
@@ -85,11 +86,11 @@ _WRONG = 3
     epilog="A card that `refiner publish` makes is checked before it leaves, by the same rules.",
 )
 def card_command() -> None:
-    """Check a model card, show one again from records, or print the template."""
+    """Check or print model cards."""
 
 
 @card_command.command("check")
-@click.argument("target", metavar="PATH")
+@argument("target", metavar="PATH")
 @click.option(
     "--evidence",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -143,7 +144,7 @@ def _checked_lines(checked: Checked) -> Iterator[str]:
 @card_command.command(
     "show", short_help="Print the card of a publication, made again from records."
 )
-@click.argument("words", nargs=-1, metavar="[RUN] [STAGE] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN] [STAGE] [workspace=DIR]")
 @json_option
 def show_command(words: tuple[str, ...], as_json: bool) -> None:
     """Print the card of a finished publication, made from its records now.
@@ -184,7 +185,7 @@ def template_command() -> None:
 
 
 @click.command("adopt")
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @overrides_argument
 @click.option("--step", type=int, help="which checkpoint; the newest complete one otherwise")
 @click.option("--recipe", help="recipe whose data, judge and evaluation are used")
@@ -206,11 +207,11 @@ def adopt_command(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Take over the run in DIR, whatever other trainer has written it.
+    """Import a checkpoint of another trainer from DIR.
 
-    Every checkpoint is looked at: shards that are cut short or missing, folders that are empty. The
-    newest complete one becomes a finished stage in the workspace, ready to be published and
-    evaluated; nothing is copied unless asked for.
+    Every checkpoint is examined for truncated or missing shards and empty folders. The newest
+    complete one becomes a finished stage in the workspace, ready to be published and evaluated.
+    Files are linked, not copied, unless --copy is given.
     """
     from flows.adopting import adopt_run
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows.cli.aliases import former_option
 from flows.cli.options import (
+    argument,
     ask_leave,
     at_most_one,
     json_option,
@@ -56,11 +58,11 @@ def run_command(
     as_json: bool,
     launch: Launch,
 ) -> int:
-    """Carry out RECIPE: a shipped name (see `refiner list recipes`) or a YAML file.
+    """Run RECIPE: a shipped name (see `refiner list recipes`) or a YAML file.
 
-    What is done is skipped, what already runs is waited for, what was interrupted goes on from its
+    Finished stages are skipped, running ones are waited for, interrupted ones resume from their
     last checkpoint. Ctrl-C, SIGTERM and closing the terminal (unless under nohup) ask the running
-    stages to save and stop; the same command goes on. With --detach the terminal may be closed.
+    stages to save and stop; the same command resumes. With --detach the terminal may be closed.
     """
     from flows.running.calls import begin_run, make_recipe_plan, run_recipe
 
@@ -137,16 +139,16 @@ def _like_ctrl_c(_number: int, _frame: FrameType | None) -> None:
 
 
 @click.command("cancel")
-@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [STAGE]... [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP] [STAGE]... [workspace=DIR]")
 @click.option("--wait", "wait_s", type=float, help="seconds to wait for the end")
 @click.option("--now", is_flag=True, help="do not leave it to the orchestrator; end jobs from here")
 @json_option
 def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_json: bool) -> int:
-    """End RUN (default: the newest), or only the STAGEs named; of a SWEEP all trials.
+    """Cancel RUN (default: the newest), only some STAGEs of it, or all trials of a SWEEP.
 
-    Jobs are asked to save and end, and killed when they take longer than `dispatch.grace_s`.
-    `refiner resume` goes on later. Jobs that another run waits for too are ended as well. Exit
-    code: 0 when nothing of it runs any more, 1 when that takes longer than was waited for.
+    Jobs are asked to save and end, and killed after `dispatch.grace_s`. `refiner resume` continues
+    later. Jobs that another run waits for are cancelled as well. Exit code: 0 when nothing of it
+    runs any more, 1 when --wait was too short.
     """
     from flows.running.cancelling import cancel_run, outcome_json, outcome_lines
     from flows.running.status import find_run
@@ -169,14 +171,14 @@ def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_j
 
 
 @click.command("logs")
-@click.argument("words", nargs=-1, required=True, metavar="STAGE [RUN] [workspace=DIR]")
+@argument("words", nargs=-1, required=True, metavar="STAGE [RUN] [workspace=DIR]")
 @click.option("-f", "--follow", is_flag=True, help="go on printing until the stage ends")
 @click.option("--attempt", type=int, help="an attempt's number (default: the newest)")
 def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> None:
     """Print the log of STAGE's newest attempt in RUN (default: the newest run).
 
-    With -f it goes over to the next attempt when there is one, and ends when the stage does. On a
-    terminal control sequences are left out; a pipe has the log as it is.
+    -f follows the stage from attempt to attempt until it ends. On a terminal, control sequences are
+    removed; a pipe gets the log unchanged.
     """
     from flows.running.logs import find_log, follow_log, log_pieces
 
@@ -281,14 +283,12 @@ def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 @click.command("sweep")
-@click.argument("words", nargs=-1, metavar="[SWEEP] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[SWEEP] [KEY=VALUE]...")
 @click.option("--dry-run", is_flag=True, help="show arms, forecast and warnings; change nothing")
 @click.option("--yes", "-y", is_flag=True, help="launch without asking")
-@click.option(
+@former_option(
     "--rescore",
-    metavar="RUN",
-    help="also say, by the stored rollouts of RUN, which share of groups the arms' rewards and "
-    "judges would change; asks no judge",
+    "`refiner rescore RUN KEY=VALUE …` says what an arm's reward and judge would change.",
 )
 @click.option(
     "--past-canary", is_flag=True, help="go on whatever the first trial's first steps have shown"
@@ -299,24 +299,21 @@ def sweep_command(
     words: tuple[str, ...],
     dry_run: bool,
     yes: bool,
-    rescore: str | None,
     detach: str | None,
     as_json: bool,
     launch: Launch,
 ) -> int:
-    """Carry out SWEEP: a shipped name or a YAML file; without one, list sweeps.
+    """Run SWEEP: a shipped name or a YAML file; without one, list sweeps.
 
-    It is planned, forecast and shown; then it asks, or takes --yes. One trial goes ahead alone
-    until it has trained two steps and saved once; the forecast is corrected by what these took, and
-    the others follow. A failed trial stops no other. What is done is skipped: the same command goes
-    on after any interruption, and when an arm, a seed or a limit in the file has changed, only what
-    is new runs.
+    Plan and forecast are shown, and launched after confirmation or with --yes. One trial starts
+    alone as a canary; after two steps and a save it corrects the forecast, and the others start. A
+    failed trial stops no other. Finished work is skipped: the same command resumes after any
+    interruption, and after a change of arms, seeds or limits runs only what is new.
 
     Exit codes: 0 when every trial is done, 1 when one has failed, 6 when some were stopped or are
     held by a limit, 5 or 7 when a full disk or a judge stands in the way; the same command goes on.
     """
     from flows.running.status import is_finished
-    from flows.sweeping.evidence import rescore_share, share_lines
     from flows.sweeping.launching import (
         begin_sweep,
         work_on_sweep,
@@ -327,22 +324,17 @@ def sweep_command(
     names, overrides = split_overrides(words)
     if not names:
         where, rest = split_workspace(overrides)
-        if rest or dry_run or yes or rescore is not None or detach is not None:
+        if rest or dry_run or yes or detach is not None:
             raise misuse("No sweep is named; `refiner sweep` alone lists them.")
         _list(where, as_json)
         return 0
     at_most_one(names, "sweep")
     plan = make_sweep_plan(names[0], overrides)
     if dry_run:
-        share = rescore_share(plan, rescore) if rescore is not None else None
-        show(
-            as_json,
-            lambda: sweep_json(plan) | ({} if share is None else {"rescore": share}),
-            lambda: [*show_sweep_plan(plan), *(() if share is None else share_lines(share))],
-        )
+        show(as_json, lambda: sweep_json(plan), lambda: show_sweep_plan(plan))
         return 0
     finished = is_finished(workspace_of(plan), plan.stages())
-    look = None if finished else _looked_at(plan, rescore, shown=not (launch.quiet and yes))
+    look = None if finished else _looked_at(plan, shown=not (launch.quiet and yes))
     if not finished and not yes:
         why = "Nothing was launched: this is no terminal, so nobody can be asked."
         ask_leave("Launch it?", why, "look at it with --dry-run, then add --yes")
@@ -354,9 +346,8 @@ def sweep_command(
     return _finish_sweep(work_on_sweep(plan, workspace, record, launch), as_json)
 
 
-def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLook:
+def _looked_at(plan: SweepPlan, *, shown: bool) -> SweepLook:
     """Forecast of a sweep, before anybody is asked; refuses what cannot be."""
-    from flows.sweeping.evidence import rescore_share, share_lines
     from flows.sweeping.launching import check_launch
     from flows.sweeping.planning import forecast_sweep, show_sweep_plan
     from sweeps.forecast import refuse_what_cannot_fit
@@ -364,8 +355,7 @@ def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLoo
     check_launch(plan)
     look = forecast_sweep(plan)
     if shown:
-        share = rescore_share(plan, rescore) if rescore is not None else None
-        for line in [*show_sweep_plan(plan, look), *(() if share is None else share_lines(share))]:
+        for line in show_sweep_plan(plan, look):
             say(line)  # stdout is for the result
     refuse_what_cannot_fit(look.passed)
     return look
@@ -424,7 +414,7 @@ def _list(where: str, as_json: bool) -> None:
 
 
 @click.command("resume")
-@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
 @click.option("--take-over", is_flag=True, help="though another host says that it works on it")
 @click.option("--past-canary", is_flag=True, help="of a sweep: whatever its first trial has shown")
 @click.option("--as-job", is_flag=True, hidden=True, help="this is a job that may come back")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
@@ -12,6 +10,7 @@ import click
 
 from flows.cli.aliases import former
 from flows.cli.options import (
+    argument,
     at_most_one,
     command_line,
     json_option,
@@ -27,7 +26,7 @@ from refiner_core.report.printing import short, table_lines
 if TYPE_CHECKING:
     from refiner_core.nightly.page import Reading
 
-files_argument = click.argument("files", nargs=-1, metavar="[RECIPE|SWEEP|NIGHTLY FILE]...")
+files_argument = argument("files", nargs=-1, metavar="[RECIPE|SWEEP|NIGHTLY FILE]...")
 workspace_option = click.option(
     "--workspace",
     metavar="DIR",
@@ -43,12 +42,12 @@ def _say(text: str) -> None:
 @files_argument
 @workspace_option
 def serve_command(files: tuple[str, ...], workspace: str | None) -> int:
-    """Stay, and carry out what is launched from Prefect's UI, API, schedules and automations.
+    """Serve deployments: run what is launched from Prefect's UI, API, schedules and automations.
 
     Serves the deployments `pipeline/refiner` and `sweep/refiner`, and for each nightly file
     `nightly/NAME`, with its schedule. A recipe or sweep that is given is what the form proposes.
-    Uses the server that PREFECT_API_URL names, else the local one, which it starts. Ctrl-C ends it:
-    what runs then saves, and a night that has begun meanwhile is worked on at the next start.
+    The server is the one that PREFECT_API_URL names, else the local one, which is started. Ctrl-C
+    ends it: running stages save, and a night that begins meanwhile runs at the next start.
     """
     from flows.serving import serve
 
@@ -61,7 +60,7 @@ def serve_command(files: tuple[str, ...], workspace: str | None) -> int:
 @click.option("--pool", required=True, metavar="NAME", help="the work pool that carries them out")
 @json_option
 def deploy_command(files: tuple[str, ...], workspace: str | None, pool: str, as_json: bool) -> int:
-    """Put the deployments of `refiner serve` on a Prefect server, for workers of a work pool.
+    """Create the deployments of `refiner serve` on a Prefect server, for a work pool.
 
     Workers (`prefect worker start --pool NAME`) need refiner, and files and workspace at the same
     paths.
@@ -77,7 +76,7 @@ def deploy_command(files: tuple[str, ...], workspace: str | None, pool: str, as_
     return 0
 
 
-file_argument = click.argument("file", metavar="FILE")
+file_argument = argument("file", metavar="FILE")
 
 
 @click.group("nightly", epilog="Start with: refiner nightly check tiny-nightly")
@@ -95,7 +94,7 @@ def nightly_command() -> None:
 @overrides_argument
 @json_option
 def check_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Say whether FILE can be carried out; changes nothing."""
+    """Check FILE; nothing is changed."""
     from flows.nightly.night import check_nightly
 
     nightly, following, warnings = check_nightly(file, overrides)
@@ -126,7 +125,7 @@ def check_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
 def run_command(
     file: str, overrides: tuple[str, ...], night: str | None, take_over: bool, as_json: bool
 ) -> int:
-    """Work on a night, once: what is done is kept, what was left is gone on with.
+    """Run one night; finished work is kept, interrupted work resumes.
 
     A night that has passed is not evaluated any more.
     """
@@ -145,7 +144,7 @@ def run_command(
 @overrides_argument
 @json_option
 def status_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Show how it stands: tonight, last numbers, alerts that have not recovered."""
+    """Show the current night, the last numbers, and open alerts."""
     from flows.nightly.history import status_rows
     from flows.nightly.night import nightly_status
 
@@ -183,15 +182,12 @@ def history_command(file: str, overrides: tuple[str, ...], as_json: bool, as_csv
 
 
 def _history_lines(reading: Reading, as_csv: bool) -> Iterator[str]:
-    from flows.nightly.history import CSV_COLUMNS, history_lines
+    from flows.nightly.history import history_lines
+    from refiner_core.report.sweep.rendering import csv_of
 
     lines = history_lines(reading)
     if as_csv:
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-        yield text.getvalue().removesuffix("\n")
+        yield csv_of(lines).removesuffix("\n")
         return
     lines = [line for line in lines if line["metric"] in reading.nightly.alerts.metrics]
     shown = ("night", "checkpoint", "decoding", "metric", "value", "low", "high", "n")
@@ -204,7 +200,7 @@ def _history_lines(reading: Reading, as_csv: bool) -> Iterator[str]:
 @overrides_argument
 @click.option("--out", metavar="FILE", help="write it there; default: into the workspace")
 def page_command(file: str, overrides: tuple[str, ...], out: str | None) -> int:
-    """Write the trend page: one HTML file that needs nothing but a browser."""
+    """Write the page of trends: one HTML file that works offline."""
     from flows.nightly.night import nightly_page
 
     click.echo(str(nightly_page(file, overrides, out=out)))
@@ -220,7 +216,7 @@ def _cell(value: object) -> str:
 
 
 @click.command("server")
-@click.argument("what", type=click.Choice(["status", "stop"]), default="status")
+@argument("what", type=click.Choice(["status", "stop"]), default="status")
 @json_option
 def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
     """Show the local Prefect server (`status`) or stop it (`stop`).
@@ -252,18 +248,17 @@ def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
 
 @click.group("notify")
 def notify_command() -> None:
-    """Try how somebody is told of runs and sweeps (section `notify` of a recipe)."""
+    """Test notifications of runs and sweeps (section `notify` of a recipe)."""
 
 
 @notify_command.command("test")
-@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
 @json_option
 def notify_test(words: tuple[str, ...], as_json: bool) -> int:
-    """Send a test message by each channel that RECIPE (default: tiny) names, and say what came of
-    it.
+    """Send a test message by each channel that RECIPE (default: tiny) names.
 
-    What a command prints is shown on standard error. Exit code 0 when every channel has taken the
-    message, else 1.
+    Output of a channel's command is shown on standard error. Exit code 0 when every channel has
+    accepted the message, else 1.
     """
     from flows.notifying.sender import notify_settings, try_channels
 

@@ -19,6 +19,7 @@ import click
 from flows.cli.aliases import former_listing
 from flows.cli.options import (
     Listing,
+    argument,
     command_line,
     json_option,
     misuse,
@@ -73,7 +74,7 @@ rubrics_command = _group(
 
 
 @rubrics_command.command("show")
-@click.argument("name", metavar="NAME")
+@argument("name", metavar="NAME")
 @json_option
 def show_rubrics(name: str, as_json: bool) -> None:
     """Show the rubrics of a set: NAME is a shipped one (`refiner list rubrics`) or a YAML file."""
@@ -99,7 +100,7 @@ def show_rubrics(name: str, as_json: bool) -> None:
 
 
 @rubrics_command.command("check")
-@click.argument("file", metavar="FILE")
+@argument("file", metavar="FILE")
 @json_option
 @click.option("--strict", is_flag=True, help="warnings count as errors")
 @click.option("--all", "show_all", is_flag=True, help="print every finding, not the first of each")
@@ -173,7 +174,7 @@ protocols_command = _group(
 
 
 @protocols_command.command("show")
-@click.argument("name", metavar="NAME")
+@argument("name", metavar="NAME")
 @json_option
 def show_protocol_command(name: str, as_json: bool) -> None:
     """Show what a protocol fixes: NAME is a shipped one (`refiner list protocols`) or a YAML file.
@@ -204,7 +205,7 @@ def show_protocol_command(name: str, as_json: bool) -> None:
 
 
 @protocols_command.command("check")
-@click.argument("file", metavar="FILE")
+@argument("file", metavar="FILE")
 @click.option(
     "--recipe", default="tiny", show_default=True, help="check it with this recipe's other fields"
 )
@@ -243,13 +244,13 @@ def protocol_fields_command(as_json: bool) -> None:
 environments_command = _group(
     "environments",
     "Show and check what agents with tools work in; play a task by hand.",
-    "KEY=VALUE are fields of a recipe, e.g. environment.domains=[orders] or "
-    "environment.tasks=FILE.jsonl. How to write one: refiner_core/environments/README.md.",
+    "KEY=VALUE are fields of a recipe, e.g. environment.domains=[orders]. How to write one: "
+    "refiner_core/environments/README.md.",
 )
 
 
 @environments_command.command("show")
-@click.argument("name", metavar="NAME")
+@argument("name", metavar="NAME")
 @click.option("--tasks", "with_tasks", is_flag=True, help="list every task, too")
 @json_option
 @overrides_argument
@@ -269,7 +270,7 @@ def show_environment_command(
 
 
 @environments_command.command("check")
-@click.argument("name", metavar="NAME")
+@argument("name", metavar="NAME")
 @click.option("--most", type=click.IntRange(1), help="try at most this many tasks of each split")
 @json_option
 @overrides_argument
@@ -298,7 +299,7 @@ def check_environment_command(
 
 
 @environments_command.command("play")
-@click.argument("name", metavar="NAME")
+@argument("name", metavar="NAME")
 @click.option("--task", "task_id", help="id of the task; the first one by default")
 @click.option("--seed", type=int, default=0, show_default=True)
 @overrides_argument
@@ -471,7 +472,7 @@ _LISTINGS = {
 
 
 @click.command("list")
-@click.argument("kind", type=click.Choice(tuple(_LISTINGS)), metavar="KIND")
+@argument("kind", type=click.Choice(tuple(_LISTINGS)), metavar="KIND")
 @json_option
 def list_command(kind: str, as_json: bool) -> None:
     """List what comes with refiner of KIND: recipes, profiles (of Slurm), rubrics, protocols,
@@ -485,7 +486,7 @@ def list_command(kind: str, as_json: bool) -> None:
 
 
 @click.command("show")
-@click.argument("words", nargs=-1, metavar="[FIELD] [RECIPE] [KEY=VALUE]...")
+@argument("words", nargs=-1, metavar="[FIELD] [RECIPE] [KEY=VALUE]...")
 @click.option("--all", "every", is_flag=True, help="every field, with a line each")
 @click.option("--search", metavar="WORD", default="", help="fields that speak of WORD")
 @click.option("--schema", is_flag=True, help="the JSON Schema of a recipe file, for editors")
@@ -551,53 +552,6 @@ def show_command(
 # ---------------------------------------------------------------- completion
 
 
-# Bash parts words at `=` and `:`, and puts in only what comes behind the last of them.
-_BASH = """\
-_refiner_complete() {
-    local line="${COMP_LINE:0:COMP_POINT}" head="" breaks="" sign word reply
-    word="${line##*[[:space:]]}"
-    for sign in = :; do
-        [[ $COMP_WORDBREAKS == *"$sign"* ]] && breaks+="$sign"
-    done
-    if [[ -n $breaks && $word == *[$breaks]* ]]; then
-        head="${word%"${word##*[$breaks]}"}"
-    fi
-    COMPREPLY=()
-    while IFS= read -r reply; do
-        COMPREPLY+=("${reply#"$head"}")
-    done < <("$1" completion bash --line "$line" 2>/dev/null)
-    if [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=/.,] ]]; then
-        compopt -o nospace 2>/dev/null
-    fi
-    return 0
-}
-complete -F _refiner_complete refiner
-"""
-_ZSH = """\
-#compdef refiner
-_refiner() {
-    local -a open closed
-    local reply
-    while IFS= read -r reply; do
-        case "$reply" in
-            *[=/.,]) open+=("$reply") ;;
-            ?*) closed+=("$reply") ;;
-        esac
-    done < <("$words[1]" completion zsh --line "${(j: :)words[1,CURRENT-1]} $PREFIX" 2>/dev/null)
-    (( $#open )) && compadd -Q -S '' -- "${open[@]}"
-    (( $#closed )) && compadd -Q -- "${closed[@]}"
-    return 0
-}
-if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
-    _refiner "$@"
-else
-    compdef _refiner refiner
-fi
-"""
-_FISH = """\
-complete -c refiner -f -a '(refiner completion fish --line (commandline -cp) 2>/dev/null)'
-"""
-_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 _INSTALL = {
     "bash": """echo 'eval "$(refiner completion bash)"' >> ~/.bashrc""",
     "zsh": """echo 'eval "$(refiner completion zsh)"' >> ~/.zshrc    # behind its compinit""",
@@ -606,26 +560,27 @@ _INSTALL = {
 
 
 @click.command("completion")
-@click.argument("shell", type=click.Choice(tuple(_SCRIPTS)), metavar="[SHELL]", required=False)
-@click.option("--install", is_flag=True, help="only print the line that sets it up for good")
-@click.option("--line", hidden=True, help="answer a shell: what may follow on this line?")
+@click.argument("shell", type=click.Choice(tuple(_INSTALL)), metavar="[SHELL]", required=False)
+@click.option("--install", is_flag=True, help="only print the line that installs it")
+@click.option("--line", hidden=True, help="of scripts of the release before: answer a shell")
 def completion_command(shell: str | None, install: bool, line: str | None) -> None:
-    """Print what SHELL (bash, zsh, fish; default: yours) needs to complete `refiner`.
+    """Print the completion script of SHELL (bash, zsh, fish; default: yours).
 
-    Completed are commands, options, recipes, sweeps, runs, stages, files, and fields with their
-    values: `refiner run tiny grpo.kl_` and the tabulator key.
+    Commands, options, recipes, sweeps, runs, stages, files, and fields with their values are
+    completed: `refiner run tiny grpo.kl_` and the tabulator key.
     """
+    from click.shell_completion import get_completion_class
+
+    from flows.cli.main import cli
+    from flows.starting.completing import candidates
+
     used = shell or os.path.basename(os.environ.get("SHELL", ""))  # noqa: PTH119 - a name
-    used = used if used in _SCRIPTS else "bash"
+    used = used if used in _INSTALL else "bash"
     with until_nobody_reads():
         if line is not None:
-            from flows.cli.main import cli
-            from flows.starting.completing import candidates
-
-            for value, about in candidates(cli, line):
-                click.echo(f"{value}\t{about}" if used == "fish" and about else value)
+            print_lines(str(found.value) for found in candidates(cli, line))
         elif install:
             click.echo(_INSTALL[used])
-        else:
-            click.echo(_SCRIPTS[used], nl=False)
+        elif kind := get_completion_class(used):
+            click.echo(kind(cli, {}, "refiner", "_REFINER_COMPLETE").source(), nl=False)
             say(f"\nNext (once; new shells then complete):\n  {_INSTALL[used]}")

@@ -13,6 +13,7 @@ import click
 
 from flows.cli.aliases import former_option
 from flows.cli.options import (
+    argument,
     at_most_one,
     command_line,
     json_option,
@@ -43,7 +44,7 @@ _HEADER = ("stage", "state", "job", "attempt", "progress", "left", "last word")
 
 
 @click.command("status")
-@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
 @click.option("--workspace", "folder", help="the same as workspace=DIR")
 @click.option("--watch", "-w", is_flag=True, help="redraw until the run has ended")
 @click.option("--incidents", is_flag=True, help="what went wrong, when, and what it cost")
@@ -57,11 +58,11 @@ def status_command(
     every: bool,
     as_json: bool,
 ) -> None:
-    """Show how RUN or SWEEP (default: the newest) stands: stages, jobs, progress, disk, failures.
+    """Show the state of RUN or SWEEP (default: the newest): stages, jobs, progress, disk, failures.
 
-    RUN is an id, or enough of its beginning or end; a trial of a sweep is also SWEEP:ARM/seed1. Of
-    a sweep all trials are shown, with totals. Nothing is written, and nobody is waited for: a
-    scheduler that does not answer at once is left out, and the last line says so.
+    RUN is an id, or an unambiguous part of its beginning or end; a trial of a sweep is also
+    SWEEP:ARM/seed1. Of a sweep all trials are shown, with totals. Nothing is written. A scheduler
+    that does not answer at once is left out, and the last line says so.
     """
     from flows.running.status import SCHEDULER_WAIT_S, watch_run
     from flows.sweeping.status import status_json as of_sweep
@@ -286,7 +287,7 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
 
 
 @click.command("report")
-@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
+@argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
 @click.option("--out", metavar="DIR", help="where the files go (default: WORKSPACE/reports/NAME)")
 @click.option("--watch", is_flag=True, help="make it again until nobody works on it")
 @click.option("--every", "every_s", type=click.IntRange(min=1), default=15, show_default=True,
@@ -301,12 +302,12 @@ def report_command(
     every_s: int,
     as_json: bool,
 ) -> None:
-    """Say what RUN has done and learned, or what SWEEP has shown (default: the newest).
+    """Write the report of RUN or SWEEP (default: the newest).
 
-    RUN is an id, or enough of its beginning or end; a trial of a sweep is also SWEEP:ARM/seed1.
-    Prints report.md, and writes report.html, a page that needs nothing but a browser, with
-    report.md and report.json beside it (of a sweep report.csv and trials.csv too). While a run or
-    sweep is worked on, its page loads itself again; --watch keeps it fresh.
+    RUN is an id, or an unambiguous part of its beginning or end; a trial of a sweep is also
+    SWEEP:ARM/seed1. Prints report.md and writes report.html, a page that works offline, with
+    report.json beside it (for a sweep report.csv and trials.csv, too). The page of a running run or
+    sweep reloads itself; --watch keeps it up to date.
     """
     from flows.reporting.run.report import report_run
     from flows.reporting.writing import report_sweep

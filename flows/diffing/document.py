@@ -2,20 +2,18 @@
 terminal.
 
 In: two :class:`~flows.diffing.sides.Side` and their pairs of stages. Out: a :data:`Difference`:
-configuration, sources, judge, rubrics, code, environment; prepared rows, training steps (the first
-whose numbers or rollouts are not bitwise the same), samples, numbers; lines and JSON of it, and the
-commands that go on from it. Fields that decide what is computed (identity) are told from those that
-decide where and how (execution). Numbers of different protocols are refused, with the names of the
-fields in which these differ.
+configuration, sources, code, environment; prepared rows, training steps (the first whose numbers or
+rollouts are not bitwise the same), numbers; lines and JSON of it, and the commands that go on from
+it. Fields that decide what is computed (identity) are told from those that decide where and how
+(execution). Numbers of different protocols are refused, with the names of the fields in which these
+differ.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -23,7 +21,6 @@ from typing import Any
 
 from flows.diffing.sides import Half, Pair, Side, both_of, differing, find_side, pairs_of
 from flows.stored import recorded_field, rollouts_by_step
-from infra.orchestrator.timeline import run_incidents
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
@@ -32,7 +29,6 @@ from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.loading import leaves
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.proofs import MEASURED
-from refiner_core.contract.services import CONSUMERS
 from refiner_core.report.pages import template_of
 
 #: Of these a stage's own fields say all that matters, or they are names for people.
@@ -117,45 +113,33 @@ def shortened(value: Any, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-# ---------------------------------------------------------------- sources, judge, rubrics
+# ---------------------------------------------------------------- sources, environment
 
 
-_RUBRICS = ("rubric_source", "static_rubrics", "instance_rubrics_only", "rubric_aggregation")
+def source_changes(pairs: Iterable[Pair]) -> list[Row]:
+    """Digests (of rows, weights, rubric sets, the judge's prompts) that differ, once each, with the
+    stages that have them."""
+    return _changes((name, a.sources, b.sources) for name, a, b in both_of(pairs))
 
 
-def facts_of(half: Half, section: str) -> Mapping[str, Any]:
-    """Facts of a stage: ``sources`` (digests of rows, weights, rubric sets, the judge's prompts),
-    ``judge``, ``rubrics``, and ``environment`` (versions, machine, devices of the worker)."""
-    identity, sources = (half.spec.identity, half.spec.sources) if half.spec else ({}, {})
-    if section == "sources":
-        return sources
-    if section == "environment":
-        provenance, host = half.provenance, half.provenance.get("host") or {}
-        said = {"Python": provenance.get("python"), "host": host.get("name")}
-        said |= {"processor": host.get("cpu"), "GPUs": host.get("gpus")}
-        return {**(provenance.get("versions") or {}), **said} if provenance else {}
-    names = [f"reward.{name}" for name in _RUBRICS]
-    digest, label = "rubrics", "rubric set's digest"
-    if section == "judge":
-        names = [name for name in identity if name.startswith("judge.")]
-        digest, label = "judge_prompt", "prompt digest"
-    found = {name: identity[name] for name in names if name in identity}
-    found |= {label: sources[digest]} if digest in sources else {}
-    usage = half.report.get("judge") or half.report.get("judge_usage") or {}
-    if section == "judge" and usage.get("models"):
-        found["server says it is"] = sorted(usage["models"])
-    return found
+def environment_changes(pairs: Iterable[Pair]) -> list[Row]:
+    """The same of versions, machine and devices of the workers."""
+    return _changes((name, _environment(a), _environment(b)) for name, a, b in both_of(pairs))
 
 
-def changes(pairs: Iterable[Pair], section: str, *kinds: str) -> list[Row]:
-    """Differences of such facts, each once, with the stages (of these kinds) that have them."""
+def _environment(half: Half) -> Mapping[str, Any]:
+    provenance, host = half.provenance, half.provenance.get("host") or {}
+    said = {"Python": provenance.get("python"), "host": host.get("name")}
+    said |= {"processor": host.get("cpu"), "GPUs": host.get("gpus")}
+    return {**(provenance.get("versions") or {}), **said} if provenance else {}
+
+
+def _changes(facts: Iterable[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> list[Row]:
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for name, a, b in both_of(pairs, *kinds):
-        one, other = facts_of(a, section), facts_of(b, section)
+    for name, one, other in facts:
         for what, (x, y) in differing(one, other).items() if one and other else ():
-            row = {"what": what, "a": x, "b": y, "stages": ()}
-            row = found.setdefault((what, str(x), str(y)), row)
-            row["stages"] = (*row["stages"], name)
+            row = found.setdefault((what, str(x), str(y)), {"what": what, "a": x, "b": y})
+            row["stages"] = (*row.get("stages", ()), name)
     return list(found.values())
 
 
@@ -166,36 +150,19 @@ def code_change(a: Side, b: Side, pairs: Sequence[Pair]) -> Row | None:
     """The code of both runs; of single stages that of their workers. None: it is the same, or
     nobody knows. ``files`` is None where one of the snapshots is not kept any more."""
     one, other = _code(a, [p.a for p in pairs]), _code(b, [p.b for p in pairs])
-    git = _git(a, b)
-    if not one or not other or (one == other and not git):
+    if not one or not other or one == other:
         return None
-    found: dict[str, Any] = {"a": one, "b": other, "files": (), "git": git, "folders": None}
-    if one != other:
-        folders = [side.workspace.layout.code / code for side, code in ((a, one), (b, other))]
-        kept = all(folder.is_dir() for folder in folders)
-        found["files"] = list(_file_changes(*folders)) if kept else None
-        found["folders"] = list(map(str, folders)) if kept else None
-    return found
+    folders = [side.workspace.layout.code / code for side, code in ((a, one), (b, other))]
+    if not all(folder.is_dir() for folder in folders):
+        return {"a": one, "b": other, "files": None, "folders": None}
+    files = sorted(differing(*map(_texts, folders)))
+    return {"a": one, "b": other, "files": files, "folders": list(map(str, folders))}
 
 
 def _code(side: Side, halves: Sequence[Half | None]) -> str:
     if side.single and halves[0] is not None and (worked := halves[0].provenance.get("code")):
         return str(worked)
     return side.run.code if side.run is not None else ""
-
-
-def _git(a: Side, b: Side) -> list[Row]:
-    names = {"commit": "commit", "dirty": "uncommitted changes", "diff_sha256": "their digest"}
-    apart = differing(a.run.provenance, b.run.provenance) if a.run and b.run else {}
-    found = ((words, *apart[name]) for name, words in names.items() if name in apart)
-    return [{"what": words, "a": x, "b": y, "stages": ()} for words, x, y in found]
-
-
-def _file_changes(a: Path, b: Path) -> Iterator[Row]:
-    for path, texts in sorted(differing(_texts(a), _texts(b)).items()):
-        before, after = ((text or b"").decode(errors="replace").splitlines() for text in texts)
-        signs = Counter(line[0] for line in list(difflib.unified_diff(before, after, n=0))[2:])
-        yield {"path": path, "added": signs["+"], "removed": signs["-"]}
 
 
 def _texts(folder: Path) -> dict[str, bytes]:
@@ -205,7 +172,6 @@ def _texts(folder: Path) -> dict[str, bytes]:
 
 
 FILES = ("sft_train.parquet", "sft_val.parquet", "rl_train.parquet", "rl_test.parquet")
-_FEW_ROWS = 5
 
 
 def row_changes(pairs: Iterable[Pair]) -> Iterator[Row]:
@@ -213,62 +179,39 @@ def row_changes(pairs: Iterable[Pair]) -> Iterator[Row]:
     compared by a hash of all their columns: large sets are read in batches and not held.
 
     ``a_rows`` and ``b_rows`` are None where a side has no such file; ``examples`` are a few ids of
-    the rows that one side alone has, and of the changed ones; ``order`` is the first position at
-    which the rows that both have stand in another order; ``columns`` are those in which the first
-    changed row differs.
+    the rows that one side alone has, and of the changed ones.
     """
     for stage, a, b in both_of(pairs, "data"):
         for name in FILES:
             if (digest := a.digests.get(name)) is not None and digest == b.digests.get(name):
                 continue
-            one, other = paths = [_output_file(half, name) for half in (a, b)]
-            tables = [{} if path is None else _hashes(path) for path in paths]
-            if list(tables[0].items()) != list(tables[1].items()):
-                counts = [None if p is None else len(t) for p, t in zip(paths, tables, strict=True)]
-                found = {"stage": stage, "file": name, "a_rows": counts[0], "b_rows": counts[1]}
-                yield found | _changed_rows(tables if one and other else ({}, {}), one, other)
+            one, other = (_hashes(half.output / name if half.output else None) for half in (a, b))
+            if list((one or {}).items()) == list((other or {}).items()):
+                continue
+            ids: list[list[str]] = [[], [], []]
+            if one is not None and other is not None:
+                ids = [[k for k in one if k not in other], [k for k in other if k not in one]]
+                ids.append([k for k in one if one[k] != other.get(k, one[k])])
+            yield {
+                **{"stage": stage, "file": name},
+                **{"a_rows": one and len(one), "b_rows": other and len(other)},
+                **dict(zip(("only_a", "only_b", "changed"), map(len, ids), strict=True)),
+                "examples": [some[:5] for some in ids],
+            }
 
 
-def _output_file(half: Half, name: str) -> Path | None:
-    path = None if half.output is None else half.output / name
-    return path if path is not None and path.exists() else None
-
-
-def _changed_rows(
-    tables: Sequence[Mapping[str, str]], a: Path | None, b: Path | None
-) -> dict[str, Any]:
-    one, other = tables
-    only_a, only_b = ([k for k in x if k not in y] for x, y in ((one, other), (other, one)))
-    changed = [k for k in one if k in other and one[k] != other[k]]
-    common = ([k for k in x if k in y] for x, y in ((one, other), (other, one)))
-    rows = (_row(path, changed[0]) for path in (a, b) if path is not None and changed)
-    return {
-        "only_a": len(only_a),
-        "only_b": len(only_b),
-        "changed": len(changed),
-        "examples": [some[:_FEW_ROWS] for some in (only_a, only_b, changed)],
-        "order": next((i for i, (x, y) in enumerate(zip(*common, strict=True)) if x != y), None),
-        "columns": tuple(differing(*rows)) if changed else (),
-    }
-
-
-def _hashes(path: Path) -> dict[str, str]:
-    """``sample_id`` -> hash of the row, in the file's order."""
+def _hashes(path: Path | None) -> dict[str, str] | None:
+    """``sample_id`` -> hash of the row, in the file's order; None where there is no file."""
     import pyarrow.parquet as pq
 
+    if path is None or not path.exists():
+        return None
     found = {}
     for batch in pq.ParquetFile(path).iter_batches(batch_size=512):
         for row in batch.to_pylist():
             text = json.dumps(row, sort_keys=True, default=str)
             found[str(row["sample_id"])] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return found
-
-
-def _row(path: Path, sample_id: str) -> dict[str, object]:
-    import pyarrow.parquet as pq
-
-    rows = pq.read_table(path, filters=[("sample_id", "==", sample_id)]).to_pylist()
-    return dict(rows[0]) if rows else {}
 
 
 # ---------------------------------------------------------------- training
@@ -352,41 +295,26 @@ def _first_rollout(a: Path | None, b: Path | None) -> Row | None:
 # ---------------------------------------------------------------- evaluations
 
 
-def evaluation_changes(pairs: Iterable[Pair]) -> tuple[list[Row], list[Row]]:
-    """Every metric that both sides have, and evaluations under one protocol whose samples are not
-    bitwise the same.
+def number_changes(pairs: Iterable[Pair]) -> Iterator[Row]:
+    """Every metric that both sides have.
 
     ``difference`` is second minus first, paired over prompts (of these two checkpoints); None where
     the protocols differ, which ``refused`` names. ``same``: both are the same number.
     """
-    numbers: list[Row] = []
-    samples: list[Row] = []
     for stage, a, b in both_of(pairs, "evaluate"):
         one, other = _entries(a), _entries(b)
         rows: dict[str, list[Rows]] = {}
-        for (decoding, metric), x in one.items():
-            if (y := other.get((decoding, metric))) is None:
-                continue
+        for decoding, metric in (key for key in one if key in other):
+            x, y = one[decoding, metric], other[decoding, metric]
             apart = x["protocol"] != y["protocol"]
             if not apart and decoding not in rows:
                 rows[decoding] = _samples((a, x), (b, y))
-            numbers.append(
-                {
-                    **{"stage": stage, "decoding": decoding, "metric": metric, "a": x, "b": y},
-                    **_paired([] if apart else rows[decoding], metric),
-                    "refused": sorted(differing(_protocol(a, x), _protocol(b, y))) * apart,
-                    "same": not apart and all(x.get(n) == y.get(n) for n in _OF_NUMBER),
-                }
-            )
-        for decoding, both in rows.items():
-            changed = [
-                (x, found) for x, y in zip(*both, strict=False) if (found := differing(x, y))
-            ]
-            for row, found in changed[:1]:
-                sample = {"stage": stage, "decoding": decoding, "sample_id": str(row["sample_id"])}
-                counts = {"count": len(changed), "of": len(both[0])}
-                samples.append({**sample, "fields": tuple(found), **counts})
-    return numbers, samples
+            yield {
+                **{"stage": stage, "decoding": decoding, "metric": metric, "a": x, "b": y},
+                **_paired([] if apart else rows[decoding], metric),
+                "refused": sorted(differing(_protocol(a, x), _protocol(b, y))) * apart,
+                "same": not apart and all(x.get(n) == y.get(n) for n in _OF_NUMBER),
+            }
 
 
 def _entries(half: Half) -> dict[tuple[str, str], Mapping[str, Any]]:
@@ -471,23 +399,18 @@ def diff_runs(
 def diff_sides(a: Side, b: Side) -> Difference:
     """In what two sides differ; reads records and files, imports nothing heavy."""
     pairs = pairs_of(a, b)
-    numbers, samples = evaluation_changes(pairs)
     found: Difference = {
         **{"version": DIFF_VERSION, "a": a.label, "b": b.label},
         **{"a_workspace": str(a.workspace.root), "b_workspace": str(b.workspace.root)},
         "equal": None,
         "stages": [stage_change(pair) for pair in pairs],
         "fields": field_changes(a, b, pairs),
-        "sources": changes(pairs, "sources"),
+        "sources": source_changes(pairs),
         "rows": list(row_changes(pairs)),
         "code": code_change(a, b, pairs),
-        "judge": changes(pairs, "judge", *CONSUMERS),
-        "rubrics": changes(pairs, "rubrics", *CONSUMERS),
-        "environment": changes(pairs, "environment"),
+        "environment": environment_changes(pairs),
         "training": list(divergences(pairs)),
-        **{"samples": samples, "numbers": numbers},
-        "attempts": list(_attempt_changes(pairs)),
-        "incidents": (_incidents(a), _incidents(b)),
+        "numbers": list(number_changes(pairs)),
     }
     return found | {"equal": _equal(found)}
 
@@ -507,26 +430,6 @@ def _equal(found: Difference) -> bool | None:
     if weighty or not all(n["same"] for n in found["numbers"]):
         return False
     return None if any(s["outputs"] is None for s in counted) else True
-
-
-def _attempt_changes(pairs: Sequence[Pair]) -> Iterator[Row]:
-    """Attempts at a stage on each side, and the steps that later ones went on from."""
-    for name, *halves in both_of(pairs):
-        counts = [len(half.attempts) for half in halves]
-        steps = [
-            [t.resumed_from_step for t in half.attempts if t.resumed_from_step is not None]
-            for half in halves
-        ]
-        if counts[0] != counts[1] or steps[0] != steps[1]:
-            resumed = {"a_resumed": steps[0], "b_resumed": steps[1]}
-            yield {"stage": name, "a": counts[0], "b": counts[1], **resumed}
-
-
-def _incidents(side: Side) -> tuple[str, ...]:
-    if side.run is None:
-        return ()
-    found = run_incidents(side.workspace, side.run)
-    return tuple(i.line for i in found if i.stage in side.stages)
 
 
 def difference_lines(found: Difference) -> Iterator[str]:
@@ -552,8 +455,6 @@ def _first(found: Difference) -> str:
         return f"the rows of {rows['stage']} ({rows['file']})"
     for training in (t for t in found["training"] if t["step"] is not None):
         return f"step {training['step']} of {training['stage']}"
-    for sample in found["samples"]:
-        return f"the samples of {sample['stage']}"
     for alone in (s for s in found["stages"] if s["relation"] in ("only a", "only b")):
         return f"that only {alone['relation'][-1].upper()} has {alone['stage']}"
     return ""

@@ -17,7 +17,7 @@ from flows.stored import the_stage
 from infra.store.layout import AttemptPaths
 from infra.store.sweep_records import sweep_versions
 from infra.store.workspace import Workspace
-from refiner_core.contract.records import Attempt, RunRecord, StageRecord, StageResult, StageSpec
+from refiner_core.contract.records import RunRecord, StageRecord, StageResult, StageSpec
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,21 @@ class Half:
         return None if self.record is None else self.record.spec
 
     @property
+    def sources(self) -> Mapping[str, Any]:
+        """Digests of what it depends on; empty where nobody has begun it."""
+        return {} if self.spec is None else self.spec.sources
+
+    @property
     def result(self) -> StageResult | None:
         """Result of the stage; None where it is not done."""
         return None if self.record is None else self.record.result
 
     @property
-    def attempts(self) -> tuple[Attempt, ...]:
-        """All of them, oldest first."""
-        return () if self.record is None else self.record.attempts
-
-    @property
     def paths(self) -> AttemptPaths | None:
         """The files of the attempt whose files tell the whole story."""
-        if self.record is None or not self.attempts:
+        if self.record is None or not self.record.attempts:
             return None
-        number = self.result.attempt if self.result else self.attempts[-1].number
+        number = self.result.attempt if self.result else self.record.attempts[-1].number
         return self.side.workspace.layout.attempt(self.stage_id, number)
 
     @property

@@ -383,7 +383,6 @@ def run_night(
         if late and records.ended(wanted) is None:
             passed = f"The night of {wanted} has passed, and was not done; {current} is the newest."
             return NightOutcome(nightly.name, wanted, "missed", late, message=passed)
-        records.note_version(picked(nightly, "name", "text", "origin", "folder", "overrides"))
         with _night_held(records, wanted, take_over) as refusal:
             if refusal:
                 return NightOutcome(nightly.name, wanted, "busy", late, message=refusal)
@@ -444,7 +443,7 @@ def _carry_out(
 
     config = members[0].plan.config
     router = make_router(config.dispatch, workspace)
-    orchestrate(Source(members, tell), workspace, router, config, console=_Teller(at.tell))
+    orchestrate(Source(members, tell), workspace, router, config, console=Console(quiet=True))
     return {member.name: (member.run.run, member.views()) for member in members}
 
 
@@ -460,23 +459,6 @@ def _begun(at: _At, night: str, checkpoint: str, plan: Plan) -> RunRecord | None
 def _ended_badly(views: Mapping[str, StageView]) -> list[StageView]:
     """The stages that have failed, or were stopped."""
     return [v for v in views.values() if v.state in ("failed", "interrupted")]
-
-
-class _Teller(Console):
-    """Shows a night's work in messages alone."""
-
-    def __init__(self, tell: Tell) -> None:
-        super().__init__()
-        self._tell = tell
-
-    def _print(self, message: str) -> None:
-        self._tell(message)
-
-    def show(self, views: Mapping[str, StageView]) -> None:
-        """Each checkpoint is told of when it has ended."""
-
-    def finish(self, views: Mapping[str, StageView]) -> None:
-        """All of them have been."""
 
 
 @contextlib.contextmanager

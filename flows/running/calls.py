@@ -188,6 +188,7 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
         It cannot be carried out here; nothing was recorded.
     """
     from flows.checking.resources import planning_notes
+    from flows.disk import LESS_ROOM
     from infra.disk.keeper import gib
 
     plan = make_recipe_plan(recipe, overrides)
@@ -205,11 +206,10 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
 
     room = refuse_what_never_fits(plan)
     if not room.fits:
-        command = shlex.join(["refiner", "plan", recipe, *overrides, "--fit"])
         say(
             f"This run will take up to {gib(room.forecast.needed_bytes)} at a time, and "
             f"{gib(room.free_bytes)} are free (by {room.source}). It pauses when the disk is full. "
-            f"What would fit: {command}"
+            f"Less is taken with {LESS_ROOM}"
         )
     for note in planning_notes(plan):
         say(note)

@@ -1,9 +1,8 @@
-"""Completion of command lines: commands, options, recipes, fields, runs, files.
+"""Completion of arguments; click reads the line, and completes commands, options and choices.
 
-In: a command line up to the cursor. Out: whole words that it may go on with, each with a few words
-about it. click reads the line, and completes commands and options; what an argument may be is read
-from what its help calls it (RECIPE, RUN, KEY=VALUE …), so that a command that is written later is
-completed, too. Imports nothing heavy, and never fails: whatever cannot be found out is not offered.
+In: an argument and the word that is typed. Out: what it may become, read from what the help calls
+the argument (RECIPE, RUN, KEY=VALUE …), so that a new command is completed, too. Imports nothing
+heavy, and never fails: what cannot be found out is not offered.
 """
 
 from __future__ import annotations
@@ -12,31 +11,27 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import click
-from click.shell_completion import _resolve_context, _resolve_incomplete, split_arg_string
+from click.shell_completion import BashComplete, CompletionItem, split_arg_string
 
 from infra.store.sweep_records import sweep_names
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
-from refiner_core.contract.field_facts import (
-    TOP,
-    choices_of,
-    field_paths,
-    fields_below,
-    is_list,
-    sections,
-)
+from refiner_core.contract.field_facts import TOP, choices_of, field_paths, is_list, sections
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.marks import walk
+from refiner_core.contract.marks import FieldInfo, walk
 from refiner_core.contract.recipes import FILE_FIELDS, shipped_protocols, shipped_recipes
 
 if TYPE_CHECKING:
     from infra.store.workspace import Workspace
 
-_MOST = 10_000
-_YAML = (".yaml", ".yml")
+#: A word that may stand there: ``value``, ``help``.
+Candidate = CompletionItem
+#: Names of files, for the shell to complete. It comes first: bash forgets what came before it. zsh
+#: would lose an empty value.
+FILE = CompletionItem("FILE", type="file")
 #: Fields that name files or folders, besides those that a recipe may name beside itself.
 _PATHS = re.compile(r"workspace|data_root|.*(?:_path|_dir|ledger|\.path|workdir|python)")
 _OFFERED = {
@@ -49,39 +44,46 @@ _OFFERED = {
 _NO_BRACKETS = str.maketrans("", "", "[]")
 
 
-class Candidate(NamedTuple):
-    """A word that may stand there."""
-
-    value: str
-    about: str = ""
-
-
 def candidates(cli: click.Command, line: str) -> list[Candidate]:
     """The words that the last word of ``line`` may become, for the command ``cli``. It raises
     nothing."""
     words = split_arg_string(line)
     incomplete = words.pop() if words and not line[-1:].isspace() else ""
+    return BashComplete(cli, {}, "refiner", "").get_completions(words[1:], incomplete)
+
+
+def complete(context: click.Context, argument: click.Parameter, word: str) -> list[CompletionItem]:
+    """What an argument may become; as click calls it."""
     try:
-        context = _resolve_context(cli, {}, "refiner", words[1:])
-        wanted, rest = _resolve_incomplete(context, words[1:], incomplete)
-        known = [Candidate(i.value, i.help or "") for i in wanted.shell_complete(context, rest)]
-        if isinstance(wanted, click.Parameter):
-            known = [one for one in known if one.value != rest]  # `files here`, to a shell
-            known += _found(context, wanted, incomplete)
+        found = list(_found(context, argument, word))
     except (RefinerError, OSError):
         return []
-    return [one for one in dict.fromkeys(known) if one.value.startswith(incomplete)]
+    return [one for one in found if one.type == "file" or str(one.value).startswith(word)]
 
 
-def _found(context: click.Context, wanted: click.Parameter, word: str) -> Iterator[Candidate]:
-    given = [w for value in context.params.values() if isinstance(value, tuple) for w in value]
-    named = [w.removeprefix("workspace=") for w in given if str(w).startswith("workspace=")]
-    own = context.params.get(wanted.name or "") if wanted.nargs == -1 else None
-    places = [w for w in own or () if "=" not in w]
+def complete_answer(
+    _context: click.Context, option: click.Parameter, word: str
+) -> list[CompletionItem]:
+    """What a flag of `refiner init` may be set to."""
+    from flows.starting.flags import FLAGS
+
+    words = FLAGS[option.opts[0].removeprefix("--")].words
+    return [CompletionItem(one) for one in words if one.startswith(word)] or [FILE]
+
+
+def _found(
+    context: click.Context, argument: click.Parameter, word: str
+) -> Iterator[CompletionItem]:
+    given = [str(w) for v in context.params.values() for w in (v if isinstance(v, tuple) else ())]
+    named = [w.removeprefix("workspace=") for w in given if w.startswith("workspace=")]
+    own = context.params.get(argument.name or "") if argument.nargs == -1 else None
+    own = [str(w) for w in own or ()]
+    if own[-1:] == ["="]:  # bash parts words at the sign
+        yield from _values(own[-2] if own[1:] else "")
+        return
+    places = [w for w in own if "=" not in w]
     # What the command's help calls it: `RECIPE`, `[RUN] [KEY=VALUE]...`.
-    slots = (wanted.metavar or wanted.name or "").translate(_NO_BRACKETS).split()
-    if wanted.name == "workspace":
-        slots = ["DIR"]
+    slots = (argument.metavar or argument.name or "").translate(_NO_BRACKETS).split()
     plain = [slot for slot in slots if "=" not in slot]
     last = plain[-1] if plain and plain[-1].endswith("...") else ""
     slot = plain[len(places)] if len(places) < len(plain) else last
@@ -89,84 +91,71 @@ def _found(context: click.Context, wanted: click.Parameter, word: str) -> Iterat
         room = _workspace(named[-1] if named else RecipeConfig.workspace)
         command = context.command_path.split()[1]
         for name in re.findall(r"[A-Z]+|[a-z]+", slot):
-            if name.islower():
-                yield Candidate(name)
-            elif name == "ANSWER":
-                yield from map(Candidate, _answers(wanted, word))
-            else:
-                yield from map(Candidate, _named(name, command, places, room, word))
+            offered = [name] if name.islower() else _named(name, command, places, room)
+            yield from (one if isinstance(one, CompletionItem) else CompletionItem(one)
+                        for one in offered)  # fmt: skip
     if slot not in ("FIELD", "RECIPE"):  # before these are named, `key=value` means nothing
         for key in slots:
             yield from _of_key(key, word) if "=" in key else ()
 
 
-# ---------------------------------------------------------------- fields and their values
-
-
-def _of_key(slot: str, word: str) -> Iterator[Candidate]:
-    """``KEY=VALUE`` is any field, ``disk.KEY=VALUE`` one of a section: ``grpo.beta=`` and
-    ``grpo.health.``, one level at a time, with what they are."""
-    key, sep, value = word.partition("=")
-    if sep:
-        yield from (Candidate(f"{key}={one}") for one in _values(key, value))
-        return
+def _of_key(slot: str, word: str) -> Iterator[CompletionItem]:
+    """``KEY=VALUE`` is any field, ``disk.KEY=VALUE`` one of a section. Of the one field that is
+    left its values, or its default."""
+    key, sep, _ = word.partition("=")
     name = slot.partition("=")[0]
-    if name == "workspace":
-        yield Candidate("workspace=", "folder that holds records, outputs, checkpoints, logs")
+    fields = dict(walk(RecipeConfig))
     if not name.endswith("KEY"):
+        fields = {name: fields[name]}
+    below = key if sep else max(key, name.removesuffix("KEY"), key=len)
+    found = {p: i for p, i in fields.items() if p == below or (not sep and p.startswith(below))}
+    if len(found) > 1:
+        yield from (CompletionItem(path, help=info.doc) for path, info in found.items())
         return
-    section, fields = key.rpartition(".")[0], dict(walk(RecipeConfig))
-    found = [(f"{n}.", about) for n, about in sections().items() if n != TOP]
-    found += [(f"{path}=", fields[path].doc) for path in fields_below(section or TOP)]
-    for text, about in found:
-        here = text[:-1].rpartition(".")[0] == section
-        if here and text.startswith(name.removesuffix("KEY")):
-            yield Candidate(text, about)
+    for path, info in found.items():
+        values = [str(v.value) for v in _values(path) if v.type != "file"] or _default(info)
+        yield from (CompletionItem(f"{path}={one}", help=info.doc) for one in values)
 
 
-def _values(path: str, beginning: str) -> Iterator[str]:
+def _default(info: FieldInfo) -> list[str]:
+    plain = isinstance(info.default, int | float | str)
+    return [str(info.default)] if plain else [""]
+
+
+def _values(path: str) -> Iterator[CompletionItem]:
     """Values that may stand behind ``path=``."""
     info = dict(walk(RecipeConfig)).get(path)
     if info is None:
         return
     offered = [str(v).lower() if isinstance(v, bool) else str(v) for v in choices_of(info.type)]
-    suffixes: tuple[str, ...] = ()
     if path == "dispatch.profile":
-        folder, suffixes = Path(str(resources.files("infra.profiles"))), _YAML
+        folder = Path(str(resources.files("infra.profiles")))
         offered = sorted(p.stem for p in folder.glob("*.yaml"))
-    elif path == "reward.static_rubrics":
-        offered, suffixes = _shipped("rubrics"), _YAML
-    elif path == "evaluate.protocols":
-        offered = _shipped("protocols")
+    elif path in ("reward.static_rubrics", "evaluate.protocols"):
+        offered = _shipped("rubrics" if path.startswith("reward") else "protocols")
     offered = offered or _OFFERED.get(path, [])
-    if is_list(info.type):
-        yield from (f"[{one}" for one in offered)
-        return
-    yield from offered
     if info.default is None:
-        yield "null"
+        offered = [*offered, "null"]
     if path in FILE_FIELDS or _PATHS.fullmatch(path):
-        yield from files(beginning, suffixes)
-
-
-# ---------------------------------------------------------------- what there is
+        yield FILE
+    yield from (CompletionItem(f"[{v}]" if is_list(info.type) else v) for v in offered)
 
 
 def _named(
-    slot: str, command: str, places: Sequence[str], room: Workspace | None, word: str
-) -> Iterable[str]:
+    slot: str, command: str, places: Sequence[str], room: Workspace | None
+) -> Iterable[str | CompletionItem]:
     """What the help of a command calls so; ``places`` are the words before it."""
     match slot:
         case "RECIPE":
-            return (*shipped_recipes(), *files(word, _YAML))
+            return (FILE, *shipped_recipes())
         case "FIELD":
             return (*(name for name in sections() if name != TOP), *field_paths())
         case "FILE" | "PATH" | "DIR":
-            return files(word)
+            return (FILE,)
         case "NAME" | "SET":
-            return (*_shipped(command), *(files(word, _YAML) if slot == "SET" else ()))
+            return _shipped(command)
         case "SWEEP":
-            return _sweeps(command, room, word)
+            return _sweeps(command, room)
         case "RUN" | "A" | "B" if room is not None:
             return room.run_ids()[::-1]
         case "STAGE":
@@ -184,51 +173,25 @@ def _shipped(group: str) -> list[str]:
     return list(known.get(group, ()))
 
 
-def _answers(option: click.Parameter, word: str) -> Iterator[str]:
-    """Of a flag of `refiner init`."""
-    from flows.starting.flags import FLAGS
-
-    yield from FLAGS[option.opts[0].removeprefix("--")].words
-    yield from files(word)
-
-
-def _sweeps(command: str, room: Workspace | None, word: str) -> Iterator[str]:
+def _sweeps(command: str, room: Workspace | None) -> Iterator[str | CompletionItem]:
     from sweeps.definition import shipped_sweeps
 
+    if command == "sweep":
+        yield FILE
+        yield from shipped_sweeps()
     if room is not None:
         yield from sweep_names(room)
-    if command == "sweep":
-        yield from shipped_sweeps()
-        yield from files(word, _YAML)
 
 
 def _stages(command: str, places: Sequence[str], room: Workspace | None) -> Iterator[str]:
     """Those of the run that is named, or of the newest; `explain` is about any recipe."""
     if command == "explain":
         yield from KINDS
-    if room is None:
-        return
-    if runs := room.run_ids():
+    if room is not None and (runs := room.run_ids()):
         named = [run for run in runs if run in places]
         yield from room.read_run(named[0] if named else runs[-1]).stages
-    if command == "disk":
-        yield from room.stage_ids()
-
-
-def files(beginning: str, suffixes: tuple[str, ...] = ()) -> Iterator[str]:
-    """Files and folders that begin so; folders end in ``/``. Hidden ones where a dot is typed."""
-    folder, _, name = beginning.rpartition("/")
-    place = Path(folder or ("/" if beginning.startswith("/") else ".")).expanduser()
-    if not place.is_dir():
-        return
-    before = f"{folder}/" if "/" in beginning else ""
-    for path in sorted(place.iterdir())[:_MOST]:
-        if not path.name.startswith(name) or (path.name.startswith(".") and not name):
-            continue
-        if path.is_dir():
-            yield f"{before}{path.name}/"
-        elif not suffixes or path.suffix in suffixes:
-            yield f"{before}{path.name}"
+        if command == "disk":
+            yield from room.stage_ids()
 
 
 def _workspace(folder: str) -> Workspace | None:

@@ -11,19 +11,12 @@ The first trial goes ahead alone until its training has shown what it takes: as 
 training stage has done two real steps and one save, there is a
 :class:`~sweeps.forecast.CanaryMeasure`. Where any trial has come that far before (an earlier call,
 another seed), nobody needs to go ahead: what it measured is history.
-
-The sweep's page is kept fresh meanwhile, by `refiner report` in a process of its own, at low
-priority, no more often than that it takes a tenth of the time. Why one could not be made stands in
-``page.log`` beside it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +28,6 @@ from flows.running.calls import Pinned, pin_code, record_run
 from flows.sweeping.budget import Budget
 from flows.sweeping.forecasting import canary_text, forecast_lines
 from flows.sweeping.status import last_words
-from infra.host.processes import own_python, start_apart
 from infra.jobs.failures import is_outage
 from infra.orchestrator.members import Diary, Member, Source
 from infra.orchestrator.timeline import first_line
@@ -57,7 +49,7 @@ from refiner_core.contract.records import RunRecord, picked
 from refiner_core.contract.services import is_service
 from refiner_core.contract.types import StageView
 from refiner_core.report.sweep.document import TrialState
-from sweeps.forecast import GIB, CanaryMeasure, Passed, SweepForecast
+from sweeps.forecast import CanaryMeasure, Passed, SweepForecast
 from sweeps.values import SweepPlan, Trial
 
 log = logging.getLogger(__name__)
@@ -158,24 +150,15 @@ def _measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure
     first = seconds[: int(save.get("step") or 0)]
     if first and (elapsed_s := save.get("elapsed_s")) is not None:
         start_s = max(0.0, elapsed_s - sum(first) - (save_s or 0.0))
-    # The most memory: of the GPU where there is one, else of the process.
-    memory = (_values(lines, f"memory/{which}_peak_gib") for which in ("gpu", "host"))
-    peak = next(filter(None, memory), None)
+    settled = seconds[1:] or seconds  # in the first step kernels are compiled and caches filled
     return CanaryMeasure(
-        *(stage.id, steps, _settled(seconds), save_s, start_s),
-        tokens_per_second=_settled(_values(lines, "tokens_per_second")),
-        peak_memory_bytes=round(max(peak) * GIB) if peak else None,
+        *(stage.id, steps, _mean(settled), save_s, start_s),
         judge_calls_per_step=_mean(_values(lines, "judge/calls")),
     )
 
 
 def _values(lines: list[MetricsLine], name: str) -> list[float]:
     return [v for line in lines if (v := line.metrics.get(name)) is not None]
-
-
-def _settled(values: list[float]) -> float | None:
-    """The mean without the first step, in which kernels are compiled and caches filled."""
-    return _mean(values[1:] or values)
 
 
 def _mean(values: list[float]) -> float | None:
@@ -191,58 +174,6 @@ def _of_another_trainer(workspace: Workspace, stage_id: str, number: int) -> Can
         return None
     passed = float(beat.get("moved_at_s") or 0.0)
     return CanaryMeasure(stage_id, steps, passed / steps if passed else None)
-
-
-#: Seconds between two reports, and how much longer than one takes that has to be.
-EVERY_S = 30.0
-PAUSE = 9.0
-
-
-class LivePage:
-    """Keeps the page of one sweep fresh, in the folder of its report."""
-
-    def __init__(self, workspace: Workspace, sweep: str) -> None:
-        self.folder = workspace.layout.reports / sweep
-        words = ("-P", "-m", "flows.cli.main", "report", sweep, f"workspace={workspace.root}")
-        self._command = ["nice", sys.executable, *words]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._began = 0.0
-        self._due: float | None = None
-
-    def tick(self) -> None:
-        """Begin to make a report, if one is due and none is being made."""
-        now = time.monotonic()
-        if self._process is not None and self._process.poll() is None:
-            self._due = now + max(EVERY_S, PAUSE * (now - self._began))
-        elif self._due is None:
-            self._due = now + EVERY_S / 3
-        elif now >= self._due:
-            self._make()
-
-    def end(self, timeout_s: float = 60.0) -> None:
-        """Make the last report, of how it has all ended, and wait for it at most ``timeout_s``.
-        Where nothing was ever at work (no :meth:`tick`), the report that there is still holds."""
-        if self._due is None:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            if self._process is not None:
-                self._process.wait(timeout_s)  # one that has begun says that the sweep still runs
-            self._make()
-            if self._process is not None:
-                self._process.wait(timeout_s)
-
-    def close(self) -> None:
-        """End a report that is being made; the newest complete one stays."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-
-    def _make(self) -> None:
-        self._began, self._due = time.monotonic(), time.monotonic() + EVERY_S
-        with contextlib.suppress(OSError):  # a full disk
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / "page.log").open("wb") as output:
-                env = {**own_python(), "OMP_NUM_THREADS": "1"}
-                self._process = start_apart(self._command, output, env)
 
 
 @dataclass
@@ -271,8 +202,6 @@ class Admission(Source):
         Makes the snapshot of the code.
     tell
         Hears what people should know.
-    page
-        Keeps the report fresh while trials are at work.
     """
 
     plan: SweepPlan
@@ -288,7 +217,6 @@ class Admission(Source):
     pin: Callable[[Workspace], Pinned] = pin_code
     tell: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
-    page: LivePage | None = None
     request_stop: Callable[..., None] = field(init=False)
     live: dict[str, Member] = field(default_factory=dict)
     words: dict[str, TrialWord] = field(default_factory=dict)
@@ -348,8 +276,6 @@ class Admission(Source):
                 self._outage.is_over()
             except Exception as error:
                 self._outage.met(error)
-        if self.page is not None and self.live:
-            self.page.tick()
         self.more = bool(self._waiting) and not self._stopping and not self.held
         return [member for name, member in self.live.items() if name not in before]
 
@@ -369,8 +295,6 @@ class Admission(Source):
             self._say(trial, TrialWord("held", self.held))
         code = self.exit_code if error is None else getattr(error, "exit_code", 70)
         self._diary.write_orchestrator("ended", code)
-        if self.page is not None:
-            (self.page.end if error is None else self.page.close)()
 
     def note(self, event: Mapping[str, Any]) -> None:
         """One line in the sweep's event log. One writer: this process."""
@@ -398,12 +322,7 @@ class Admission(Source):
         asked = self.workspace.cancel_asked(sweep_call(self._name))
         if self._stopping or asked is None:
             return
-        by = asked.get("by", "somebody")
-        if asked["stages"]:  # trials: none of them is to begin
-            if not self.held:
-                self._hold(f"suspended by {by}; `refiner resume` goes on")
-            return
-        reason = f"cancelled by {by}"
+        reason = f"cancelled by {asked.get('by', 'somebody')}"
         self.note({"event": "cancel", "reason": reason})
         ours = {member.run.run for member in self.shown}
         self._stopping = True

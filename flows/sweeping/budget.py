@@ -13,14 +13,12 @@ of the trial in question. What nothing is known of counts as nothing, until it i
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from infra.disk.usage import size_of
 from infra.orchestrator.timeline import StageHistory, incidents_of, seconds_between
 from infra.store import atomic
 from infra.store.traces import read_metrics
@@ -28,7 +26,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.kinds import section_name
 from refiner_core.contract.records import StageRecord, from_json
 from refiner_core.contract.services import is_service
-from sweeps.forecast import GIB, StageForecast, SweepForecast, amount
+from sweeps.forecast import StageForecast, SweepForecast, amount
 from sweeps.values import Limits, Trial
 
 _HOUR_S = 3600.0
@@ -195,12 +193,6 @@ class UseReader:
         return sum(known) if known else None
 
 
-#: Bytes that what is not done of trials takes, all together.
-DiskOf = Callable[[Sequence[Trial]], int]
-#: So long the size of what is done is taken for what it was: it only shrinks, and there is much.
-_SIZE_HOLDS_S = 60.0
-
-
 @dataclass
 class Budget:
     """Budget of a sweep.
@@ -211,24 +203,11 @@ class Budget:
         Of the sweep file.
     use
         Reads what stages have used.
-    disk_of
-        Says what trials take on the disk; asked only where that is limited.
-    clock
-        Seconds, monotonic.
     """
 
     limits: Limits
     use: UseReader
-    disk_of: DiskOf
-    clock: Callable[[], float] = time.monotonic
     _forecast: Mapping[str, StageForecast] = field(default_factory=dict)
-    _sizes: dict[str, tuple[float, int]] = field(default_factory=dict)
-
-    @property
-    def limited(self) -> bool:
-        """True if anything is limited but the number of trials at a time."""
-        limits = self.limits
-        return any(v is not None for v in (limits.gpu_hours, limits.disk_gb, limits.judge_calls))
 
     def expect(self, forecast: SweepForecast) -> None:
         """Take in what stages are expected to take from now on."""
@@ -244,65 +223,38 @@ class Budget:
         live
             The trials that are at work.
         """
-        if not self.limited:
+        if self.limits.gpu_hours is None and self.limits.judge_calls is None:
             return ""
         mine = self._left(trial)
         if all(map(is_service, mine)):
             return ""
-        begun = set(begun)
         coming = {i for other in live for i in self._left(other)}
         counted = (("gpu_hours", "GPU-hours"), ("judge_calls", "judge calls"))
-        reasons = [self._counted(*each, begun, coming, mine - coming) for each in counted]
-        return "; ".join(filter(None, [*reasons, self._disk(trial, begun, live, coming)]))
+        reasons = (self._passed(*each, begun, coming, mine - coming) for each in counted)
+        return "; ".join(filter(None, reasons))
 
     def _left(self, trial: Trial) -> set[str]:
         """Ids of a trial's stages that are not done."""
         return {s.id for s in trial.plan.stages if not self.use.is_done(s.id)}
 
-    def _counted(self, name: str, unit: str, begun: set[str], live: set[str], new: set[str]) -> str:
+    def _passed(
+        self, name: str, unit: str, begun: Iterable[str], live: set[str], new: set[str]
+    ) -> str:
+        """In words, where the limit is reached or would be passed."""
         limit = getattr(self.limits, name)
-        if limit is None:
-            return ""
 
-        def used(stage_id: str) -> float:
+        def taken(stage_id: str) -> float:
             return getattr(self.use.of(stage_id), name) or 0
 
         def left(stage_id: str) -> float:
             expected = getattr(self._forecast.get(stage_id), name, None)
-            return max(0, (expected or 0) - used(stage_id))
+            return max(0, (expected or 0) - taken(stage_id))
 
-        sums = (sum(map(count, ids)) for count, ids in ((used, begun), (left, live), (left, new)))
-        return _passed(name, unit, limit, *sums)
-
-    def _disk(self, trial: Trial, begun: set[str], live: Sequence[Trial], working: set[str]) -> str:
-        limit = self.limits.disk_gb
         if limit is None:
             return ""
-        sizes = {i: self._size(i) for i in begun}
-        without = self.disk_of(live) if live else 0
-        adds = max(0, self.disk_of([*live, trial]) - without)
-        coming = max(0, without - sum(sizes.get(i, 0) for i in working))
-        used = sum(sizes.values())
-        return _passed("disk_gb", "GiB", limit, used / GIB, coming / GIB, adds / GIB)
-
-    def _size(self, stage_id: str) -> int:
-        """Bytes of a stage on the disk."""
-        known, now = self._sizes.get(stage_id), self.clock()
-        if known is not None and now - known[0] < _SIZE_HOLDS_S:
-            return known[1]
-        size = size_of(self.use.workspace.layout.stage(stage_id).data).bytes
-        if self.use.is_done(stage_id):
-            self._sizes[stage_id] = (now, size)
-        return size
-
-
-def _passed(name: str, unit: str, limit: float, used: float, coming: float, adds: float) -> str:
-    """In words, where the limit is reached or would be passed."""
-    if used < limit and used + coming + adds <= limit:
-        return ""
-    parts = [f"{amount(used)} used"]
-    if coming:
-        parts.append(f"{amount(coming)} to come of what runs")
-    if adds:
-        parts.append(f"{amount(adds)} forecast for it")
-    return f"limits.{name} is {amount(limit)} {unit}: {', '.join(parts)}"
+        used, coming, adds = sum(map(taken, begun)), sum(map(left, live)), sum(map(left, new))
+        if used < limit and used + coming + adds <= limit:
+            return ""
+        parts = [f"{amount(coming)} to come of what runs"] if coming else []
+        parts = [f"{amount(used)} used", *parts, *[f"{amount(adds)} forecast for it"] * bool(adds)]
+        return f"limits.{name} is {amount(limit)} {unit}: {', '.join(parts)}"

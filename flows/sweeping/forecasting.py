@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flows.sweeping.budget import UseReader, judge_calls_in
+from flows.sweeping.budget import NOTHING, UseReader, judge_calls_in
 from flows.sweeping.status import use_file
 from infra.disk.forecast import Knowledge, forecast_disk, size_of_model
 from infra.jobs.protocol import tail_of
@@ -29,7 +29,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import StageRecord, picked
+from refiner_core.contract.records import RunRecord, StageRecord, picked
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import size, table_lines
 from sweeps.forecast import (
@@ -71,25 +71,28 @@ def done_stages(workspace: Workspace, plan: SweepPlan) -> AbstractSet[str]:
     return {stage_id for stage_id in begun if workspace.layout.stage(stage_id).result.exists()}
 
 
-def _finished_ids(workspace: Workspace, kinds: AbstractSet[str]) -> Iterator[str]:
-    """Ids of finished stages of these kinds, those of the newest runs first."""
+def finished_stages(
+    workspace: Workspace, kinds: AbstractSet[str]
+) -> Iterator[tuple[RunRecord, str]]:
+    """Ids of finished stages of these kinds, each with its newest run, the newest first."""
     seen: set[str] = set()
     for run in islice(workspace.runs(newest_first=True), MOST_RUNS):
         new = [i for i in run.stages.values() if i not in seen and i.rpartition("-")[0] in kinds]
         seen.update(new)
-        yield from (i for i in new if workspace.layout.stage(i).result.exists())
+        yield from ((run, i) for i in new if workspace.layout.stage(i).result.exists())
 
 
 def _measured(workspace: Workspace, wanted: AbstractSet[tuple[str, str]]) -> Iterator[Measured]:
-    for stage_id in islice(_finished_ids(workspace, {kind for kind, _ in wanted}), MOST_STAGES):
+    found = finished_stages(workspace, {kind for kind, _ in wanted})
+    for _, stage_id in islice(found, MOST_STAGES):
         try:
             record = workspace.read_record(stage_id)
-            found = None if record is None else _stage(workspace, stage_id, record, wanted)
+            measured = None if record is None else _stage(workspace, stage_id, record, wanted)
         except (RefinerError, KeyError, TypeError, ValueError) as error:
             log.debug("%s says nothing of its times: %s", stage_id, error)
             continue
-        if found is not None:
-            yield found
+        if measured is not None:
+            yield measured
 
 
 def _stage(
@@ -105,34 +108,25 @@ def _stage(
         return None
     paths = workspace.layout.attempt(stage_id, result.attempt)
     config = workspace.part(paths, "config")
-    save_freq = int((config.get(spec.kind) or {}).get("save_freq") or 0)
     attempt = next((a for a in record.attempts if a.number == result.attempt), None)
     resumed = (attempt.resumed_from_step if attempt else None) or 0
-    work = _done_work(spec.kind, spec.identity, result.report, save_freq)
+    work = _done_work(spec.kind, spec.identity, result.report)
     own_units = None if work.units is None else work.units - resumed
     unit_s = _step_s(paths.metrics) if spec.kind in STAGES else None
-    save_s = workspace.longest_save_s(stage_id) or None
-    start_s = 0.0
-    if unit_s is None:
-        unit_s = result.seconds / own_units if own_units else None
-    elif own_units is not None:
-        saves = -(-own_units // save_freq) if save_freq else 0
-        start_s = max(0.0, result.seconds - own_units * unit_s - saves * (save_s or 0.0))
+    if unit_s is None and own_units:
+        unit_s = result.seconds / own_units
     return Measured(
         shape=shape_of(spec.kind, spec.identity, model, devices_of(config, spec.kind)),
         work=work,
         data=spec.input_fingerprints.get("data", ""),
         unit_s=unit_s,
-        save_s=save_s,
-        start_s=start_s,
+        start_s=max(0.0, result.seconds - (own_units or 0) * unit_s) if unit_s else 0.0,
         judge_calls=judge_calls_in(result.report),
         identity=spec.identity,
     )
 
 
-def _done_work(
-    kind: str, identity: Mapping[str, Any], report: Mapping[str, Any], save_freq: int
-) -> Work:
+def _done_work(kind: str, identity: Mapping[str, Any], report: Mapping[str, Any]) -> Work:
     """Work that a finished stage has really done."""
     prompts = None
     if kind == "evaluate":
@@ -140,7 +134,7 @@ def _done_work(
         prompts = max(counts, default=None)
     elif kind == "sample":
         prompts = int(report["prompts"]["total"])
-    work = work_of(kind, identity, prompts=prompts, save_freq=save_freq)
+    work = work_of(kind, identity, prompts=prompts)
     steps = report.get("steps")
     if kind in STAGES and steps:
         work = work._replace(units=int(steps))
@@ -217,18 +211,18 @@ def forecast_lines(
 
 
 def _total_line(forecast: SweepForecast) -> str:
-    count, unknown = len(forecast.stages), len(forecast.unknown)
+    count, unknown = len(forecast.stages), len(forecast.unknown())
     if unknown == count:
         return (
             f"Forecast: {count} stages to run; how long they take is not known: nothing like them "
             "has been measured in this workspace. The sweep's first steps will say."
         )
-    parts = [f"Forecast: {count} stages to run", f"{rough(forecast.seconds)} of work"]
+    parts = [f"Forecast: {count} stages to run", f"{rough(forecast.total('seconds'))} of work"]
     if any(s.shape.devices for s in forecast.stages):
-        parts.append(f"{forecast.gpu_hours:.1f} GPU-hours")
-    if forecast.judge_calls or forecast.unknown_calls:
-        least = "at least " if forecast.unknown_calls else ""
-        parts.append(f"{least}{forecast.judge_calls} judge calls")
+        parts.append(f"{forecast.total('gpu_hours'):.1f} GPU-hours")
+    calls, more = forecast.total("judge_calls"), forecast.unknown("judge_calls")
+    if calls or more:
+        parts.append(f"{'at least ' if more else ''}{calls} judge calls")
     if unknown:
         parts.append(f"and what {unknown} stages take that nothing is known of")
     text, wall = ", ".join(parts), forecast.wall_seconds
@@ -237,15 +231,9 @@ def _total_line(forecast: SweepForecast) -> str:
 
 
 def canary_text(measured: CanaryMeasure) -> str:
-    """``2 steps of grpo-0123: 31.0 s a step, 4.0 s a save, 12000 tokens/s, 61.2 GB``."""
-    memory = measured.peak_memory_bytes
-    shown = {
-        "{:.2g} s a step": measured.seconds_per_step,
-        "{:.2g} s a save": measured.save_seconds,
-        "{:.0f} tokens/s": measured.tokens_per_second,
-        "{} of memory at most": None if memory is None else size(memory),
-    }
-    parts = [form.format(value) for form, value in shown.items() if value is not None]
+    """``2 steps of grpo-0123: 31 s a step, 4 s a save``."""
+    shown = {"step": measured.seconds_per_step, "save": measured.save_seconds}
+    parts = [f"{value:.2g} s a {name}" for name, value in shown.items() if value is not None]
     return f"{measured.steps} steps of {measured.stage}: {', '.join(parts) or 'no numbers'}"
 
 
@@ -278,43 +266,27 @@ def _kind_row(kind: Mapping[str, Any]) -> list[str]:
 # ---------------------------------------------------------------- for scripts and records
 
 
-def forecast_json(
-    forecast: SweepForecast, passed: Sequence[Passed] = (), *, trials: bool = True
-) -> dict[str, Any]:
-    """All of it but the single stages: what a sweep's record keeps, and ``--json`` shows.
-
-    Parameters
-    ----------
-    trials
-        With each trial's share; without, it stays small however many trials there are.
-    """
-    shown = (*_SUMMED, "wall_seconds", "parallel", "disk_bytes", "disk_basis")
-    found: dict[str, Any] = {
+def forecast_json(forecast: SweepForecast, passed: Sequence[Passed] = ()) -> dict[str, Any]:
+    """All of it but the single stages: what a sweep's record keeps, and ``--json`` shows."""
+    unknown = forecast.unknown()
+    return {
         **{"version": FORECAST_VERSION, "stages": len(forecast.stages)},
-        **{name: getattr(forecast, name) for name in shown},
+        **{name: forecast.total(name) for name in _SUMMED},
+        **picked(forecast, "wall_seconds", "parallel", "disk_bytes", "disk_basis"),
         "unknown": {
-            "stages": len(forecast.unknown),
-            "judge_calls": len(forecast.unknown_calls),
-            "examples": list(forecast.unknown[:_FEW]),
+            "stages": len(unknown),
+            "judge_calls": len(forecast.unknown("judge_calls")),
+            "examples": unknown[:_FEW],
         },
         "kinds": _kinds(forecast.stages),
         "canary": [asdict(c) for c in forecast.canary],
         "passed_limits": [{**asdict(p), "text": p.text} for p in passed],
     }
-    if trials:
-        found["trials"] = [dict(t) for t in forecast.trials]
-    return found
-
-
-def used_before(plan: SweepPlan, workspace: Workspace) -> dict[str, Any]:
-    """Use of the stages of a sweep before it is launched: a forecast is of what is left,
-    and only both together can be held against what has been used in the end."""
-    used = UseReader(workspace, use_file(workspace, plan.sweep.name)).total(plan.stages())
-    return picked(used, *_SUMMED)
 
 
 def passed_by(forecast: SweepForecast, plan: SweepPlan, workspace: Workspace) -> tuple[Passed, ...]:
     """The limits of the sweep file that it would pass, with what its stages have used so far."""
-    limits = plan.sweep.limits
-    limited = limits.gpu_hours is not None or limits.judge_calls is not None
-    return passed_limits(forecast, limits, used_before(plan, workspace) if limited else {})
+    limits, used = plan.sweep.limits, NOTHING
+    if limits.gpu_hours is not None or limits.judge_calls is not None:
+        used = UseReader(workspace, use_file(workspace, plan.sweep.name)).total(plan.stages())
+    return tuple(passed_limits(forecast, limits, picked(used, "gpu_hours", "judge_calls")))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from flows.checking.resources import check_server_programs
-from flows.disk import planned_room
 from flows.notifying.watching import SweepWatching
 from flows.running.background import Detached, Where, attach, leave
 from flows.running.calls import (
@@ -30,16 +29,16 @@ from flows.running.calls import (
     warn_of_silence,
     with_room,
 )
-from flows.running.cancelling import CancelOutcome, cancel, waiting_stages
+from flows.running.cancelling import CancelOutcome, cancel
 from flows.running.console import Console
 from flows.running.showing import Hears, Launch, orchestrate
 from flows.running.status import is_finished
-from flows.sweeping.admission import Admission, LivePage, TrialWord, find_canary
+from flows.sweeping.admission import Admission, TrialWord, find_canary
 from flows.sweeping.budget import Budget, UseReader
-from flows.sweeping.forecasting import forecast_json, forecast_of, passed_by, used_before
+from flows.sweeping.forecasting import forecast_json, forecast_of, passed_by
 from flows.sweeping.planning import SweepLook, detectable_json, forecast_sweep, make_sweep_plan
 from flows.sweeping.status import use_file
-from infra.host.processes import ProcessId, host_name, user_name
+from infra.host.processes import ProcessId
 from infra.jobs.dispatch import make_router
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
@@ -138,13 +137,14 @@ def _question_of(plan: SweepPlan) -> dict[str, Any]:
 
 def _same(one: SweepRecord, other: SweepRecord) -> bool:
     """True if two versions are the same sweep, whenever and from wherever they were launched."""
-    texts = []
-    for record in (one, other):
-        what = {k: v for k, v in to_json(record).items() if k not in _OF_THE_LAUNCH}
-        for trial in what["trials"]:  # the workspace may be mounted elsewhere by now
+
+    def what(record: SweepRecord) -> str:
+        found = {k: v for k, v in to_json(record).items() if k not in _OF_THE_LAUNCH}
+        for trial in found["trials"]:  # the workspace may be mounted elsewhere by now
             trial["overrides"] = [o for o in trial["overrides"] if not o.startswith("workspace=")]
-        texts.append(json.dumps(what, sort_keys=True, default=str))
-    return texts[0] == texts[1]
+        return json.dumps(found, sort_keys=True, default=str)
+
+    return what(one) == what(other)
 
 
 def pin_for(workspace: Workspace, name: str) -> Pinned:
@@ -277,10 +277,7 @@ def work_on_sweep(
     admission = Admission(
         plan,
         workspace,
-        Budget(
-            *(limits, use),
-            disk_of=lambda trials: planned_room([t.plan for t in trials]).forecast.needed_bytes,
-        ),
+        Budget(limits, use),
         poll_s=config.dispatch.poll_s,
         corrected=lambda canary: forecast_of(plan, workspace, canary),
         passed=lambda forecast: passed_by(forecast, plan, workspace),
@@ -289,7 +286,6 @@ def work_on_sweep(
         past_canary=launch.past_canary,
         take_over=launch.take_over,
         pin=lambda room: pin_for(room, name),
-        page=LivePage(workspace, name),
     )
     hears = Hears()
     if alarms_of(config.notify):
@@ -354,8 +350,7 @@ def begin_sweep(
         check_launch(plan)
         before = look or forecast_sweep(plan)
         forecast = {
-            **forecast_json(before.forecast, before.passed, trials=False),
-            "used": used_before(plan, workspace_of(plan)),
+            **forecast_json(before.forecast, before.passed),
             "detectable": detectable_json(before.detectable),
         }
         refuse_what_cannot_fit(before.passed)
@@ -519,22 +514,3 @@ def cancel_sweep(
     )
     outcome = cancel(room, call, wait_s=wait_s, now=now, tell=tell, ours=frozenset(runs.values()))
     return replace(outcome, run=sweep, stages=())
-
-
-def suspend_sweep(workspace: Workspace, name: str) -> None:
-    """Let a sweep begin no further trial, and its trials at work no further stage. What runs goes
-    on to its end; `refiner resume` goes on with the rest.
-
-    Raises
-    ------
-    OSError, NoSpaceError
-        It could not be recorded.
-    """
-    sweep, by = read_sweep(workspace, name), f"{user_name()} on {host_name()}"
-    workspace.ask_cancel(sweep_call(name), by, [t.name for t in sweep.trials])
-    for trial in sweep.trials:
-        run = trial_run(workspace, name, trial.name)
-        if run is None or not orchestrator_of(workspace, run).works:
-            continue
-        if waiting := waiting_stages(workspace, workspace.read_run(run)):
-            workspace.ask_cancel(run, by, waiting)

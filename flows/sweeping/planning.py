@@ -129,18 +129,9 @@ def detectable_lines(found: Detectable) -> list[str]:
     if aim.protocol:
         number += f" under {aim.protocol}"
     lines = [f"Smallest effect that can be seen on {number}: {_effect_text(found)}"]
-    if found.if_seeds_spread and (found.effect or 0.0) <= 1:
-        supposed = ", ".join(
-            f"{effect:.3f} if they differ by {deviation:g}"
-            for deviation, effect in found.if_seeds_spread
-        )
-        lines.append(f"  that is, if seeds do not matter; {supposed} (standard deviation)")
-    if found.effect_range is not None and found.evidence.components is not None:
-        low, high = found.effect_range
-        lines.append(
-            f"  likely between {low:.3f} and {high:.3f}: {found.evidence.components.seeds} seeds "
-            "say little of how far seeds differ"
-        )
+    known = found.evidence.components
+    if found.effect is not None and known is not None and known.seed is None:
+        lines.append("  that is, if seeds do not matter: how far they differ is not known")
     lines.append(f"  by {found.evidence.text}")
     return lines + [f"Warning: {text}." for text in found.warnings]
 
@@ -167,11 +158,10 @@ def detectable_json(found: Detectable) -> dict[str, Any]:
     values, aim = to_json(found), found.aim
     evidence, _ = values.pop("evidence"), values.pop("aim")
     known = found.evidence.components
-    spreads = [{"seed_sd": sd, "effect": effect} for sd, effect in found.if_seeds_spread]
     return {
         **{**values, **picked(aim, "model", "metric", "decoding", "protocol")},
         "wanted": aim.smallest_effect,
-        **{"power": POWER, "alpha": ALPHA, "if_seeds_spread": spreads},
+        **{"power": POWER, "alpha": ALPHA},
         **{"basis": evidence["basis"], "basis_text": evidence["text"], "mean": evidence["mean"]},
         "components": None if known is None else known._asdict(),
     }

@@ -321,25 +321,11 @@ def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
         yield from (f"  {command}" for command in commands)
 
 
-def _expected(forecast: Mapping[str, Any], unit: str) -> float | None:
-    """Expected use of all of a sweep; None where the forecast knows it of a part only."""
-    left = forecast.get(unit)
-    if not left or (forecast.get("unknown") or {}).get("stages"):
-        return None
-    return float(left) + float((forecast.get("used") or {}).get(unit) or 0.0)
-
-
 def _used(status: SweepStatus) -> str:
-    """Time used against the forecast, what was lost, incidents."""
+    """Time used, what was lost, incidents."""
     use, limit = status.use, status.record.limits.get("gpu_hours")
-    unit = "gpu_hours" if use.gpu_hours else "seconds"
-
-    def text(amount: float) -> str:
-        return f"{amount:,.1f} GPU-hours" if use.gpu_hours else device_time(amount, "CPU")
-
-    parts = [f"{text(getattr(use, unit))} used"]
-    if expected := _expected(status.record.forecast, unit):
-        parts[0] += f" of {text(expected)} forecast"
+    hours = f"{use.gpu_hours:,.1f} GPU-hours"
+    parts = [f"{hours if use.gpu_hours else device_time(use.seconds, 'CPU')} used"]
     if use.gpu_hours and limit is not None:
         parts[0] += f" (limit {limit:g})"
     if use.judge_calls:
@@ -351,12 +337,12 @@ def _used(status: SweepStatus) -> str:
 
 
 def _wrong(status: SweepStatus) -> Iterator[str]:
-    for state in ("failed", "interrupted"):
-        found = [t for t in status.trials if t.state == state]
-        for trial in found[:_SHOWN]:
-            yield f"{state}: {trial.name}: {first_line(trial.reason, 160) or 'nobody said why'}"
-        if len(found) > _SHOWN:
-            yield f"{state}: and {len(found) - _SHOWN} more"
+    bad = [t for t in status.trials if t.state in ("failed", "interrupted")]
+    for trial in bad[:_SHOWN]:
+        why = first_line(trial.reason, 160) or "nobody said why"
+        yield f"{trial.state}: {trial.name}: {why}"
+    if len(bad) > _SHOWN:
+        yield f"and {len(bad) - _SHOWN} more"
     reasons = Counter(t.reason for t in status.trials if t.state == "held")
     for reason, count in reasons.items():
         yield f"held: {counted(count, 'trial')}: {reason}"
@@ -368,6 +354,7 @@ def next_commands(status: SweepStatus, workspace: Workspace) -> list[str]:
     commands = []
     if status.orchestrator.works:
         commands.append(["refiner", "status", name, "-w", where])
+        commands.append(["refiner", "report", name, "--watch", where])
         commands.append(["refiner", "cancel", name, where])
         return [shlex.join(c) for c in commands]
     failed = next((t for t in status.trials if t.state == "failed" and t.run), None)

@@ -1,75 +1,57 @@
-"""A number's explanation: recorded numbers, which of them is meant, and all that lies behind it.
+"""A number's explanation: which recorded numbers a person means, and what lies behind one.
 
-In: words of a person, and the workspace that numbers are recorded in. Out: :class:`Figure` values
-(numbers of evaluations, points of training curves, and, of a card, every other number that it
-shows), and of one of them a document, as ``refiner why --json`` has it, and its text for a terminal
-of 100 columns (``explanation.txt.jinja``). A number is meant if it is printed as the person has it:
-``0.512`` means 0.51234 and not 0.5131. It is computed again from its samples; what has been deleted
-since is said, not left out.
+In: words of a person, and a workspace. Out: :class:`Figure` values (numbers of evaluations, logged
+numbers of training steps), and of one of them a document, as ``refiner why --json`` has it, and its
+text for a terminal. A number is meant if it is printed as the person has it: ``0.512`` means
+0.51234 and not 0.5131. It is computed again from its samples; what has been deleted since is said.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from flows.running.status import find_run
 from flows.stored import HELD_OUT, TRAINED_ON, attempts_of, prompts_of
 from infra.store.checkpoints import step_name
-from infra.store.stage_records import EVIDENCE
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
-from refiner_core.cards.build import card_numbers
-from refiner_core.cards.evidence import Evidence, load_evidence
-from refiner_core.cards.facts import finite, record_of
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds import FLOORS, TRAINED, model_order
-from refiner_core.contract.records import RunRecord, StageRecord, from_json
+from refiner_core.contract.records import from_json
 from refiner_core.data.prepared import load_prompts
-from refiner_core.evaluation.metrics import METRICS, load_samples, of_tasks
-from refiner_core.evaluation.results import RESULTS_FILE, recompute
-from refiner_core.evaluation.statistics import Estimate
+from refiner_core.evaluation.metrics import load_samples
+from refiner_core.evaluation.results import recompute
 from refiner_core.report.pages import template_of
-from refiner_core.report.printing import folded, measured
+from refiner_core.report.printing import measured
 
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?\s*%?", re.IGNORECASE)
-_STEP = re.compile(r"(?:@|step-?)(\d+)", re.IGNORECASE)
 _INTERVAL = re.compile(r"\[[^\]]*\]")
-_DECODINGS = ("greedy", "sampled")
+#: What is looked at in training where nobody names a metric: the mean reward of a step.
+_REWARD = "scores"
 
-Kind = Literal["evaluation", "training", "fact"]
 
-
-class _Query(NamedTuple):
-    """Question for a number: a number as it was printed, names, a training step."""
+class Query(NamedTuple):
+    """Question for a number: as it was printed, and names of it."""
 
     number: str = ""
     names: tuple[str, ...] = ()
-    step: int | None = None
-
-    @property
-    def decimals(self) -> int:
-        """Digits after the point of the number."""
-        return len(self.number.rstrip("% ").lower().partition("e")[0].partition(".")[2])
 
     def means(self, value: float) -> bool:
         """Yes for a value that is printed as the number."""
-        if not self.number:
+        text = self.number.rstrip("% ").lower()
+        if not text:
             return True
-        asked = float(self.number.rstrip("% "))
-        if self.number.endswith("%"):
-            value *= 100.0
-        form = f".{self.decimals}{'e' if 'e' in self.number.lower() else 'f'}"
-        said = f"{value:{form}}"
-        return said == f"{asked:{form}}" or (asked == 0.0 == float(said))
+        form = f".{len(text.partition('e')[0].partition('.')[2])}{'e' if 'e' in text else 'f'}"
+        printed = f"{value * (100.0 if '%' in self.number else 1.0):{form}}"
+        return printed == f"{float(text):{form}}" or float(text) == 0.0 == float(printed)
 
 
 @dataclass(frozen=True)
@@ -79,52 +61,36 @@ class Figure:
     Attributes
     ----------
     kind
-        ``evaluation``, ``training`` (a point of a curve), or ``fact`` (any other on a card).
+        ``evaluation`` or ``training`` (a number of a step).
     model, metric, decoding, step
         What it is; decoding of evaluations, step of training.
-    matched
-        Which part of it is the number that was asked for: ``value``, ``low`` or ``high``.
-    entry
-        All that is recorded of it.
-    protocol
-        What its protocol's fingerprint stands for.
-    record
-        Where it stands: a path in the workspace, and what in that file.
-    stage_id
-        The stage of that record; empty where there is none.
+    entry, protocol
+        All that is recorded of it, and what its protocol's fingerprint stands for.
+    record, stage_id
+        Where it stands: a path in the workspace with its place in that file, and the stage.
     """
 
-    kind: Kind
+    kind: str
     model: str
     metric: str
     value: float
     decoding: str = ""
     step: int | None = None
-    matched: str = "value"
     entry: Mapping[str, Any] = field(default_factory=dict)
     protocol: Mapping[str, Any] = field(default_factory=dict)
     record: str = ""
     stage_id: str = ""
 
     @property
-    def under(self) -> str:
-        """The protocol file that it was measured under; empty for the recipe's own protocol."""
-        return str(self.entry.get("under") or "")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The words that it can be asked for by."""
-        found = (self.metric, self.model, self.decoding, self.under, self.stage_id)
-        return tuple(n for n in found if n)
-
-    @property
     def words(self) -> list[str]:
-        """The words that mean it, and no other of its run."""
-        step = [f"step{self.step}"] if self.step is not None else []
-        return [n for n in (self.metric, self.model, self.decoding, self.under) if n] + step
+        """The words that mean it, and no other."""
+        step = "" if self.step is None else f"step{self.step}"
+        under = str(self.entry.get("under") or "")
+        words = (self.metric, self.model, self.decoding, under, step, self.stage_id)
+        return [word for word in words if word]
 
 
-def parse_query(words: Sequence[str]) -> _Query:
+def parse_query(words: Sequence[str]) -> Query:
     """Question in the words; an interval that was copied along with its number is passed over.
 
     Raises
@@ -132,199 +98,61 @@ def parse_query(words: Sequence[str]) -> _Query:
     ConfigurationError
         There are none, or two numbers.
     """
-    given, text = words, _INTERVAL.sub("", "\n".join(words))
-    words = [w.strip() for w in text.split("\n") if w.strip()]
-    numbers = [w for w in words if _NUMBER.fullmatch(w)]
-    steps = [m.group(1) for w in words if (m := _STEP.fullmatch(w))]
-    names = tuple(w for w in words if not _NUMBER.fullmatch(w) and not _STEP.fullmatch(w))
-    if len(numbers) > 1 or len(steps) > 1 or not words:
+    text = _INTERVAL.sub("", "\n".join(words)).split("\n")
+    numbers = [word.strip() for word in text if _NUMBER.fullmatch(word.strip())]
+    names = tuple(n for word in text if (n := word.strip()) and n not in numbers)
+    if len(numbers) > 1 or not (numbers or names):
         raise ConfigurationError(
-            f"`refiner why` was given {' '.join(given) or 'nothing'}.",
+            f"`refiner why` was given {' '.join(words) or 'nothing'}.",
             expected="one number as it is printed, or names of one: `0.512`, `citation_f1 grpo "
             "greedy`, `scores step5`",
             fix="ask for one number at a time",
         )
-    return _Query("".join(numbers), names, int(steps[0]) if steps else None)
+    return Query("".join(numbers), names)
 
 
-def figures_of_stages(
-    query: _Query, workspace: Workspace, stage_ids: Iterable[str]
-) -> list[Figure]:
-    """The numbers of some stages that are meant."""
-    found: list[Figure] = []
-    nights: dict[str, str] | None = None
-    for stage_id in stage_ids:
-        record = workspace.read_record(stage_id)
-        if record is None:
-            continue
-        report = record.result.report if record.result is not None else {}
-        if record.spec.kind == "evaluate" and report:
-            own = list(_of_evaluation(stage_id, report))
-            if record.spec.model == "base":
-                nights = _night_checkpoints(workspace) if nights is None else nights
-                if night := nights.get(stage_id):  # its checkpoint goes by its own name
-                    own = [replace(f, model=night) if f.model == "base" else f for f in own]
-            found += own
-        elif record.spec.kind in TRAINED:
-            points = list(_points(report))
-            if query.step is not None or query.names:
-                points += _logged(workspace, stage_id, record, query)
-            found += (_point(record.spec.name, *point, stage_id) for point in points)
-    return _asked_for(found, query)
-
-
-def _night_checkpoints(workspace: Workspace) -> dict[str, str]:
-    """Evaluations that nights alone have asked for: the names of the checkpoints that they are of.
-    To its recipe, what a night measures is the base that it starts from."""
-    found: dict[str, str] = {}
-    others: set[str] = set()
-    for run in map(workspace.read_run, workspace.run_ids()):
-        night = run.provenance.get("nightly")
-        found |= dict.fromkeys(run.stages.values(), str(night["checkpoint"])) if night else {}
-        others.update(() if night else run.stages.values())
-    return {stage_id: name for stage_id, name in found.items() if stage_id not in others}
-
-
-def _of_evaluation(stage_id: str, report: Mapping[str, Any]) -> Iterator[Figure]:
-    for part in ("evaluations", "reference"):
-        for position, entry in enumerate(report[part]):
-            record = f"stages/{stage_id}/result.json#report.{part}.{position}"
-            yield _evaluated(entry, report["protocols"], record)
-
-
-def _evaluated(entry: Mapping[str, Any], protocols: Mapping[str, Any], record: str) -> Figure:
-    return Figure(
-        kind="evaluation",
-        model=str(entry["stage"]),
-        metric=str(entry["metric"]),
-        decoding=str(entry["decoding"]),
-        value=entry["value"],
-        entry=entry,
-        protocol=protocols.get(str(entry["protocol"]), {}),
-        record=record,
-        stage_id=_stage_of(record),
-    )
-
-
-def _points(report: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
-    """Name, step and value of the points of all curves of a report."""
-    curves = list((report.get("curves") or {}).items())
-    for name, value in report.items():
-        if isinstance(value, Mapping) and value.get("curve"):
-            curves.append((name, value["curve"]))
-    for name, points in curves:
-        yield from ((name, int(step), value) for step, value in points)
-
-
-def _logged(
-    workspace: Workspace, stage_id: str, record: StageRecord, query: _Query
-) -> Iterator[tuple[str, int, Any]]:
-    """Every logged step of the metrics that are asked for by name, and of the reward."""
-    for attempt in record.attempts:
-        for line in read_metrics(workspace.layout.attempt(stage_id, attempt.number).metrics):
-            for name in {*query.names, "scores"} & line.metrics.keys():
-                yield name, line.step, line.metrics[name]
-
-
-def _point(model: str, name: str, step: int, value: Any, stage_id: str) -> Figure:
-    entry, record = {"value": value, "step": step}, f"stages/{stage_id}/result.json#report"
-    return Figure("training", model, name, value, "", step, "value", entry, {}, record, stage_id)
-
-
-def figures_of_card(query: _Query, evidence: Evidence) -> list[Figure]:
-    """The numbers of a card that are meant, by the evidence that lies beside it."""
-    facts = evidence.facts
-    found = [
-        _evaluated(entry, facts.protocols, record_of(facts, f"evaluations.{position}") or "")
-        for position, entry in enumerate(facts.evaluations)
-    ]
-    for name, report in facts.reports.items():
-        stage_id = _stage_of(record_of(facts, f"reports.{name}") or "")
-        found += (_point(name, *point, stage_id) for point in _points(report))
-    if query.number:
-        for shown in card_numbers(facts):
-            path, where = shown.fact, shown.record or ""
-            if not path.startswith("evaluations.") and "curve" not in path:
-                value = facts.fact(path)
-                found.append(
-                    Figure("fact", "", path, value, record=where, stage_id=_stage_of(where))
-                )
-    return _asked_for(found, query)
-
-
-def _stage_of(record: str) -> str:
-    parts = record.partition("#")[0].split("/")
-    return parts[1] if len(parts) > 1 and parts[0] == "stages" else ""
-
-
-def _part_meant(figure: Figure, query: _Query) -> str | None:
-    """What of a number is meant (``value``, or an end of its interval); None for nothing."""
-    if query.step is not None and query.step != figure.step:
-        return None
-    parts = {"value": figure.value} | {k: figure.entry.get(k) for k in ("low", "high")}
-    known = ((k, finite(value)) for k, value in parts.items())
-    return next((k for k, value in known if value is not None and query.means(value)), None)
-
-
-def _asked_for(figures: Iterable[Figure], query: _Query) -> list[Figure]:
-    """Those that are meant, each once: values before ends of intervals, and where names alone are
-    given that no protocol file has, the recipe's own protocol."""
+def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[str]) -> list[Figure]:
+    """The numbers of some stages that are meant, each once; where no protocol file is named, of the
+    recipe's own protocol first."""
     found: dict[tuple[Any, ...], Figure] = {}
-    for figure in figures:
-        part = _part_meant(figure, query)
-        if part is not None and all(name in figure.names for name in query.names):
-            # All evaluations repeat the floor; attempts at a training repeat steps.
-            value = None if figure.kind == "training" else figure.value
-            stage = "" if figure.model in FLOORS else figure.stage_id
-            key = (*figure.words, figure.entry.get("protocol"), value, stage)
-            found.setdefault(key, replace(figure, matched=part))
-    hits = sorted(
-        found.values(),
-        key=lambda f: (model_order(f.model), f.metric, f.decoding, f.under, f.step or 0),
-    )
-    if not query.number and not any(f.under in query.names for f in hits if f.under):
-        hits = [f for f in hits if not f.under] or hits
-    return [f for f in hits if f.matched == "value"] or hits
+    for stage_id in stage_ids:
+        for figure in _figures(workspace, stage_id, query.names):
+            if query.means(figure.value) and set(query.names) <= set(figure.words):
+                words = figure.words[: -1 if figure.model in FLOORS else None]  # all repeat floors
+                found.setdefault((*words, figure.entry.get("protocol"), figure.value), figure)
+    hits = sorted(found.values(), key=lambda f: (model_order(f.model), f.words))
+    own = [figure for figure in hits if not figure.entry.get("under")]
+    named = any(figure.entry.get("under") in query.names for figure in hits)
+    return hits if query.number or named else own or hits
 
 
-def words_apart(figures: Sequence[Figure]) -> list[list[str]]:
-    """For each number the words that mean it and none of the others: its stage's id with them,
-    where two runs have one of the same names."""
-    said = [figure.words for figure in figures]
-    return [
-        [*words, figure.stage_id] if said.count(words) > 1 and figure.stage_id else words
-        for figure, words in zip(figures, said, strict=True)
-    ]
-
-
-def _nothing_found(query: _Query, others: Sequence[Figure], where: str) -> ConfigurationError:
-    """Error where no number is meant; ``others`` are those that there are."""
-    known = {*METRICS, *_DECODINGS, *(n for f in others for n in f.names)}
-    unknown = next((n for n in query.names if n not in known), "")
-    words = ", ".join(sorted({n for f in others for n in f.words[:3]})[:12] or METRICS)
-    expected = f"a number as it is printed, or a metric, a model, a decoding: {words}"
-    fix = "name one of these, another run or workspace=DIR (`refiner status --all` lists runs)"
-    if query.number and others and not unknown:
-        wanted = float(query.number.rstrip("% "))
-        near = sorted(others, key=lambda f: abs(f.value - wanted))[:3]
-        digits = max(3, query.decimals)
-        said = "; ".join(f"{f.value:.{digits}f} ({' '.join(f.words)})" for f in near)
-        expected = f"one that is recorded; the nearest are {said}"
-        fix = "give it with the digits that you see, or by its names: "
-        fix += f"`refiner why {' '.join(near[0].words)}`"
-    step = "" if query.step is None else f"step{query.step}"
-    asked = " ".join(filter(None, (query.number, *query.names, step)))
-    hint = suggest(unknown, known) if unknown else ""
-    return ConfigurationError(
-        f"{where} has no number that is {asked!r}.{hint}", expected=expected, fix=fix
-    )
+def _figures(workspace: Workspace, stage_id: str, names: Sequence[str]) -> Iterator[Figure]:
+    record = workspace.read_record(stage_id)
+    if record is None:
+        return
+    report = record.result.report if record.result else {}
+    for part in ("evaluations", "reference") if "evaluations" in report else ():
+        for position, entry in enumerate(report[part]):
+            yield Figure(
+                "evaluation",
+                **{name: entry[name] for name in ("metric", "value", "decoding")},
+                model=str(entry["stage"]),
+                entry=entry,
+                protocol=report["protocols"].get(entry["protocol"], {}),
+                record=f"stages/{stage_id}/result.json#report.{part}.{position}",
+                stage_id=stage_id,
+            )
+    logs = (paths.metrics for paths in attempts_of(workspace, stage_id).values())
+    path = next((p for p in logs if p.exists()), None) if record.spec.kind in TRAINED else None
+    for line in read_metrics(path) if path else ():
+        for name in {*names, _REWARD} & line.metrics.keys():
+            if (value := line.metrics[name]) is not None:
+                figure = Figure("training", record.spec.name, name, value, step=line.step)
+                yield Figure(**vars(figure) | {"entry": {"value": value}, "stage_id": stage_id})
 
 
 def find_numbers(
-    words: Sequence[str],
-    workspace: str | Path = RecipeConfig.workspace,
-    *,
-    card: str | Path | None = None,
+    words: Sequence[str], workspace: str | Path = RecipeConfig.workspace
 ) -> list[Figure]:
     """The recorded numbers that words mean.
 
@@ -335,8 +163,6 @@ def find_numbers(
         and perhaps a run.
     workspace
         The folder that is looked through.
-    card
-        A card with its evidence beside it; then its numbers are looked at.
 
     Returns
     -------
@@ -349,60 +175,30 @@ def find_numbers(
         None fits; says what there is.
     """
     room = Workspace.read_only(workspace)
-    look: Callable[[_Query], list[Figure]]
-    if card is not None:
-        evidence, where = _evidence(Path(card)), f"the evidence of {card}"
-        query, look = parse_query(words), partial(figures_of_card, evidence=evidence)
-    else:
-        run, names = _run_of(room, words)
-        query, newest = parse_query(names), list(run.stages.values()) if run else []
-        if found := figures_of_stages(query, room, newest):
+    known = room.run_ids()
+    is_run = {w for w in words if any(r == w or r.endswith(f"-{w}") for r in known if len(w) > 3)}
+    run = find_run(room, next(iter(is_run), None))
+    query = parse_query([word for word in words if word not in is_run])
+    newest = list(run.stages.values()) if run else []
+    stage_ids = newest if is_run else room.stage_ids()
+    for ids in (newest, stage_ids):
+        if found := figures_of_stages(query, room, ids):
             return found
-        named = run is not None and len(names) < len(words)
-        where = f"run {run.run}" if run is not None and named else str(room.root)
-        ids = newest if named else room.stage_ids()
-        look = partial(figures_of_stages, workspace=room, stage_ids=ids)
-    if found := look(query):
-        return found
-    raise _nothing_found(query, look(_Query(names=query.names)) or look(_Query()), where)
-
-
-def _run_of(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord | None, list[str]]:
-    """The run that a word names, else the newest; and the other words."""
-    known = workspace.run_ids()
-    for word in words:
-        if any(word == run or (len(word) >= 4 and run.endswith(f"-{word}")) for run in known):
-            return find_run(workspace, word), [w for w in words if w != word]
-    return find_run(workspace), list(words)
-
-
-def _evidence(path: Path) -> Evidence:
-    """Evidence that a card was made from.
-
-    Raises
-    ------
-    ConfigurationError
-        There is no evidence beside it.
-    """
-    file = (path if path.is_dir() else path.parent) / EVIDENCE
-    try:
-        path.stat()
-        return load_evidence(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        unread = f"{file} cannot be read ({error.strerror})."
-        raise ConfigurationError(
-            unread if path.exists() else f"There is no {path}.",
-            expected=f"a card that refiner has published, with its {EVIDENCE} beside it",
-            fix="name its folder, or README.md in it; or leave --card out and name the run's "
-            "workspace=DIR",
-        ) from error
-
-
-# ---------------------------------------------------------------- what is behind it
-
-_FEW = 3
-
-Row = Mapping[str, Any]
+    others = figures_of_stages(Query(), room, stage_ids)
+    there = list(dict.fromkeys(word for figure in others for word in figure.words[:3]))
+    unknown = next((name for name in query.names if name not in there), "")
+    expected = f"a number as it is printed, or names of one: {', '.join(there[:12]) or 'none here'}"
+    if query.number and others and not unknown:
+        wanted = float(query.number.rstrip("% "))
+        near = sorted(others, key=lambda figure: abs(figure.value - wanted))[:3]
+        expected = "one that is recorded; the nearest are "
+        expected += "; ".join(f"{f.value:.6g} ({' '.join(f.words[:3])})" for f in near)
+    raise ConfigurationError(
+        f"{run.run if run and is_run else room.root} has no number that is {' '.join(words)!r}."
+        f"{suggest(unknown, there) if unknown else ''}",
+        expected=expected,
+        fix="name one of these, another run or workspace=DIR (`refiner status --all` lists runs)",
+    )
 
 
 def explain_number(
@@ -434,226 +230,94 @@ def explain_number(
     DataError
         The samples are damaged.
     """
-    room = Workspace.read_only(workspace)
-    found = {**asdict(figure), "recomputed": None, "agrees": None, "samples": [], "sample": None}
-    found |= {"files": {}, "notes": []}
-    record = room.read_record(figure.stage_id) if figure.stage_id and room.stage_ids() else None
-    if record is None:
-        found["notes"].append(
-            f"It was recorded in {figure.record or 'a place that nobody has named'}, which "
-            f"{room.root} does not have: name the run's own with workspace=DIR to see the samples "
-            "behind it."
+    room, evaluated = Workspace.read_only(workspace), figure.kind == "evaluation"
+    found: dict[str, Any] = {**asdict(figure), "recomputed": None, "agrees": None}
+    found |= {"samples": [], "sample": None}
+    column: str = figure.metric
+    attempts = list(attempts_of(room, figure.stage_id).values())
+    if evaluated:
+        folder = room.output_dir(figure.stage_id)
+        path = None if folder is None else folder / str(figure.entry["samples_file"])
+    else:
+        name = f"{step_name(figure.step or 0)}.parquet"
+        path = next((p for a in attempts if (p := a.rollouts / name).exists()), None)
+        column = "reward" if column == _REWARD else column
+    found |= {"files": {"samples": str(path)}, "notes": []}
+    if path is None or not path.exists():
+        return found | {"notes": ["The samples behind it are not kept."]}
+    rows = load_samples(path) if evaluated else read_rollouts(path)
+    if evaluated:
+        config = from_json(RecipeConfig, room.part(attempts[0], "config"))
+        again = recompute(rows, column, config)
+        found["recomputed"] = again and again._asdict()
+        found["agrees"] = again is not None and all(
+            math.isclose(getattr(again, n) or 0.0, figure.entry[n] or 0.0, rel_tol=1e-12)
+            for n in ("value", "low", "high")
         )
-        return found
-    found["files"]["record"] = str(room.root / figure.record.partition("#")[0])
-    if figure.kind == "evaluation":
-        _explain_evaluation(found, figure, room, sample)
-    elif figure.kind == "training":
-        _explain_training(found, figure, room, sample)
+    elif column not in rows[0]:
+        found["notes"] = [f"{column} is no mean over rollouts; they are shown by reward."]
+        column = "reward"
+    _add_samples(found, rows, column, sample)
+    data, prompts = prompts_of(room, attempts[0], HELD_OUT if evaluated else TRAINED_ON)
+    asked = {prompt.sample_id: prompt for prompt in (load_prompts(prompts) if prompts else ())}
+    if prompt := asked.get(found["sample"]["which"]["sample_id"]):
+        found["sample"] |= {"question": prompt.question, "prompt": prompt.prompt_text}
+    else:
+        found["notes"].append(f"Its prompt ({data or 'of the data stage'}) is not there any more.")
     return found
 
 
-def _explain_evaluation(
-    found: dict[str, Any], figure: Figure, workspace: Workspace, wanted: str | None
-) -> None:
-    result = workspace.read_result(figure.stage_id)
-    assert result is not None, "an evaluation's numbers are in its result"
-    folder = workspace.layout.stage(figure.stage_id).data / result.output_dir
-    paths = workspace.layout.attempt(figure.stage_id, result.attempt)
-    # The evidence of a card does not have the file's name.
-    which = figure.model if figure.model in FLOORS else figure.decoding
-    samples = folder / str(figure.entry.get("samples_file") or f"samples-{which}.parquet")
-    found["files"] |= {"results": str(folder / RESULTS_FILE), "samples": str(samples)}
-    try:
-        rows = load_samples(samples)
-    except DataError as error:
-        found["notes"].append(str(error))
-        return
-    again = recompute(rows, figure.metric, from_json(RecipeConfig, workspace.part(paths, "config")))
-    found["recomputed"] = again and again._asdict()
-    found["agrees"] = again is not None and all(
-        _near(value, figure.entry.get(name)) for name, value in again._asdict().items()
-    )
-    _add_samples(found, rows, figure.metric, prompts_of(workspace, paths, HELD_OUT), wanted)
-
-
-def _near(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, int | float):
-        return abs(one - other) <= 1e-12 * max(1.0, abs(one))
-    return bool(one == other)
-
-
-def _explain_training(
-    found: dict[str, Any], figure: Figure, workspace: Workspace, wanted: str | None
-) -> None:
-    assert figure.step is not None, "a point of a curve has a step"
-    paths = list(attempts_of(workspace, figure.stage_id).values())
-    name = f"{step_name(figure.step)}.parquet"
-    for what, files in (
-        ("metrics", (p.metrics for p in paths)),
-        ("rollouts", (p.rollouts / name for p in paths)),
-    ):
-        for path in [p for p in files if p.exists()][:1]:
-            found["files"][what] = str(path)
-    if "rollouts" not in found["files"]:
-        found["notes"].append(f"Step {figure.step} has no rollouts that are kept.")
-        return
-    rows = read_rollouts(Path(found["files"]["rollouts"]))
-    # `objective/citation_f1_reward` is the mean of `reward/citation_f1`.
-    part = figure.metric.removeprefix("objective/")
-    column = figure.metric if part == figure.metric else f"reward/{part.removesuffix('_reward')}"
-    column = "reward" if figure.metric == "scores" else column
-    if not rows or column not in rows[0]:
-        column = "reward"
-        note = f"{figure.metric} is no mean over rollouts; they are shown by reward."
-        found["notes"].append(note)
-    elif counted := [row for row in rows if isinstance(row.get(column), int | float)]:
-        total = sum(float(row[column]) for row in counted)
-        n = len({row["sample_id"] for row in counted})
-        again = Estimate(total / len(counted), None, None, n, total, len(counted), "none")
-        found["recomputed"] = again._asdict()
-        found["agrees"] = abs(again.value - figure.value) < 1e-9
-    _add_samples(found, rows, column, prompts_of(workspace, paths[0], TRAINED_ON), wanted)
-
-
-def counted_samples(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The samples that count, lowest first."""
-    return [one for one in found["samples"] if one["value"] is not None]
-
-
-def sample_name(sample: Mapping[str, Any]) -> str:
-    """By which ``--sample`` knows it."""
-    return f"{sample['sample_id']}#{sample['number']}"
-
-
 def _add_samples(
-    found: dict[str, Any],
-    rows: Sequence[Row],
-    column: str,
-    prompts: tuple[str, Path | None],
-    wanted: str | None,
+    found: dict[str, Any], rows: Sequence[Mapping[str, Any]], column: str, wanted: str | None
 ) -> None:
     """All samples, and one in full: that which was asked for, else that of the median."""
-    every = []
-    for row in rows:
-        value = float(row[column]) if isinstance(row.get(column), int | float) else None
-        which = {"sample_id": str(row["sample_id"]), "number": int(row["sample_index"])}
-        every.append(({**which, "value": value}, row))
-    every.sort(key=lambda one: (one[0]["value"] is None, one[0]["value"] or 0.0, *one[0].values()))
-    found["samples"] = [one for one, _ in every]
-    counted = counted_samples(found) or found["samples"]
-    if not counted:
-        return
-    hits = counted[len(counted) // 2 :]
+    by_name: dict[str, Any] = {f"{row['sample_id']}#{row['sample_index']}": row for row in rows}
+    samples: list[dict[str, Any]] = [
+        {"name": name, "sample_id": str(row["sample_id"]), "number": int(row["sample_index"])}
+        | {"value": float(row[column]) if isinstance(row.get(column), int | float) else None}
+        for name, row in by_name.items()
+    ]
+    samples.sort(key=lambda s: (s["value"] is None, s["value"] or 0.0, s["name"]))
+    found["samples"] = samples
+    counted = [s for s in samples if s["value"] is not None] or samples
+    which = counted[len(counted) // 2]
     if wanted is not None:
-        hits = [v for v in found["samples"] if wanted in (sample_name(v), v["sample_id"])]
-    if not hits:
+        which = next((s for s in samples if wanted in (s["name"], s["sample_id"])), {})
+    if not which:
         raise ConfigurationError(
             f"No sample {wanted!r} is behind this number.",
-            expected=f"one of {len(rows)}, such as {', '.join(map(sample_name, counted[:_FEW]))}",
+            expected=f"one of {len(rows)}, such as {', '.join(s['name'] for s in counted[:3])}",
             fix="name one of these with --sample",
         )
-    row = next(row for one, row in every if one is hits[0])
-    data, path = prompts
-    asked = None
-    if path is None:
-        gone = f"The prompts ({data or 'of the data stage'}) are not there any more."
-        found["notes"].append(gone)
-    else:
-        asked = next((p for p in load_prompts(path) if p.sample_id == hits[0]["sample_id"]), None)
-        found["files"]["prompts"] = str(path)
+    row = by_name[which["name"]]
     found["sample"] = {
-        "which": hits[0],
-        "question": "" if asked is None else asked.question,
-        "prompt": "" if asked is None else asked.prompt_text,
-        "answer": str(row["response_text"]),
+        **{"which": which, "question": "", "prompt": "", "answer": str(row["response_text"])},
         **{name: str(row[name]) for name in ("status", "finish_reason")},
-        "scores": _scores(row),
+        "scores": {k: v for k, v in row.items() if isinstance(v, float)},
         "judgements": json.loads(row["judgements"]),
     }
 
 
-def _scores(row: Row) -> dict[str, float | None]:
-    """Every metric of a sample, or every part of a rollout's reward, by name."""
-    if any(key.startswith("reward/") for key in row):
-        parts = {k.removeprefix("reward/"): v for k, v in row.items() if k.startswith("reward/")}
-        return {"reward": row.get("reward"), "advantage": row.get("advantage"), **parts}
-    found = {k: v for k, v in row.items() if v is None or isinstance(v, float)}
-    if "episode" not in row:
-        return found
-    # Of a task's numbers each attempt has but its own part, and that of its domain.
-    return {k: v for k, v in found.items() if v is not None and "/" not in k}
-
-
-# ---------------------------------------------------------------- for a terminal
-
-
 #: Version of the JSON that `why --json` prints.
 OUTPUT_VERSION = 1
-WIDTH = 100
-#: Candidates that are listed before the rest is counted.
-_LISTED = 30
-_CONTENT_LINES = 24
 
 
 def one_line(figure: Figure) -> str:
     """A number with what it is: ``0.512 [0.480, 0.543]  citation_f1 of grpo, greedy, n = 64``."""
-    if figure.kind == "fact":
-        return f"{figure.value:.12g}  {figure.metric}, as it was recorded"
     said = f"{measured(figure.entry)}  {figure.metric} of {figure.model}"
-    if figure.kind == "training":
+    if figure.step is not None:
         return f"{said} at step {figure.step}, in training"
-    how = f"{figure.decoding}, {figure.under}" if figure.under else figure.decoding
-    return f"{said}, {how}, n = {figure.entry.get('n')}"
+    words = (figure.decoding, figure.entry.get("under"), f"n = {figure.entry.get('n')}")
+    return ", ".join([said, *filter(None, words)])
 
 
-def candidate_lines(figures: Sequence[Figure], asked: str) -> Iterator[str]:
-    """Several numbers that may be meant, and how to say which."""
-    yield f"{asked} is {len(figures)} recorded numbers:"
-    yield ""
-    apart = words_apart(figures)
-    for figure, words in zip(figures[:_LISTED], apart, strict=False):
-        where = f"  {figure.stage_id}" if words[-1] == figure.stage_id else ""
-        part = "" if figure.matched == "value" else f"  (the {figure.matched} end of its interval)"
-        yield f"  {one_line(figure)}{part}{where}"
-    if len(figures) > _LISTED:
-        yield f"  … and {len(figures) - _LISTED} more"
+def candidate_lines(figures: Sequence[Figure], asked: str) -> list[str]:
+    """Several numbers that may be meant, with the stages that tell them apart."""
+    lines = (f"  {one_line(figure)}  {figure.stage_id}" for figure in figures)
+    return [f"{asked} is {len(figures)} recorded numbers:", "", *lines]
 
 
-def explanation_lines(figure: Figure, found: Mapping[str, Any]) -> Iterator[str]:
+def explanation_lines(figure: Figure, found: Mapping[str, Any]) -> list[str]:
     """Everything behind one number."""
-    counted = counted_samples(found)
-    middle = max(0, len(counted) - _FEW) // 2
-    starts = {"lowest": 0, "typical": middle, "highest": -_FEW}
-    text = template_of(__package__, "explanation.txt.jinja").render(
-        f=found,
-        one_line=one_line(figure),
-        agent=bool(figure.protocol.get("environment")),
-        tasks=of_tasks(figure.metric),
-        counted=counted,
-        shown={label: counted[start:][:_FEW] for label, start in starts.items()},
-        sample_name=sample_name,
-        answer=_answer_lines(found["sample"]["answer"]) if found["sample"] else (),
-        in_words=_in_words,
-        wrapped=lambda head, text: folded(text, head),
-    )
-    yield from text.splitlines()
-
-
-def _answer_lines(answer: str) -> list[str]:
-    lines = [
-        line
-        for paragraph in answer.splitlines() or [""]
-        for line in textwrap.wrap(paragraph, WIDTH - 6) or [""]
-    ]
-    if (left := len(lines) - _CONTENT_LINES) > 0:
-        lines[_CONTENT_LINES:] = [f"… {left} more lines"]
-    return lines
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{k} {_in_words(v)}" for k, v in value.items() if v is not None)
-    text = str(value)
-    digest = len(text) == 64 and all(c in "0123456789abcdef" for c in text)
-    return f"{text[:12]}… (SHA-256)" if digest else text
+    template = template_of(__package__, "explanation.txt.jinja")
+    return template.render(f=found, one_line=one_line(figure)).splitlines()

@@ -2,16 +2,16 @@
 
 In: plans and a workspace (measured history first, sizes of models else). Out: a :class:`Forecast`
 with two figures: what is taken if nothing is ever reclaimed, and the least that will do when
-finished stages' checkpoints may go. :func:`fit` proposes the cheapest change that fits. _History is
-what earlier stages took, per kind of stage and, where it is known, per model. The
-number of a model's parameters is told without loading it, from headers or a name.
+finished stages' checkpoints may go. _History is what earlier stages took, per kind of stage and,
+where it is known, per model. The number of a model's parameters is told without loading it, from
+headers or a name.
 
 A checkpoint holds what :mod:`refiner_core.training.engines.protocol` writes: the weights, two
 moments of AdamW in float32, and float32 master weights where the model is kept in bfloat16: 12
 bytes per parameter in float32, 14 in bfloat16, with any engine and number of processes, each of
-which writes its share into files of its own; and the rollouts that were sampled ahead. A step that
-is published while training goes on takes weights once for its export and, in a folder, once more;
-on a Hub it takes no room here.
+which writes its share into files of its own. A step that is published while training goes on takes
+weights once for its export and, in a folder, once more; on a Hub it takes no room here. Stored
+judgements are not counted: 36 bytes each, and they go where nothing else gives the room.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.disk.usage import Size, size_of
+from infra.disk.usage import size_of
 from infra.foreign.checkpoints import recorded_checkpoints, safetensors_header
 from infra.store.checkpoints import CheckpointStore
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import RecipeConfig, SftConfig
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
-from refiner_core.contract.fields import replace_fields
-from refiner_core.contract.placement import STAGES, placement_of, section_of, sft_section
+from refiner_core.contract.placement import STAGES, section_of, sft_section
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import StageRecord
-from refiner_core.contract.services import asks_judge
 
 log = logging.getLogger(__name__)
 
@@ -90,16 +88,10 @@ SCRIPT = "command.run"
 
 
 class _History(NamedTuple):
-    """The largest that stages of one kind have taken; 0 where none has.
-
-    Bytes and inodes; ``rollout_step_bytes`` is one step's file.
-    """
+    """The largest that stages of one kind have taken, in bytes; 0 where none has."""
 
     checkpoint_bytes: int = 0
-    checkpoint_inodes: int = 0
     output_bytes: int = 0
-    output_inodes: int = 0
-    rollout_step_bytes: int = 0
 
 
 def history_of(
@@ -126,59 +118,26 @@ def history_of(
 
 
 def _taken_by(workspace: Workspace, stage_id: str, record: StageRecord) -> _History:
-    from infra.store.traces import list_rollouts
-
-    paths = workspace.layout.stage(stage_id)
-    theirs, _ = recorded_checkpoints(workspace, stage_id)
-    saved = [size_of(c.path) for c in CheckpointStore(paths.checkpoints, 0).complete()]
-    saved += [size_of(c.path) for c in theirs if not c.damage]
-    made, output = 0, Size()
+    output = 0
     if record.result is not None:
-        output = size_of(paths.data / record.result.output_dir)
+        there = size_of(workspace.layout.stage(stage_id).data / record.result.output_dir).bytes
         made = sum(f.bytes for f in record.result.files)  # it may have been reclaimed meanwhile
-    newest = paths.attempt(record.attempts[-1].number) if record.attempts else None
-    rollouts = [size_of(p).bytes for p in list_rollouts(newest.rollouts)] if newest else []
-    return _History(
-        checkpoint_bytes=max((s.bytes for s in saved), default=0),
-        checkpoint_inodes=max((s.inodes for s in saved), default=0),
-        output_bytes=max(made, output.bytes),
-        output_inodes=output.inodes,
-        rollout_step_bytes=sum(rollouts) // max(1, len(rollouts)),
-    )
+        output = max(made, there)
+    return _History(largest_checkpoint(workspace, stage_id), output)
+
+
+def largest_checkpoint(workspace: Workspace, stage_id: str) -> int:
+    """Bytes of the largest complete checkpoint of a stage; 0 where none is."""
+    store = CheckpointStore(workspace.layout.stage(stage_id).checkpoints, 0)
+    theirs, _ = recorded_checkpoints(workspace, stage_id)
+    saved = [c.path for c in store.complete()] + [c.path for c in theirs if not c.damage]
+    return max((size_of(path).bytes for path in saved), default=0)
 
 
 # ---------------------------------------------------------------- what is still to come
 
-#: Judgements of a rollout: its rubrics, and its claims with their evidence.
-_JUDGEMENTS = 16
 #: Prompts where nothing says how many there are.
 _PROMPTS = 1000
-
-
-def judgement_bytes(stages: Iterable[PlannedStage], plans: Sequence[Plan], folder: Path) -> int:
-    """Bytes of what judges will say in these stages, as far as the store still takes it.
-
-    The store is kept within its limit by what is already in it, so that is not counted again.
-    """
-    if all(plan.config_of(s).judge.kind == "lexical" for plan in plans for s in plan.stages):
-        return 0  # its judgements are not kept
-    from infra.judgements.segments import RECORD_BYTES, summarise
-
-    total = limit = 0
-    of = {stage.id: plan.config_of(stage) for plan in plans for stage in plan.stages}
-    for stage in stages:
-        config = of[stage.id]
-        if config.judge.kind == "lexical" or not asks_judge(config, stage.kind):
-            continue
-        limit = max(limit, int(config.judge.cache_gb * 2**30))
-        rollouts = evaluation_samples(config)
-        if stage.kind == "grpo":
-            rollouts = config.grpo.num_training_steps * rollouts_of_step(config)
-        elif stage.kind == "sample":
-            rollouts = training_prompts(config) * config.sample.attempts
-        total += rollouts * _JUDGEMENTS * RECORD_BYTES
-    held = summarise(folder)["bytes"] if total else 0
-    return max(0, min(total, limit - held))
 
 
 def rollouts_of_step(config: RecipeConfig) -> int:
@@ -205,36 +164,30 @@ def evaluation_samples(config: RecipeConfig) -> int:
     return prompts * (evaluate.num_samples + 1)
 
 
-#: What a stage's records, log and metrics take, and how many files they are.
-_CONTROL_BYTES, _CONTROL_INODES = 256 << 10, 40
-_METRICS_BYTES = 2 << 10  # of one step
-_CHECKPOINT_INODES, _RANK_INODES = 4, 2  # of all processes together, and of each
+#: What a stage's records and log take, and the metrics of a step.
+_CONTROL_BYTES, _METRICS_BYTES = 256 << 10, 2 << 10
 #: Bytes of a rollout on the disk: per sampled token (id, log-probability, text), and besides.
 _TOKEN_BYTES, _ROLLOUT_BYTES = 12, 2048
 _ROW_BYTES = 8 << 10  # of a prepared row
 #: Bytes of a parameter in the model's own type.
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
-_SAMPLING_INODES = 200  # files of batches and their links, as long as it works
-_MOST_FILES = 10  # of an exported model besides its shards
 #: Muon keeps one moment of hidden matrices where AdamW keeps two; the rest is an eighth or so.
 _MUON_SAVES = 3.5
-_CARD_BYTES = 64 << 10  # the card, and what it was made from
 
 
 class StageNeed(NamedTuple):
     """Need of one stage that is still to run.
 
     ``peak`` is the most at any moment; ``final`` what is there in the end; ``kept`` what is left of
-    that once its checkpoints were reclaimed. Bytes; ``inodes`` at the peak. ``basis`` says what the
-    figures rest on; ``known`` is False where nothing did. ``sure`` is what it cannot do without,
-    whatever else turns out smaller: checkpoints and the final weights.
+    that once its checkpoints were reclaimed. Bytes. ``basis`` says what the figures rest on;
+    ``known`` is False where nothing did. ``sure`` is what it cannot do without, whatever else turns
+    out smaller: checkpoints and the final weights.
     """
 
     stage: PlannedStage
     peak: int
     final: int
     kept: int
-    inodes: int
     basis: str
     known: bool = True
     sure: int = 0
@@ -252,14 +205,11 @@ class Forecast:
         How many may run at a time.
     reclaim
         Whether finished stages' checkpoints may go when room is short.
-    judgements
-        Bytes by which the store of judgements will grow, at most.
     """
 
     stages: tuple[StageNeed, ...]
     parallel: int
     reclaim: bool
-    judgements: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -271,12 +221,12 @@ class Forecast:
     def least_bytes(self) -> int:
         """The most, if all that may go has gone."""
         extra = sorted((s.peak - s.kept for s in self.stages), reverse=True)
-        return sum(s.kept for s in self.stages) + sum(extra[: self.parallel]) + self.judgements
+        return sum(s.kept for s in self.stages) + sum(extra[: self.parallel])
 
     @property
     def final_bytes(self) -> int:
         """Bytes that lie there in the end."""
-        return sum(s.final for s in self.stages) + self.judgements
+        return sum(s.final for s in self.stages)
 
     @property
     def needed_bytes(self) -> int:
@@ -288,11 +238,6 @@ class Forecast:
         """Bytes that the largest stage alone cannot do without; no guess that errs on the large
         side."""
         return max((s.sure for s in self.stages), default=0)
-
-    @property
-    def inodes(self) -> int:
-        """Files and folders."""
-        return sum(s.inodes for s in self.stages)
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -341,9 +286,7 @@ def forecast_disk(plans: Sequence[Plan], known: Knowledge) -> Forecast:
     config = plans[0].config if plans else RecipeConfig()
     local = config.dispatch.executor == "local"
     parallel = config.dispatch.max_parallel if local else max(1, len(plans))
-    stages, folder = [n.stage for n in needs.values()], known.workspace.layout.judgements
-    judgements = judgement_bytes(stages, plans, folder)
-    return Forecast(tuple(needs.values()), max(1, parallel), config.disk.reclaim, judgements)
+    return Forecast(tuple(needs.values()), max(1, parallel), config.disk.reclaim)
 
 
 def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
@@ -353,57 +296,49 @@ def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
     if stage.kind == "command":
         return _command_need(stage, config, history)
     if stage.kind == "export":  # weights as the training stage itself leaves them in the end
-        size, basis = _weights_of(plan.by_name[stage.inputs["policy"]], plan, known)
-        return _flat_need(stage, size, _MOST_FILES, basis)
+        return _flat_need(stage, *_weights_of(plan.by_name[stage.inputs["policy"]], plan, known))
     if stage.kind == "publish" and plan.config.publish.target == "folder":
         # A copy of the weights. On another disk it is counted all the same: of the room there
         # nothing is known.
         made = plan.by_name[stage.inputs["weights"]]
         while made.kind == "export":
             made = plan.by_name[made.inputs["policy"]]
-        size, basis = _weights_of(made, plan, known)
-        return _flat_need(stage, None if size is None else size + _CARD_BYTES, _MOST_FILES, basis)
-    if stage.kind == "publish":
-        return _flat_need(stage, _CARD_BYTES, _MOST_FILES, "goes to the Hub")
+        return _flat_need(stage, *_weights_of(made, plan, known))
     # An attempt is an answer, or an episode as long as its context may be. Each is there once, and
     # once more while they are written; what is kept as a demonstration is a part of that.
     length = config.grpo.response_length
     tokens = config.grpo.max_token_length if config.environment.name else length
     attempts = training_prompts(config) * config.sample.attempts
-    guess, basis = {
-        "data": ((config.data.synthetic_sft_rows + config.data.synthetic_rl_rows) * _ROW_BYTES, ""),
-        "sample": (2 * attempts * _sample_bytes(tokens), ""),
-        "evaluate": (evaluation_samples(config) * _sample_bytes(length), ""),
-        "card": (_CARD_BYTES, ""),
-        "fetch": (0, "goes to the Hub's cache (HF_HOME)"),
-        "serve": (0, "a server: its log alone"),
-    }.get(stage.kind, (None, ""))
-    size, inodes = guess, 4
-    if history.output_bytes:
-        size, inodes, basis = history.output_bytes, history.output_inodes or inodes, "measured"
+    size, basis = (
+        {
+            "data": (config.data.synthetic_sft_rows + config.data.synthetic_rl_rows) * _ROW_BYTES,
+            "sample": 2 * attempts * _sample_bytes(tokens),
+            "evaluate": evaluation_samples(config) * _sample_bytes(length),
+        }.get(stage.kind, 0),
+        "estimated",
+    )
+    if history.output_bytes and stage.kind != "publish":
+        size, basis = history.output_bytes, "measured"
+    need = _flat_need(stage, size, basis)
     if stage.kind != "sample":
-        return _flat_need(stage, size, inodes, basis or "estimated")
-    need = _flat_need(stage, size, _SAMPLING_INODES, basis or "estimated")
-    half = (size or 0) // 2  # checkpoints hold links to the same files
-    return need._replace(peak=need.peak + (size or 0), final=need.final + half)
+        return need
+    half = size // 2  # checkpoints hold links to the same files
+    return need._replace(peak=need.peak + size, final=need.final + half)
 
 
-def _flat_need(stage: PlannedStage, size: int | None, inodes: int, basis: str) -> StageNeed:
+def _flat_need(stage: PlannedStage, size: int | None, basis: str) -> StageNeed:
     """Need of a stage that writes once, and whose files stay."""
-    total, inodes = (size or 0) + _CONTROL_BYTES, inodes + _CONTROL_INODES
-    return StageNeed(stage, total, total, total, inodes, basis, size is not None)
+    total = (size or 0) + _CONTROL_BYTES
+    return StageNeed(stage, total, total, total, basis, size is not None)
 
 
 def _command_need(stage: PlannedStage, config: RecipeConfig, history: _History) -> StageNeed:
     """Another trainer saves as often as it likes; older ones are deleted when room is short. Only
     what lies there tells how large one is."""
-    known, most = history.checkpoint_bytes > 0, config.command.keep + 1
-    rest = history.output_bytes + _CONTROL_BYTES
-    saved = most * history.checkpoint_bytes + rest
-    inodes = most * history.checkpoint_inodes + (history.output_inodes or _MOST_FILES)
-    inodes, sure = inodes + _CONTROL_INODES, saved if known else 0
+    known, rest = history.checkpoint_bytes > 0, history.output_bytes + _CONTROL_BYTES
+    saved = (config.command.keep + 1) * history.checkpoint_bytes + rest
     basis = "measured" if known else "only its first checkpoint will tell"
-    return StageNeed(stage, saved, saved, rest, inodes, basis, known, sure)
+    return StageNeed(stage, saved, saved, rest, basis, known, saved if known else 0)
 
 
 def _weights_of(made: PlannedStage, plan: Plan, known: Knowledge) -> tuple[int | None, str]:
@@ -421,13 +356,9 @@ def _training_need(
 ) -> StageNeed:
     config = plan.config
     section = section_of(config, stage.kind)
-    parameters, is_grpo = model.parameters or 0, stage.kind == "grpo"
-    each = STATE_BYTES[config.model.dtype]
-    step = rollouts_of_step(config) * _sample_bytes(config.grpo.response_length)
-    # The state of each parameter, and batches that were sampled ahead.
-    is_muon = isinstance(section, SftConfig) and section.optimizer == "muon"
-    one = int(parameters * (each - (_MUON_SAVES if is_muon else 0.0)))
-    one = history.checkpoint_bytes or one + (config.grpo.async_steps * step if is_grpo else 0)
+    parameters, each = model.parameters or 0, STATE_BYTES[config.model.dtype]
+    less = _MUON_SAVES if getattr(section, "optimizer", "") == "muon" else 0.0
+    one = history.checkpoint_bytes or int(parameters * (each - less))
     weights = parameters * WEIGHT_BYTES[config.model.dtype]
     steps = _steps(stage.kind, config)
     saves = max(1, -(-steps // max(1, section.save_freq))) if steps else section.keep
@@ -438,10 +369,9 @@ def _training_need(
     # is complete.
     most = min(saves, max(2, section.keep) + held)
     left = min(saves, section.keep + held)
-    rollouts = (history.rollout_step_bytes or step) * steps if is_grpo else 0
-    rest = rollouts + (history.output_bytes or weights) + _CONTROL_BYTES + steps * _METRICS_BYTES
-    files = _CHECKPOINT_INODES + placement_of(config, stage.kind).world * _RANK_INODES
-    inodes = most * (history.checkpoint_inodes or files) + (steps if is_grpo else 0)
+    rollouts = rollouts_of_step(config) * _sample_bytes(config.grpo.response_length)
+    logged = steps * (_METRICS_BYTES + rollouts * (stage.kind == "grpo"))
+    rest = logged + (history.output_bytes or weights) + _CONTROL_BYTES
     least = history.checkpoint_bytes or int(parameters * (each - _MUON_SAVES))
     measured = history.checkpoint_bytes > 0
     return StageNeed(
@@ -449,7 +379,6 @@ def _training_need(
         peak=most * one + rest,
         final=left * one + rest,
         kept=rest,
-        inodes=inodes + _MOST_FILES + _CONTROL_INODES,
         basis="measured" if measured else model.source,
         known=measured or model.parameters is not None,
         sure=min(saves, 2) * least + weights,
@@ -465,47 +394,3 @@ def _steps(kind: str, config: RecipeConfig) -> int:
 
 def _sample_bytes(tokens: int) -> int:
     return _TOKEN_BYTES * tokens + _ROLLOUT_BYTES
-
-
-# ---------------------------------------------------------------- making it fit
-
-
-class Change(NamedTuple):
-    """Overrides that make plans fit, what they need then, and what they cost in words."""
-
-    overrides: tuple[str, ...]
-    needed_bytes: int
-    cost: str
-
-
-def fit(plans: Sequence[Plan], known: Knowledge, free_bytes: int, may_go: int = 0) -> Change | None:
-    """The cheapest change with which plans fit into ``free_bytes``, and ``may_go`` bytes where
-    reclaiming is allowed; None: none does.
-
-    In order of what they cost: reclaim finished checkpoints, keep one checkpoint, one job at a
-    time, save only at the end; then all of these together. The identity of no stage changes.
-    """
-    steps = list(_changes(plans[0].config))
-    merged = {path: value for changes, _ in steps for path, value in changes.items()}
-    for changes, cost in ({}, ""), *steps, (merged, "; ".join(cost for _, cost in steps)):
-        changed = [replace(p, config=replace_fields(p.config, changes)) for p in plans]
-        found = forecast_disk(changed, known)
-        if found.needed_bytes <= free_bytes + (may_go if found.reclaim else 0):
-            overrides = tuple(f"{path}={str(value).lower()}" for path, value in changes.items())
-            return Change(overrides, found.needed_bytes, cost)
-    return None
-
-
-def _changes(config: RecipeConfig) -> Iterator[tuple[dict[str, int | bool], str]]:
-    """Fields with values that take less room, the cheapest first, and what that costs."""
-    kinds = [kind for kind in STAGES if kind in config.stages]
-    if not config.disk.reclaim:
-        yield {"disk.reclaim": True}, "finished checkpoints are reclaimed"
-    if keeping := [kind for kind in kinds if section_of(config, kind).keep > 1]:
-        yield {f"{kind}.keep": 1 for kind in keeping}, f"{', '.join(keeping)}: one is kept"
-    if (most := config.dispatch.max_parallel) > 1 and config.dispatch.executor == "local":
-        yield {"dispatch.max_parallel": 1}, f"1 at a time instead of {most}"
-    steps = {kind: _steps(kind, config) for kind in kinds}
-    late = {f"{k}.save_freq": n for k, n in steps.items() if section_of(config, k).save_freq < n}
-    if late:
-        yield late, "saved once, at the end: a failure loses all of it"

@@ -10,15 +10,14 @@ cannot be asked vouches for nothing.
 
 Holds on checkpoints, with the reason why one is idle, if it is. A hold is let go by whoever brings
 a plan about, once the waiting stage is done; what is left of calls that were cancelled or forgotten
-stays until somebody asks for it with `refiner disk --reclaim`. :func:`why_idle` is pure; where a
-record cannot be read, nothing is idle.
+stays until somebody asks for it with `refiner disk --reclaim`. Where a record cannot be read,
+nothing is idle.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +29,7 @@ from infra.disk.usage import Item, size_of, take_stock
 from infra.foreign.checkpoints import older, recorded_checkpoints, unfinished
 from infra.host.files import existing, names_in, project_id
 from infra.store import atomic
-from infra.store.checkpoints import DAMAGED, MARKER, pins, read_checkpoint, step_name
+from infra.store.checkpoints import DAMAGED, HOLD_NAME, MARKER, pins, read_checkpoint
 from infra.store.orchestrators import orchestrator_of
 from infra.store.stage_records import target_damage
 from infra.store.workspace import Workspace
@@ -75,17 +74,8 @@ class Copy(NamedTuple):
         return self.target.partition(f"/{self.repo_id}")[0]
 
     def has(self, files: Iterable[OutputFile]) -> bool:
-        """Tell whether all of these files are among what was published, and as far as one can tell
-        without reading them still are."""
-        files = list(files)
-        if not all(file.sha256 in self.names for file in files):
-            return False
-        paths = [Path(self.target) / self.names[file.sha256] for file in files]
-        try:
-            sizes = [path.stat().st_size for path in paths] if self.where == "folder" else []
-        except OSError:
-            return False
-        return self.where == "hub" or sizes == [file.bytes for file in files]
+        """Tell whether all of these files are among what was published."""
+        return all(file.sha256 in self.names for file in files)
 
     def is_elsewhere(self, folder: Path) -> bool:
         """Tell whether it shares neither file system nor project (quota) with ``folder``."""
@@ -207,41 +197,15 @@ def _doubt_of_hub(copy: Copy, files: Sequence[OutputFile]) -> str:
     return ""
 
 
-_NAME = re.compile(r"step-(\d+)-(.+)\.json")
-
-
 class Hold(NamedTuple):
-    """``waiting`` (a stage id) waits for the checkpoint of ``step`` of stage ``stage_id``; ``runs``
-    have that stage; ``idle`` says why nothing needs the hold, and is empty where something does."""
+    """``waiting`` (a stage id) waits for the checkpoint of ``step`` of stage ``stage_id``; ``idle``
+    says why nothing needs the hold, and is empty where something does."""
 
     path: Path
     stage_id: str
     step: int
     waiting: str
-    runs: tuple[str, ...] = ()
     idle: str = ""
-
-
-def read_holds(workspace: Workspace) -> list[Hold]:
-    """All holds of a workspace, by stage and step."""
-    found = []
-    for stage_id in workspace.stage_ids():
-        folder = workspace.layout.stage(stage_id).holds
-        for name in names_in(folder):
-            if match := _NAME.fullmatch(name):
-                found.append(Hold(folder / name, stage_id, int(match[1]), match[2]))
-    callers = _callers(workspace) if found else {}
-    return [_judged(workspace, hold, callers) for hold in found]
-
-
-def drop_idle(workspace: Workspace, holds: Iterable[Hold]) -> list[Hold]:
-    """Let those go that are idle by another look; returns them."""
-    gone = []
-    for hold in holds:
-        if hold.idle and _judged(workspace, hold, _callers(workspace)).idle:
-            atomic.remove_quietly(hold.path)
-            gone.append(hold)
-    return gone
 
 
 #: A call that has the waiting stage: its run, whether somebody wanted that stage to end, and
@@ -249,43 +213,42 @@ def drop_idle(workspace: Workspace, holds: Iterable[Hold]) -> list[Hold]:
 Caller = tuple[str, bool, bool]
 
 
-def why_idle(callers: Sequence[Caller] | None, *, done: bool, trained: bool, there: bool) -> str:
-    """Reason why a hold may go; empty: it may not.
-
-    Parameters
-    ----------
-    callers
-        Calls that have the waiting stage; None where a record cannot be read.
-    done, trained, there
-        The waiting stage is; the one whose checkpoint is held; the checkpoint is complete.
-    """
-    if done:
-        return "what waited for it is done"
-    if callers is None or any(works for _, _, works in callers):
-        return ""
-    if not callers:
-        return "no recorded run has the stage that waits for it"
-    if trained and not there:
-        return "the checkpoint is gone and its training is over, so nothing can come of it"
-    if all(cancelled for _, cancelled, _ in callers):
-        return f"cancelled: {', '.join(run for run, _, _ in callers)}"
-    return ""
+def read_holds(workspace: Workspace) -> list[Hold]:
+    """All holds of a workspace, by stage and step."""
+    found = []
+    for stage_id in workspace.stage_ids():
+        folder = workspace.layout.stage(stage_id).holds
+        for match in map(HOLD_NAME.fullmatch, names_in(folder)):
+            if match:
+                found.append(Hold(folder / match[0], stage_id, int(match[1]), match[2]))
+    callers = _callers(workspace) if found else {}
+    return [hold._replace(idle=_why_idle(workspace, hold, callers)) for hold in found]
 
 
-def _judged(workspace: Workspace, hold: Hold, callers: dict[str, list[Caller]] | None) -> Hold:
-    saved = workspace.layout.stage(hold.stage_id).checkpoints / step_name(hold.step)
-    found = None if callers is None else callers.get(hold.waiting, [])
+def drop_idle(workspace: Workspace, holds: Iterable[Hold]) -> list[Hold]:
+    """Let those go that are idle by another look; returns them."""
+    idle = {hold.path for hold in read_holds(workspace) if hold.idle}
+    gone = [hold for hold in holds if hold.path in idle]
+    for hold in gone:
+        atomic.remove_quietly(hold.path)
+    return gone
+
+
+def _why_idle(workspace: Workspace, hold: Hold, known: dict[str, list[Caller]] | None) -> str:
+    """Reason why a hold may go; empty: it may not. ``known`` are the calls of each stage, None
+    where a record cannot be read."""
     try:
-        idle = why_idle(
-            found,
-            done=workspace.read_result(hold.waiting) is not None,
-            trained=workspace.read_result(hold.stage_id) is not None,
-            there=read_checkpoint(saved) is not None,
-        )
+        if workspace.read_result(hold.waiting) is not None:
+            return "what waited for it is done"
     except RefinerError as error:
         log.warning("the hold %s stays: %s", hold.path.name, error)
-        return hold
-    return hold._replace(runs=tuple(run for run, _, _ in found or ()), idle=idle)
+        return ""
+    callers = None if known is None else known.get(hold.waiting, [])
+    if callers == []:
+        return "no recorded run has the stage that waits for it"
+    if callers is None or not all(cancelled and not works for _, cancelled, works in callers):
+        return ""
+    return f"cancelled: {', '.join(run for run, _, _ in callers)}"
 
 
 def _callers(workspace: Workspace) -> dict[str, list[Caller]] | None:
@@ -305,23 +268,17 @@ def _callers(workspace: Workspace) -> dict[str, list[Caller]] | None:
     return found
 
 
-_MOST_EDGES = 10_000
 _EDGES: dict[tuple[str, ...], dict[str, tuple[str, ...]] | None] = {}
 
 
 class Weights(NamedTuple):
-    """Exported weights of a finished stage, and the copy that was published of them.
-
-    ``verified``: what was published has the same hashes; ``elsewhere``: it does not lie on the
-    quota or file system that deleting would relieve.
-    """
+    """Exported weights of a finished stage, and a copy of the same hashes that was published: one
+    that does not lie on the quota or file system that deleting would relieve."""
 
     folder: Path
     files: tuple[OutputFile, ...]  # relative to the folder
     gain: int
     copy: Copy | None = None
-    verified: bool = False
-    elsewhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -369,23 +326,20 @@ class Stock:
 
     ``complete`` are the checkpoints that can be resumed from, ``damaged`` those that were found not
     to be what was saved, ``idle_code`` the snapshots that no
-    unfinished run uses, ``caches`` what was asked for besides; ``copies`` is what weights were
-    published to, by the stage that made them, ``holds`` what waits for checkpoints.
+    unfinished run uses; ``copies`` is what weights were published to, by the stage that made them,
+    ``holds`` what waits for checkpoints.
     """
 
     items: tuple[Item, ...]
     stages: Mapping[str, StageFacts]
     complete: frozenset[Path] = frozenset()
     idle_code: frozenset[str] = frozenset()
-    caches: tuple[Item, ...] = field(default=())
     copies: Mapping[str, tuple[Copy, ...]] = field(default_factory=dict)
     holds: tuple[Hold, ...] = ()
     damaged: frozenset[Path] = frozenset()
 
 
-def read_stock(
-    workspace: Workspace, caches: Iterable[Item] = (), *, as_if_dropped: bool = False
-) -> Stock:
+def read_stock(workspace: Workspace, *, as_if_dropped: bool = False) -> Stock:
     """The stock of a workspace now. ``as_if_dropped``: as if idle holds had been let go."""
     # Records first: what becomes dead or superseded afterwards is merely kept a little longer.
     records = _records(workspace)
@@ -427,7 +381,7 @@ def read_stock(
     complete = frozenset(path for path in saved if read_checkpoint(path) is not None)
     damaged = frozenset(path for path in saved if (path / DAMAGED).exists())
     idle = _idle_code(runs, records)
-    return Stock(tuple(items), stages, complete, idle, tuple(caches), copies, holds, damaged)
+    return Stock(tuple(items), stages, complete, idle, copies, holds, damaged)
 
 
 def protection_of(workspace: Workspace, stage_id: str) -> str:
@@ -532,8 +486,6 @@ def edges_of(run: RunRecord) -> dict[str, tuple[str, ...]] | None:
     """
     key = (run.run, run.started_at, *run.stages.values())
     if key not in _EDGES:
-        if len(_EDGES) >= _MOST_EDGES:
-            _EDGES.clear()
         _EDGES[key] = _planned_edges(run)
     return _EDGES[key]
 
@@ -585,10 +537,5 @@ def _weights(
     files = tuple(f for f in named if (folder / f.path).exists())
     if not files:
         return None
-    weights = Weights(folder, files, sum(size_of(folder / f.path).gain for f in files))
-    for copy in copies:
-        verified, elsewhere = copy.has(files), copy.is_elsewhere(folder)
-        weights = weights._replace(copy=copy, verified=verified, elsewhere=elsewhere)
-        if verified and elsewhere:
-            break
-    return weights
+    copy = next((c for c in copies if c.has(files) and c.is_elsewhere(folder)), None)
+    return Weights(folder, files, sum(size_of(folder / f.path).gain for f in files), copy)

@@ -28,23 +28,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from infra.disk.forecast import STATE_BYTES, model_size
+from infra.disk.forecast import STATE_BYTES, largest_checkpoint, model_size
 from infra.disk.inventory import FreshLook, Stock, read_stock
 from infra.disk.probe import Prober, Room
 from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim
-from infra.disk.usage import Item, find_caches, measure, size_of
-from infra.foreign.checkpoints import recorded_checkpoints
+from infra.disk.usage import measure, size_of
 from infra.host.files import existing, exists, make_folder, sync_file_system
 from infra.jobs.protocol import AttemptRef
 from infra.store import atomic
 from infra.store.atomic import PROBE_BYTES, no_space_error, refusal
-from infra.store.checkpoints import CheckpointStore
 from infra.store.workspace import Workspace, doubtful_folder
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError, RefinerError
 from refiner_core.contract.placement import STAGES
 
 log = logging.getLogger(__name__)
+#: Files and folders that a save makes, and as many as are told of when no more are left.
+SAVE_INODES, _FEW_INODES = 16, 1000
 
 
 class _Reservation(NamedTuple):
@@ -54,7 +54,6 @@ class _Reservation(NamedTuple):
     workspace: Path
     ref: AttemptRef
     bytes: int
-    inodes: int
     written: int
 
     @property
@@ -78,7 +77,7 @@ class Ledger:
         self.workspace = workspace
         self.folder = folder or workspace.layout.disk / "reservations"
 
-    def write(self, ref: AttemptRef, need_bytes: int, inodes: int = 0) -> None:
+    def write(self, ref: AttemptRef, need_bytes: int) -> None:
         """Announce what the attempt is about to write; replaces what it announced before.
 
         Raises
@@ -94,7 +93,7 @@ class Ledger:
             "stage_id": ref.stage_id,
             "attempt": ref.number,
             "bytes": need_bytes,
-            "inodes": inodes,
+            "inodes": SAVE_INODES,
         }
         atomic.write_json(self._path(ref), value)
 
@@ -134,8 +133,8 @@ class Ledger:
                 written = 0
                 with contextlib.suppress(OSError):  # one has just become visible, or was swept
                     written = sum(size_of(part).bytes for part in parts)
-                sizes = (int(value["bytes"]), int(value["inodes"]), written)
-                yield _Reservation(path, Path(value["workspace"]), ref, *sizes)
+                where = Path(value["workspace"])
+                yield _Reservation(path, where, ref, int(value["bytes"]), written)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning("the reservation %s cannot be read and is left out: %s", path, error)
 
@@ -156,8 +155,6 @@ class Ledger:
 _GIB = 2**30
 #: What a save needs of which nothing is known yet.
 FLOOR_BYTES = 4 << 20
-#: Files and folders that a save makes.
-SAVE_INODES = 16
 _LONGEST_CACHE_S = 10.0
 _WRITE_CACHE_S = 2.0
 _ROUNDS = 3  # of reclaiming: what is given back may be less than what was counted
@@ -237,10 +234,7 @@ class DiskKeeper:
     def need_of(self, stage_id: str) -> int:
         """Bytes that the stage's next save will need: the largest of its checkpoints, else what
         the model's size tells, else a small floor."""
-        store = CheckpointStore(self.workspace.layout.stage(stage_id).checkpoints, 0)
-        theirs, _ = recorded_checkpoints(self.workspace, stage_id)
-        saved = [c.path for c in store.complete()] + [c.path for c in theirs if not c.damage]
-        known = max((size_of(path).bytes for path in saved), default=0)
+        known = largest_checkpoint(self.workspace, stage_id)
         return max(known or self._estimate(stage_id), FLOOR_BYTES)
 
     def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
@@ -248,14 +242,13 @@ class DiskKeeper:
         inodes = self._missing_inodes(self.room(), ref)
         if inodes:
             return f"{inodes} more files and folders (inodes)"
-        return f"{need_bytes / 2**20:,.1f} MiB"
+        return gib(need_bytes)
 
     def status_line(self) -> str:
-        """For people: ``12.3 of 100.0 GiB used, 3.0 GiB reserved``; inodes where these are
-        scarcer."""
+        """For people: ``12.3 of 100.0 GiB used, 3.0 GiB reserved``; inodes where they are few."""
         room, reserved = self.room(), self.reserved()
-        if room.inodes_are_scarcer:
-            text = f"{room.used_inodes:,} of {room.limit_inodes:,} files and folders (inodes) used"
+        if room.free_inodes is not None and room.free_inodes < _FEW_INODES:
+            text = f"room for {room.free_inodes:,} more files and folders (inodes)"
         elif room.used_bytes is None or room.limit_bytes is None:
             text = f"{gib(room.free_bytes)} free"
         else:
@@ -266,18 +259,13 @@ class DiskKeeper:
 
     # ------------------------------------------------------------ making room
 
-    def stock(self, *, caches: bool = False, as_if_dropped: bool = False) -> Stock:
+    def stock(self, *, as_if_dropped: bool = False) -> Stock:
         """Inventory of the workspace; ``as_if_dropped``: but for idle holds."""
-        found = self.caches() if caches else ()
-        return read_stock(self.workspace, found, as_if_dropped=as_if_dropped)
+        return read_stock(self.workspace, as_if_dropped=as_if_dropped)
 
-    def caches(self) -> list[Item]:
-        """The caches that are watched."""
-        return find_caches(self.config.watch_caches, self.workspace.layout)
-
-    def candidates(self, need_bytes: int | None, *, caches: bool = False) -> list[Candidate]:
-        """Candidates for a reclaim of ``need_bytes`` (None: of all that may go)."""
-        return plan_reclaim(self.stock(caches=caches), need_bytes, caches=caches)
+    def candidates(self) -> list[Candidate]:
+        """All that may go."""
+        return plan_reclaim(self.stock(), None)
 
     def carry_out(self, candidates: list[Candidate]) -> Reclaimed:
         """Delete candidates, and have the file system give the room back."""
@@ -351,7 +339,7 @@ class DiskKeeper:
         """Write the entry, and look. Where it is refused for another reason than a lack of room,
         the save goes on without: others then do not know of it."""
         try:
-            self.ledger.write(ref, need_bytes, SAVE_INODES)
+            self.ledger.write(ref, need_bytes)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return False
@@ -376,8 +364,8 @@ class DiskKeeper:
     def _missing_inodes(self, room: Room, ref: AttemptRef | None) -> int:
         if room.free_inodes is None:
             return 0
-        others = sum(r.inodes for r in self.ledger.others(ref))
-        return max(0, SAVE_INODES + others - room.free_inodes)
+        saves = 1 + len(self.ledger.others(ref))
+        return max(0, SAVE_INODES * saves - room.free_inodes)
 
     def _write_goes_through(self, need_bytes: int, fresh: bool) -> bool:
         """Ask what no figure tells, a quota that no tool shows. A write that went through is
@@ -405,11 +393,10 @@ class DiskKeeper:
         if self._read_only:
             why = OSError(errno.EROFS, os.strerror(errno.EROFS))
             return no_space_error(self.workspace.layout.data, "waiting for room", why)
-        inodes = self._missing_inodes(room, ref)
-        missing = self.lacking(0, ref) if inodes else gib(self.shortage(need_bytes, ref))
+        missing = self.lacking(self.shortage(need_bytes, ref), ref)
         return NoSpaceError(
             f"No room for {gib(need_bytes)} in {self.workspace.layout.data}: {missing} are "
-            f"missing ({self.status_line()}, by {room.source}{room.note and f'; {room.note}'})",
+            f"missing ({self.status_line()}, by {room.source})",
             expected="room on the disk, and in the quota of the user or group",
             fix="see `refiner disk`, free some space and run the same command again",
         )
@@ -502,9 +489,7 @@ class DiskWatch:
             return
         self._short = bool(missing)
         if missing:
-            what = gib(missing)
-            if room.inodes_are_scarcer:
-                what = self.keeper.lacking(need)
+            what = self.keeper.lacking(missing)
             self._tell("short", f"{what} are missing for the next saves", missing)
         else:
             self._tell("room", f"there is room again: {self.keeper.status_line()}", 0)

@@ -13,9 +13,8 @@ what is there to be read decides.
 from __future__ import annotations
 
 import contextlib
-import csv
+import functools
 import grp
-import io
 import logging
 import os
 import pwd
@@ -43,25 +42,19 @@ _SIZE = re.compile(r"([\d.,]*\d)\s*([kmgtpe]?)(i?b?)", re.IGNORECASE)
 
 
 class Limit(NamedTuple):
-    """One resource of one quota; 0 is no limit.
-
-    ``grace`` is the time left above the soft limit, in the tool's words; once it is ``over``, the
-    soft limit counts as the hard one.
-    """
+    """One resource of one quota; 0 is no limit. Once the time above the soft limit is ``over``, the
+    soft limit counts as the hard one."""
 
     used: int
     soft: int = 0
     hard: int = 0
-    grace: str = ""
     over: bool = False
 
     @property
     def effective(self) -> int | None:
         """Most that may be used now; None where nothing limits it."""
-        limits = [self.hard] if self.hard > 0 else []
-        if self.over and self.soft > 0:
-            limits.append(self.soft)
-        return min(limits, default=None)
+        limits = (self.hard, self.soft if self.over else 0)
+        return min((limit for limit in limits if limit > 0), default=None)
 
     @property
     def free(self) -> int | None:
@@ -71,14 +64,12 @@ class Limit(NamedTuple):
 
 
 class Quota(NamedTuple):
-    """One quota: whose, on what, and its limits. ``doubt`` is what the tool says against its own
-    numbers."""
+    """One quota: whose, on what, and its limits."""
 
     whose: str
     where: str
     bytes: Limit
     inodes: Limit | None = None
-    doubt: str = ""
 
 
 def parse_size(text: str) -> int:
@@ -99,7 +90,6 @@ def parse_size(text: str) -> int:
 
 # ---------------------------------------------------------------- quota, lfs quota
 
-_DOUBT = "some targets do not answer, so the numbers are too low"
 _WHOSE = re.compile(r"Disk quotas for (?:usr |grp |prj |prjid )?(.*?)\s*\(")
 #: What the tools write when the time above the soft limit has run out.
 _GRACE_OVER = ("none", "expired")
@@ -108,7 +98,6 @@ _GRACE_OVER = ("none", "expired")
 def parse_quota(text: str) -> list[Quota]:
     """Rows of `quota`, `quota -w` and `lfs quota` (units of KiB); wrapped lines are joined."""
     found, whose = [], ""
-    doubt = _DOUBT if "inaccurate" in text else ""
     for line in _unwrapped(text):
         if title := _WHOSE.search(line):
             whose = title.group(1)
@@ -116,7 +105,7 @@ def parse_quota(text: str) -> list[Quota]:
         row = _quota_cells([c.strip("*[]") for c in cells])
         if row is not None:
             space, inodes = _limit(*row[:4], unit=_KIB), _limit(*row[4:], unit=1)
-            found.append(Quota(whose, where, space, inodes, _DOUBT if "[" in line else doubt))
+            found.append(Quota(whose, where, space, inodes))
     return found
 
 
@@ -148,25 +137,7 @@ def _unwrapped(text: str) -> Iterator[str]:
 
 
 def _limit(used: str, soft: str, hard: str, grace: str, *, unit: int) -> Limit:
-    over = grace in _GRACE_OVER
-    left = "" if over or not grace.strip("-") else grace
-    return Limit(int(used) * unit, int(soft) * unit, int(hard) * unit, left, over)
-
-
-# ---------------------------------------------------------------- repquota -O csv
-
-
-def parse_repquota_csv(text: str, name: str) -> list[Quota]:
-    """The rows of `repquota -O csv` (units of KiB) whose first column is ``name`` or ``#name``."""
-    lines = [line for line in text.splitlines() if line.count(",") >= 10]
-    found = []
-    for row in csv.reader(io.StringIO("\n".join(lines[1:]))):
-        if row[0] not in (name, f"#{name}"):
-            continue
-        space = _limit(row[3], row[4], row[5], row[6], unit=_KIB)
-        inodes = _limit(row[7], row[8], row[9], row[10], unit=1)
-        found.append(Quota(f"{lines[0].split(',')[0].lower()} {row[0]}", "", space, inodes))
-    return found
+    return Limit(int(used) * unit, int(soft) * unit, int(hard) * unit, grace in _GRACE_OVER)
 
 
 # ---------------------------------------------------------------- xfs_quota
@@ -203,7 +174,6 @@ def parse_btrfs_qgroups(text: str) -> list[Quota]:
     """Rows of `btrfs qgroup show --raw -re` (bytes); the columns are those of its header."""
     found: list[Quota] = []
     columns: list[str] = []
-    doubt = "btrfs calls its own numbers inconsistent" if "inconsistent" in text else ""
     for line in text.splitlines():
         cells, words = re.split(r"\s{2,}|\s+(?=\S+$)", line.strip()), line.split()
         if "qgroupid" in re.split(r"\s{2,}", line.strip())[0].lower():
@@ -216,7 +186,7 @@ def parse_btrfs_qgroups(text: str) -> list[Quota]:
             for used, limit in (("rfer", "max_rfer"), ("excl", "max_excl")):
                 hard = row.get(limit, "none")
                 space = Limit(int(row[used]), hard=0 if hard == "none" else int(hard))
-                found.append(Quota(f"qgroup {words[0]}", cells[-1], space, doubt=doubt))
+                found.append(Quota(f"qgroup {words[0]}", cells[-1], space))
     return found
 
 
@@ -236,8 +206,7 @@ def parse_mmlsquota(text: str) -> list[Quota]:
         if "blockUsage" in row:
             space, inodes = _gpfs_limit(row, "block", _KIB), _gpfs_limit(row, "files", 1)
             whose = f"{row.get('quotaType', '')} {row.get('name', '')}".strip()
-            where, doubt = row.get("filesystemName", ""), row.get("remarks", "").strip()
-            found.append(Quota(whose, where, space, inodes, doubt))
+            found.append(Quota(whose, row.get("filesystemName", ""), space, inodes))
     return found
 
 
@@ -299,12 +268,10 @@ class Room:
         Bytes that can still be written.
     used_bytes, limit_bytes
         Against which limit; None where nothing says.
-    free_inodes, used_inodes, limit_inodes
-        The same for files and folders.
+    free_inodes
+        Files and folders that can still be made; None where nothing says.
     source
         What said so: ``quota user 1000``, ``btrfs qgroup 0/256``, ``file system`` …
-    note
-        What a person should know: a soft limit and its grace, doubts of the tool.
     knows_quota
         Whether quotas are part of the figures.
     """
@@ -313,30 +280,13 @@ class Room:
     used_bytes: int | None = None
     limit_bytes: int | None = None
     free_inodes: int | None = None
-    used_inodes: int | None = None
-    limit_inodes: int | None = None
     source: str = ""
-    note: str = ""
     knows_quota: bool = False
 
     @property
     def share(self) -> float:
-        """The larger of the used shares of bytes and inodes, 0 to 1."""
-        return max(self._shares)
-
-    @property
-    def inodes_are_scarcer(self) -> bool:
-        """Tell whether more of the inodes than of the bytes is used."""
-        of_bytes, of_inodes = self._shares
-        return of_inodes > of_bytes
-
-    @property
-    def _shares(self) -> tuple[float, float]:
-        pairs = ((self.used_bytes, self.limit_bytes), (self.used_inodes, self.limit_inodes))
-        of_bytes, of_inodes = (
-            used / most if used is not None and most else 0.0 for used, most in pairs
-        )
-        return of_bytes, of_inodes
+        """Used share of the bytes, 0 to 1."""
+        return self.used_bytes / self.limit_bytes if self.used_bytes and self.limit_bytes else 0.0
 
 
 def quota_room(name: str, quota: Quota) -> Room | None:
@@ -359,21 +309,9 @@ def quota_room(name: str, quota: Quota) -> Room | None:
         used_bytes=None if space.free is None else space.used,
         limit_bytes=space.effective,
         free_inodes=free_inodes,
-        used_inodes=None if inodes is None or free_inodes is None else inodes.used,
-        limit_inodes=None if inodes is None else inodes.effective,
         source=f"{name} {quota.whose}".strip(),
-        note=", ".join(filter(None, (_grace("", space), _grace("inode ", inodes), quota.doubt))),
         knows_quota=name != "disk.limit_gb",
     )
-
-
-def _grace(what: str, limit: Limit | None) -> str:
-    if limit is None or limit.soft <= 0 or limit.used <= limit.soft:
-        return ""
-    if limit.over:
-        return f"the {what}soft limit is passed and its grace is over: it counts as hard"
-    left = f", {limit.grace} left" if limit.grace else ""
-    return f"above the {what}soft limit{left}"
 
 
 def statvfs_room(folder: Path, mount: Mount) -> Room | None:
@@ -384,14 +322,11 @@ def statvfs_room(folder: Path, mount: Mount) -> Room | None:
         log.debug("no free figures of %s: %s", folder, error)
         return None
     total, unused = status.f_blocks * status.f_frsize, status.f_bfree * status.f_frsize
-    has_inodes = status.f_files > 0
     return Room(
         free_bytes=status.f_bavail * status.f_frsize,
         used_bytes=total - unused,
         limit_bytes=total - unused + status.f_bavail * status.f_frsize,
-        free_inodes=status.f_favail if has_inodes else None,
-        used_inodes=status.f_files - status.f_ffree if has_inodes else None,
-        limit_inodes=status.f_files or None,
+        free_inodes=status.f_favail if status.f_files > 0 else None,
         source=f"file system ({mount.type})",
         knows_quota=mount.type in HONEST,
     )
@@ -400,17 +335,12 @@ def statvfs_room(folder: Path, mount: Mount) -> Room | None:
 def tightest(rooms: Sequence[Room]) -> Room:
     """The room with the fewest free bytes; inodes of whichever has the fewest of these."""
     if not rooms:
-        return Room(free_bytes=UNLIMITED, source="nothing", note="nothing says how much is free")
+        return Room(free_bytes=UNLIMITED, source="nothing")
     space = min(rooms, key=lambda r: r.free_bytes)
-    counted = [r for r in rooms if r.free_inodes is not None]
-    inodes = min(counted, key=lambda r: r.free_inodes or 0, default=space)
-    notes = dict.fromkeys(filter(None, (r.note for r in rooms)))
+    counted = [r.free_inodes for r in rooms if r.free_inodes is not None]
     return replace(
         space,
-        free_inodes=inodes.free_inodes,
-        used_inodes=inodes.used_inodes,
-        limit_inodes=inodes.limit_inodes,
-        note="; ".join(notes),
+        free_inodes=min(counted, default=None),
         knows_quota=any(r.knows_quota for r in rooms),
     )
 
@@ -472,10 +402,10 @@ class Prober:
         self.folder, self.config = folder, config
         self.measure, self.run, self._mount = measure, run, mount
         self._complaints = Complaints()
-        if not config.probe.startswith("command:") and config.probe not in _PROBES:
+        if not config.probe.startswith("command:") and config.probe not in _NAMES:
             raise ConfigurationError(
                 f"`disk.probe` is {config.probe!r}",
-                expected=f"one of: {', '.join(_PROBES)}, or `command:PROGRAM ARGUMENTS`",
+                expected=f"one of: {', '.join(_NAMES[:-1])}, or `command:PROGRAM ARGUMENTS`",
                 fix="name one of these",
             )
 
@@ -495,9 +425,10 @@ class Prober:
     def _probes(self, mount: Mount) -> list[tuple[str, Probe]]:
         if self.config.probe.startswith("command:"):
             return [("command", _ask_command)]
-        if self.config.probe != "auto":
-            return _named(_PROBES[self.config.probe])
-        return _named(next((v for k, v in _BY_TYPE if mount.type.startswith(k)), ()))
+        names: Sequence[str] = [self.config.probe.replace("repquota", "quota")]
+        if self.config.probe == "auto":
+            names = next((v for k, v in _BY_TYPE.items() if mount.type.startswith(k)), ())
+        return [(name, _TOOLS[name]) for name in names if name in _TOOLS]
 
     def _complain(self, name: str, error: Exception) -> None:
         text = "room cannot be learned from %s: %s; the next best is asked"
@@ -541,50 +472,33 @@ def _owners(folder: Path) -> list[tuple[str, int]]:
     return [(option, number) for option, number in found if number or option != "p"]
 
 
-def _of_owners(
-    prober: Prober,
-    parse: Callable[[str], list[Quota]],
-    command: Callable[[str, int], Sequence[str]],
-) -> list[Quota]:
-    """Quotas of the folder's owners, by the command for each; a row that names nobody is theirs."""
+#: Parser and commands of tools that are asked about each owner of a folder, by option.
+_OF_OWNERS: dict[str, tuple[Callable[[str], list[Quota]], dict[str, str]]] = {
+    "quota": (
+        parse_quota,
+        {"u": "quota -w -u", "g": "quota -w -g {name}", "p": "quota -w -P {number}"},
+    ),
+    "xfs": (
+        parse_xfs_quota,
+        dict.fromkeys("ugp", "xfs_quota -c 'quota -{option} -b -i -n -N -v {number}' {point}"),
+    ),
+    "lustre": (parse_quota, dict.fromkeys("ugp", "lfs quota -q -{option} {name} {point}")),
+}
+
+
+def _ask_of_owners(tool: str, prober: Prober, mount: Mount) -> list[Quota]:
+    """Quotas of the folder's owners; a row that names nobody is theirs."""
     found: list[Quota] = []
+    parse, commands = _OF_OWNERS[tool]
     for option, number in _owners(existing(prober.folder)):
-        whose = f"-{option} {_name_of(option, number)}"
-        rows = prober.rows(parse, *command(option, number))
-        found += [q if q.whose else q._replace(whose=whose) for q in rows]
+        name = _name_of(option, number)
+        words = {"option": option, "number": number, "name": name, "point": mount.point}
+        command = [word.format(**words) for word in shlex.split(commands[option])]
+        rows = prober.rows(parse, *command)
+        found += [q if q.whose else q._replace(whose=f"-{option} {name}") for q in rows]
+    if tool == "quota":  # it tells of all file systems
+        found = [q for q in found if q.where in (mount.source, str(mount.point))]
     return found
-
-
-def _ask_quota(prober: Prober, mount: Mount) -> list[Quota]:
-    """`quota` of the user, of the folder's group and of its project, on this file system."""
-
-    def command(option: str, number: int) -> Sequence[str]:
-        words = {"u": ["-u"], "g": ["-g", _name_of("g", number)], "p": ["-P", str(number)]}
-        return ("quota", "-w", *words[option])
-
-    found = _of_owners(prober, parse_quota, command)
-    return [q for q in found if q.where in (mount.source, str(mount.point))]
-
-
-def _ask_repquota(prober: Prober, mount: Mount) -> list[Quota]:
-    """`repquota`, which root alone may call, by number."""
-    found: list[Quota] = []
-    for option, number in _owners(existing(prober.folder)):
-        flag = f"-{option}".replace("p", "P")
-        # Others than the one that is asked for are left out; that one need not have an entry.
-        text = prober.run(("repquota", "-O", "csv", "-n", flag, str(mount.point)))
-        found += parse_repquota_csv(text, str(number))
-    return found
-
-
-def _ask_xfs(prober: Prober, mount: Mount) -> list[Quota]:
-    """`xfs_quota` of the user, the folder's group and its project."""
-
-    def command(option: str, number: int) -> Sequence[str]:
-        asked = f"quota -{option} -b -i -n -N -v {number}"
-        return ("xfs_quota", "-c", asked, str(mount.point))
-
-    return _of_owners(prober, parse_xfs_quota, command)
 
 
 def _ask_btrfs(prober: Prober, mount: Mount) -> list[Quota]:
@@ -611,27 +525,12 @@ def _btrfs_kernel(groups: Path, subvolume: int) -> list[Quota]:
     if not folder.is_dir():
         return []
     value = {p.name: int(p.read_text()) for p in folder.iterdir()}
-    consistent = (groups / "inconsistent").read_text().strip() == "0"
-    doubt = "" if consistent else "btrfs calls its own numbers inconsistent"
     # What is written and not yet on the disk is reserved, and counts against the limit.
     reserved = sum(v for name, v in value.items() if name.startswith("rsv_"))
-    return [
-        Quota(
-            f"qgroup 0/{subvolume}",
-            "",
-            Limit(value[used] + reserved, hard=value[limit]),
-            None,
-            doubt,
-        )
-        for used, limit in (("referenced", "max_referenced"), ("exclusive", "max_exclusive"))
+    limits = [
+        Limit(value[u] + reserved, hard=value[f"max_{u}"]) for u in ("referenced", "exclusive")
     ]
-
-
-def _ask_lustre(prober: Prober, mount: Mount) -> list[Quota]:
-    def command(option: str, number: int) -> Sequence[str]:
-        return ("lfs", "quota", "-q", f"-{option}", _name_of(option, number), str(mount.point))
-
-    return _of_owners(prober, parse_quota, command)
+    return [Quota(f"qgroup 0/{subvolume}", "", limit) for limit in limits]
 
 
 def _ask_gpfs(prober: Prober, mount: Mount) -> list[Quota]:
@@ -650,34 +549,17 @@ def _ask_command(prober: Prober, mount: Mount) -> list[Quota]:
 
 
 _TOOLS: dict[str, Probe] = {
-    "quota": _ask_quota,
-    "repquota": _ask_repquota,
-    "xfs": _ask_xfs,
+    **{tool: functools.partial(_ask_of_owners, tool) for tool in _OF_OWNERS},
     "btrfs": _ask_btrfs,
-    "lustre": _ask_lustre,
     "gpfs": _ask_gpfs,
 }
-#: What `disk.probe` may name, and what is then asked besides the file system itself.
-_PROBES: dict[str, tuple[str, ...]] = {
-    "auto": (),
-    "statvfs": (),
-    **{name: (name,) for name in _TOOLS},
-}
+#: What `disk.probe` may name; `repquota` (former) is `quota`.
+_NAMES = ("auto", "statvfs", *_TOOLS, "repquota")
 #: What `auto` asks, by the beginning of the file system's type.
-_BY_TYPE: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("btrfs", ("btrfs",)),
-    ("xfs", ("xfs", "quota", "repquota")),
-    ("ext", ("quota", "repquota")),
-    ("f2fs", ("quota", "repquota")),
-    ("nfs", ("quota",)),
-    ("lustre", ("lustre",)),
-    ("gpfs", ("gpfs",)),
-)
-
-
-def _named(names: Sequence[str]) -> list[tuple[str, Probe]]:
-    # repquota is for root alone; asking it as somebody else would only be refused.
-    return [(n, _TOOLS[n]) for n in names if n != "repquota" or os.geteuid() == 0]
+_BY_TYPE = {
+    **{"btrfs": ("btrfs",), "xfs": ("xfs", "quota"), "ext": ("quota",), "f2fs": ("quota",)},
+    **{"nfs": ("quota",), "lustre": ("lustre",), "gpfs": ("gpfs",)},
+}
 
 
 def _name_of(option: str, number: int) -> str:

@@ -14,7 +14,6 @@ older checkpoints      of unfinished stages: the newest complete one always stay
                        waits for
 code snapshots         only those that finished runs alone have used
 published weights      only with a verified copy elsewhere, that no unfinished stage will read
-caches                 only when asked for
 stored judgements      oldest first, and only when nothing else gives the room: to judge again costs
                        calls; all of them only when asked for
 =====================  ============================================================================
@@ -71,7 +70,6 @@ class Rank(enum.IntEnum):
     OLDER = 4
     CODE = 5
     WEIGHTS = 6
-    CACHE = 7
     JUDGEMENTS = 8
 
 
@@ -102,17 +100,16 @@ def plan_reclaim(
     need_bytes: int | None,
     need_inodes: int = 0,
     *,
-    caches: bool = False,
     judgements: bool = False,
 ) -> list[Candidate]:
     """Candidates to get ``need_bytes`` and ``need_inodes`` back; None: all that may go.
 
     Where everything together does not suffice, what costs nobody anything goes all the same, but no
-    published weights, caches and judgements are given up in vain. Without a need, judgements go
+    published weights and judgements are given up in vain. Without a need, judgements go
     only with ``judgements``.
     """
 
-    order = sorted(_candidates(stock, caches), key=lambda c: c.rank)
+    order = sorted(_candidates(stock), key=lambda c: c.rank)
     if need_bytes is None:
         return [c for c in order if judgements or c.rank is not Rank.JUDGEMENTS]
     gained_bytes = gained_inodes = 0
@@ -126,7 +123,7 @@ def plan_reclaim(
     return [c for c in order if c.rank < Rank.WEIGHTS]
 
 
-def _candidates(stock: Stock, caches: bool) -> Iterator[Candidate]:
+def _candidates(stock: Stock) -> Iterator[Candidate]:
 
     for item in stock.items:
         facts = stock.stages.get(item.stage_id)
@@ -149,12 +146,10 @@ def _candidates(stock: Stock, caches: bool) -> Iterator[Candidate]:
                 yield _candidate(Rank.LEFTOVER, item, "a save that its trainer has not finished")
             else:
                 yield _candidate(Rank.OLDER, item, "newer complete ones are there")
-        if (weights := facts.weights) is not None and weights.copy is not None and may_go(facts):
+        if (weights := facts.weights) is not None and weights.copy is not None and _may_go(facts):
             why, count = f"published and verified in {weights.copy.text}", len(weights.files)
             size = (weights.folder, weights.gain, count)
             yield Candidate(Rank.WEIGHTS, *size, why, stage_id, weights=weights)
-    for item in stock.caches if caches else ():
-        yield _candidate(Rank.CACHE, item, "a cache, filled again when it is needed")
 
 
 def _candidate(rank: Rank, item: Item, why: str) -> Candidate:
@@ -171,15 +166,13 @@ def _is_leftover(item: Item, facts: StageFacts) -> bool:
     return not facts.open
 
 
-def may_go(facts: StageFacts) -> bool:
+def _may_go(facts: StageFacts) -> bool:
     """Tell whether a finished stage's weights may be deleted."""
     weights = facts.weights
     return (
         facts.done
         and weights is not None
         and weights.copy is not None
-        and weights.verified
-        and weights.elsewhere
         and weights.gain > 0
         and not (facts.pinned or facts.leased or facts.needed_by)
     )

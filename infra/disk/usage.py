@@ -4,9 +4,8 @@ In: a workspace. Out: one :class:`Item` per thing that could be told apart or de
 checkpoint, an attempt's output, a code snapshot …). Files that are linked several times count
 once. Links to elsewhere are never followed, and what vanishes while it is looked at is left out.
 
-Caches that fill the same quota (``disk.watch_caches``) are found by environment variables or paths,
-never by guessing: tokens, settings and runs that were not uploaded yet are left out, and so is a
-folder that nothing marks as a cache.
+Caches that fill the same quota (``disk.watch_caches``) are found by environment variables or paths.
+They are shown and never deleted: their own tools know what may go.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -197,7 +196,7 @@ class Row(NamedTuple):
     size: Size
 
 
-def by_run_and_kind(items: Sequence[Item], runs: dict[str, Sequence[str]]) -> list[Row]:
+def by_run_and_kind(items: Sequence[Item], runs: Mapping[str, Sequence[str]]) -> list[Row]:
     """Sums of use. ``runs`` maps run ids, oldest first, to the ids of their stages; a stage that
     several runs use is shown with the newest of them. What no run names is under ``""``."""
     owner = {stage: run for run, stages in runs.items() for stage in stages}
@@ -210,36 +209,7 @@ def by_run_and_kind(items: Sequence[Item], runs: dict[str, Sequence[str]]) -> li
     return sorted(rows, key=lambda r: (order.index(r.run), KINDS.index(r.kind)))
 
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-#: What is a cache inside HF_HOME; the rest are tokens and settings.
-_HF_PARTS = ("hub", "datasets", "xet", "assets")
-_TAG = "CACHEDIR.TAG"
-
-
-def find_caches(names: Iterable[str], layout: Layout) -> list[Item]:
-    """Items in the caches that are watched."""
-    found: dict[Path, Item] = {}
-    for name in names:
-        text = os.environ.get(name, "") if _VARIABLE.fullmatch(name) else name
-        if not text:
-            continue
-        folder = Path(text).expanduser().absolute()
-        # One that holds more than a cache: the home, this folder, a workspace, or one above.
-        kept = (Path.home(), Path.cwd(), layout.control, layout.data)
-        if not folder.is_dir() or any(path.is_relative_to(folder) for path in kept):
-            continue
-        if folder.is_relative_to(layout.stages):
-            continue
-        found |= {path: Item(path, "caches", size_of(path)) for path in _parts(name, folder)}
-    return list(found.values())
-
-
-def _parts(name: str, folder: Path) -> Iterator[Path]:
-    if name == "HF_HOME":
-        yield from (folder / part for part in _HF_PARTS if (folder / part).is_dir())
-    elif name == "WANDB_DIR":
-        # Only what `wandb sync` has marked as uploaded.
-        for mark in sorted(folder.glob("wandb/*run-*/*.wandb.synced")):
-            yield mark.parent
-    elif "cache" in folder.name.lower() or name.endswith("_CACHE_DIR") or (folder / _TAG).exists():
-        yield from sorted(folder.iterdir())
+def find_caches(names: Iterable[str]) -> list[Item]:
+    """Caches that environment variables or paths name, with their sizes."""
+    folders = (Path(os.environ.get(name) or name).expanduser().absolute() for name in names)
+    return [Item(f, "caches", size_of(f)) for f in dict.fromkeys(folders) if f.is_dir()]

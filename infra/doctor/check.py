@@ -60,8 +60,6 @@ class Finding:
         The one command (or line of a file) that mends it; empty where nothing is to be mended.
     why
         What it is needed for, where it is missing or broken.
-    seconds
-        How long it took to look.
     """
 
     area: str
@@ -70,7 +68,6 @@ class Finding:
     what: str
     mend: str = ""
     why: str = ""
-    seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -252,9 +249,7 @@ def run_checks(
     made: dict[int, list[Finding]] = {}
 
     def work(number: int, check: Check) -> None:
-        began = time.monotonic()
-        seen = _looked(check, look)
-        made[number] = _named(check, seen, round(time.monotonic() - began, 3))
+        made[number] = _named(check, _looked(check, look))
 
     threads = [
         threading.Thread(target=work, args=(number, check), daemon=True)
@@ -268,9 +263,7 @@ def run_checks(
         limit = min(check.limit_s, limit_s or check.limit_s)
         thread.join(max(0.0, began + limit - time.monotonic()))
         silent = found(doubtful(check.needed(look)), f"no answer in {limit:g} s", check.hung)
-        findings += made.get(number) or (
-            _named(check, [silent], limit) if thread.is_alive() else []
-        )
+        findings += made.get(number) or (_named(check, [silent]) if thread.is_alive() else [])
         tell(number + 1, len(checks))
     return sorted(findings, key=lambda f: AREAS.index(f.area))
 
@@ -288,11 +281,8 @@ def _looked(check: Check, look: Look) -> list[Finding]:
         return [found("warning", what, "refiner doctor --debug")]
 
 
-def _named(check: Check, made: Iterable[Finding], seconds: float) -> list[Finding]:
-    return [
-        replace(one, area=one.area or check.area, name=one.name or check.name, seconds=seconds)
-        for one in made
-    ]
+def _named(check: Check, made: Iterable[Finding]) -> list[Finding]:
+    return [replace(o, area=o.area or check.area, name=o.name or check.name) for o in made]
 
 
 class Answer(NamedTuple):

@@ -2,8 +2,8 @@
 limits; and the folders that a run writes to, tried rather than believed.
 
 In: what refiner's own metadata asks for (no package is imported); a workspace and its data root.
-Out: findings on versions, permissions, format, kind of file system, what it really does (renames,
-…, in a scratch folder that is removed again), and the room that is left and who says so.
+Out: findings on versions, permissions, format, kind of file system, whether it takes a file (which
+is removed again), and the room that is left and who says so.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -26,50 +25,30 @@ from infra.disk.forecast import WEIGHT_BYTES, size_of_model
 from infra.disk.keeper import gib
 from infra.disk.probe import UNLIMITED, Prober, Room
 from infra.disk.usage import size_of
-from infra.doctor.check import Check, Finding, Look, doubtful, fine, found, scratch_in
+from infra.doctor.check import Check, Finding, Look, doubtful, fine, found
 from infra.host.files import existing, mount_of
 from infra.store import atomic
 from infra.store.workspace import FORMAT, Workspace, refuse_doubtful
 
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
 
 def _cores(look: Look) -> Finding:
     cores = len(os.sched_getaffinity(0))
-    threads = look.config.model.cpu_threads
     asked = max((s.resources.cpus for s in look.here(look.stages)), default=0)
-    if threads > cores:
-        what = f"{cores} cores, and model.cpu_threads={threads} would share them"
+    if (asked := max(asked, look.config.model.cpu_threads)) > cores:
+        what = f"{cores} cores, and {asked} are asked for here: it will be slower"
         return found("warning", what, f"{look.command('run')} model.cpu_threads={cores}")
-    if asked > cores:
-        what = f"{cores} cores, and a stage that runs here asks for {asked}: it will be slower"
-        return found("warning", what)
     return fine(f"{cores} cores for this process")
 
 
 def _memory(look: Look) -> Finding:
-    memory, limit = psutil.virtual_memory(), _cgroup_limit()
-    total = min(memory.total, limit or memory.total)
-    bound = f", limited to {gib(limit)} by a cgroup" if total < memory.total else ""
+    memory = psutil.virtual_memory()
     asked = max((s.resources.memory_gb for s in look.here(look.stages)), default=0) << 30
-    what = f"{gib(memory.total)}, {gib(min(memory.available, total))} available{bound}"
-    if asked <= total:
+    what = f"{gib(memory.total)}, {gib(memory.available)} available"
+    if asked <= memory.total:
         return fine(what)
     what += f"; a stage that runs here asks for {gib(asked)}"
     why = "the plan's `memory` says what is needed, stage by stage"
     return found("warning", what, f"{look.command('plan')} --json", why)
-
-
-def _cgroup_limit() -> int:
-    """Bytes that this process's control group may take; 0: no limit that can be read."""
-    for name in _CGROUP_LIMITS:
-        try:
-            text = Path(name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return 0
 
 
 def _shared_memory(look: Look) -> Finding | None:
@@ -135,8 +114,6 @@ def install(*asked: str) -> str:
 _HUNG = "refiner doctor workspace=/ANOTHER/DISK/runs"
 #: Where quotas are the rule, and free figures of the file system know nothing of them.
 _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "fuse")
-#: How trials end that found no room.
-_FULL = ("(ENOSPC)", "(EDQUOT)")
 #: Not for records of a run: gone with the machine, or slow and without what we need.
 _FLEETING = ("tmpfs", "ramfs")
 
@@ -146,11 +123,7 @@ def _folder(look: Look) -> list[Finding]:
     room = Workspace.read_only(root)  # refuses a newer format, or no folder
     place = existing(root)
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        owner = place.stat()
-        what = (
-            f"{place} cannot be written to by user {os.geteuid()} (owner {owner.st_uid}, mode "
-            f"{stat.filemode(owner.st_mode)})"
-        )
+        what = f"{place} cannot be written to by user {os.geteuid()}"
         mend, why = f"{look.command('run')} workspace=DIR", "every record of a run is kept there"
         return [found(doubtful(look.recipe), what, mend, why)]
     if not room.layout.format_file.exists():
@@ -161,73 +134,27 @@ def _folder(look: Look) -> list[Finding]:
     return [fine(f"{root}: {runs} run{'s' * (runs != 1)}, format {FORMAT} is understood")]
 
 
-# ---------------------------------------------------------------- what the file system does
+# ---------------------------------------------------------------- the file system
 
 
-def _features(look: Look) -> Iterator[Finding]:
+def _file_system(look: Look) -> Iterator[Finding]:
     for name, folder in look.folders.items():
-        mount, prefix = mount_of(folder), "" if name == "workspace" else f"{name}: "
-        where, itself = f"{mount.type} at {mount.point}", f"{prefix}file system"
-        if not os.access(existing(folder), os.W_OK | os.X_OK):
+        place, mount = existing(folder), mount_of(folder)
+        where, itself = f"{mount.type} at {mount.point}", "file system"
+        itself = itself if name == "workspace" else f"{name}: {itself}"
+        if not os.access(place, os.W_OK | os.X_OK):
             continue  # said by the check of the folder
-        with scratch_in(folder) as scratch:
-            wrong = [(trial, why) for trial in _TRIALS if (why := _tried(trial[1], scratch))]
-        if any(why.endswith(_FULL) for _, why in wrong):  # says nothing of what it can do
-            what = f"{where} is full: {wrong[0][1]}"
+        if number := atomic.refusal(place, 4096):
+            what = f"{where} takes no files: {os.strerror(number)} ({errno.errorcode[number]})"
             mend = f"refiner disk --reclaim workspace={look.workspace}"
             mend = mend if name == "workspace" else f"df -h {folder}"
-            why = "records are written, and a run waits for room"
-            yield found("broken", what, mend, why, name=itself)
-            continue
-        mend = f"{look.command('run')} {name}=/SCRATCH/{os.environ.get('USER', 'me')}/runs"
-        for (trial, _, needed), said in wrong:
-            yield found("broken", f"{where}: {said}", mend, needed, name=f"{prefix}{trial}")
-        if mount.type in _FLEETING:
+            yield found("broken", what, mend, "a run waits for room", name=itself)
+        elif mount.type in _FLEETING:
             what = f"{where} is memory: gone when the machine restarts"
+            mend = f"{look.command('run')} {name}=/SCRATCH/{os.environ.get('USER', 'me')}/runs"
             yield found("warning", what, mend, name=itself)
-        elif not wrong:
-            listed = ", ".join(trial for trial, *_ in _TRIALS)
-            yield fine(f"{where}: {listed} work", name=itself)
-
-
-def _tried(trial: Callable[[Path], str], folder: Path) -> str:
-    try:
-        return trial(folder)
-    except OSError as error:
-        return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, '?')})"
-
-
-def _rename(folder: Path) -> str:
-    old, new = folder / "old", folder / "new"
-    old.write_text("old")
-    new.write_text("new")
-    new.replace(old)
-    if old.read_text() != "new" or new.exists():
-        return "a rename onto a file leaves the old one"
-    (folder / "d1").mkdir()
-    (folder / "d1").rename(folder / "d2")
-    return ""
-
-
-def _create(folder: Path) -> str:
-    wins = [atomic.create_bytes(folder / "claim", text) for text in (b"1", b"2")]
-    return "" if wins == [True, False] else "of two writers not exactly one wins"
-
-
-def _fsync(folder: Path) -> str:
-    with (folder / "synced").open("wb", buffering=0) as file:
-        file.write(b"x" * 4096)
-        os.fsync(file)
-    atomic.sync_folder(folder)
-    return ""
-
-
-#: Without these no run can be trusted: the trial, and what it is for.
-_TRIALS: Sequence[tuple[str, Callable[[Path], str], str]] = (
-    ("atomic rename", _rename, "records are replaced in one step"),
-    ("one winner", _create, "of two orchestrators one may claim an attempt"),
-    ("fsync", _fsync, "a checkpoint must be on the disk before it counts"),
-)
+        else:
+            yield fine(f"{where} takes files", name=itself)
 
 
 # ---------------------------------------------------------------- room
@@ -266,8 +193,7 @@ def _room_text(room: Room) -> str:
     limit = f" of {gib(room.limit_bytes)}" if room.limit_bytes else ""
     inodes = "" if room.free_inodes is None else f", {room.free_inodes:,} files"
     quota = "" if room.knows_quota else "; no quota is known there"
-    note = f" ({room.note})" if room.note else ""
-    return f"{free}{limit}{inodes}, says {room.source}{note}{quota}"
+    return f"{free}{limit}{inodes}, says {room.source}{quota}"
 
 
 CHECKS = (
@@ -276,6 +202,6 @@ CHECKS = (
     Check("machine", "memory", _memory),
     Check("machine", "memory as a folder", _shared_memory, needed=lambda x: x.rollout_servers),
     Check("workspace", "folder", _folder, 10, lambda x: x.recipe, _HUNG),
-    Check("workspace", "file system", _features, 20, lambda x: x.recipe, _HUNG),
+    Check("workspace", "file system", _file_system, 20, lambda x: x.recipe, _HUNG),
     Check("workspace", "room", _room, limit_s=45, hung=_HUNG),
 )

@@ -1,4 +1,4 @@
-"""Area ``slurm``: commands, controller, accounting, what the profile names, what sbatch would say.
+"""Area ``slurm``: commands, controller, accounting, what sbatch would say of the stages.
 
 In: Slurm's commands on PATH, the recipe's profile and stages. Out: findings. Nothing is submitted
 here (``sbatch --test-only``); :mod:`infra.doctor.node` does that, when it is asked to.
@@ -87,17 +87,6 @@ def _accounting(look: Look) -> Finding | None:
     return found("warning", what, _ACCOUNTS_AGAIN, f"runs go on by {why}")
 
 
-# ---------------------------------------------------------------- what the profile names
-
-
-def _profile(look: Look) -> Finding | None:
-    profile = look.profile  # refuses one that cannot be read
-    if not (look.on_slurm or look.config.dispatch.profile):
-        return None
-    nodes = "reach the internet" if profile.network else "do not reach the internet"
-    return fine(f"{profile.name} can be read; compute nodes, it says, {nodes}")
-
-
 # ---------------------------------------------------------------- what sbatch would say
 
 
@@ -126,23 +115,14 @@ def _one_shape(look: Look, resources: Resources, names: Sequence[str]) -> Findin
     except RefinerError as error:
         nodes = 'sinfo --format="%P %a %l %D nodes, %c cores, %m MB, %G, %f"'
         mend = error.fix if error.fix.startswith("scontrol") else nodes
-        why = (
-            f"{resources.gpus} GPUs, {resources.cpus} cores, {resources.memory_gb} GiB, "
-            f"{resources.nodes} nodes, {resources.time_limit_min} min are asked for by profile "
-            f"{profile.name!r}"
-        )
+        why = f"asked for by profile {profile.name!r}; `refiner plan` says what"
         return found("broken", error.what, mend, why, name=name)
     return fine(f"sbatch would take it: {said}", name=name)
-
-
-def _profile_matters(look: Look) -> bool:
-    return look.on_slurm or bool(look.config.dispatch.profile)
 
 
 CHECKS = (
     Check("slurm", "commands", _commands, needed=lambda x: x.on_slurm, hung=_AGAIN),
     Check("slurm", "controller", _controller, needed=lambda x: x.on_slurm, hung=_AGAIN),
     Check("slurm", "accounting", _accounting, hung=_ACCOUNTS_AGAIN),
-    Check("slurm", "profile", _profile, 30, _profile_matters, _AGAIN),
     Check("slurm", "jobs of the recipe", _test_only, 60, lambda x: x.on_slurm, _AGAIN),
 )

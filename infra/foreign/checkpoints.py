@@ -2,8 +2,7 @@
 
 In: a folder that another trainer writes into, and a recipe's ``command``; or a stage whose
 records say both. Out: its checkpoints, oldest step first, each with what is wrong with it, and
-which of them may go. Looking writes nothing, but for the one small file by which ``quiet:SECONDS``
-asks the file server for the time.
+which of them may go. Looking writes nothing.
 
 Files are judged by their headers; nothing is loaded, and torch is not needed:
 
@@ -26,6 +25,7 @@ import json
 import logging
 import os
 import re
+import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -243,12 +243,7 @@ def remove(gone: Sequence[ForeignCheckpoint]) -> int:
 
 def largest_of(found: Sequence[ForeignCheckpoint]) -> int:
     """Bytes of the largest complete one; 0 where none is."""
-    return max((size_of(c.path) for c in found if not c.damage), default=0)
-
-
-def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder."""
-    return sum(_size(file) for file in files_below(path))
+    return max((signature(c.path)[1] for c in found if not c.damage), default=0)
 
 
 def signature(path: Path) -> Signature:
@@ -275,16 +270,11 @@ def _checked(
     is_trainers = rule != "file" and (path / "training_args.bin").exists()
     if is_trainers and not (path / _TRAINER_STATE).exists():
         return ForeignCheckpoint(step, path, f"there is no {_TRAINER_STATE}, which is saved last")
-    if rule == "file" and not ((path / value).is_file() and _size(path / value)):
+    if rule == "file" and not signature(path / value)[1]:
         return ForeignCheckpoint(step, path, f"{value} is not there")
     if rule == "quiet" and (age := _age_s(path)) < float(value):
         return ForeignCheckpoint(step, path, f"changed {age:.0f} s ago, less than {value} s")
     return ForeignCheckpoint(step, path)
-
-
-def steps_to_take(path: Path) -> int:
-    """Number of steps that Hugging Face's Trainer wanted to take when it saved; 0: nothing says."""
-    return trainer_note(path, "max_steps")
 
 
 def trainer_note(folder: Path, key: str) -> int:
@@ -315,26 +305,9 @@ def _beside_siblings(found: list[ForeignCheckpoint]) -> list[ForeignCheckpoint]:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since the last change, by the clock of whoever keeps the files: a node's own clock
-    may differ from it."""
+    """Seconds since the last change."""
     files = [path, *files_below(path)]
-    newest = max((f.stat().st_mtime for f in files if f.exists()), default=0.0)
-    probe = atomic.temporary_name(path.parent / "clock")
-    try:
-        probe.touch()
-        return probe.stat().st_mtime - newest
-    except OSError as error:
-        log.warning("the age of %s cannot be told: %s", path, error)
-        return 0.0
-    finally:
-        atomic.remove_quietly(probe)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    return time.time() - max((f.stat().st_mtime for f in files if f.exists()), default=0.0)
 
 
 def work_folder(stage: StagePaths) -> Path:

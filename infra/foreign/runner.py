@@ -32,8 +32,7 @@ from infra.foreign.checkpoints import (
     older,
     remove,
     signature,
-    size_of,
-    steps_to_take,
+    trainer_note,
     unfinished,
 )
 from infra.foreign.process import (
@@ -164,7 +163,7 @@ def _to_its_end(at_work: _AtWork) -> list[ForeignCheckpoint]:
         kills = kernel_oom_kills() - at_work.oom_before
         error = error_of(code, at_work.lines, job.call.output, kills)
         if all(c.damage for c in found):  # nothing else tells what a save takes
-            at_work.io.checkpoints.lost_bytes = sum(size_of(c.path) for c in found)
+            at_work.io.checkpoints.lost_bytes = sum(signature(c.path)[1] for c in found)
         # Nobody writes now, and what is half-written takes the room that the outcome needs.
         found = _tidied(job, short=isinstance(error, NoSpaceError))
         at_work.log.flush(last=True)
@@ -212,7 +211,7 @@ class _AtWork:
             return told
         total = told.total
         if not total and self.job.command.exports == "auto":
-            total = steps_to_take(newest.path)
+            total = trainer_note(newest.path, "max_steps")
         return replace(told, done=max(told.done, newest.step), total=total)
 
     def until_end(self) -> int:

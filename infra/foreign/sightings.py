@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from infra.foreign.checkpoints import damage, files_below, size_of, trainer_note
+from infra.foreign.checkpoints import damage, files_below, signature, trainer_note
 from refiner_core.contract.errors import ConfigurationError
 
 _CHUNK = 4 << 20
@@ -190,7 +190,7 @@ def _step_of(path: Path) -> int | None:
 def _described(step: int, path: Path) -> Sighting:
     layout = _layout_of(path)
     wrong = damage(path, need_weights=layout != "other")
-    return Sighting(step, path, layout, wrong or "", size_of(path))
+    return Sighting(step, path, layout, wrong or "", signature(path)[1])
 
 
 def _layout_of(path: Path) -> Layout:

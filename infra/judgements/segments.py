@@ -2,14 +2,13 @@
 
 A *segment* is a file that one process writes, once, from its beginning to its end::
 
-    header   48 bytes   magic, version, bytes of a record, CRC-32 │ what was saved, CRC-32
+    header   48 bytes   magic, version, bytes of a record, CRC-32; the rest is zeros
     record   36 bytes   key (16), score (float64), prompt tokens, completion tokens, CRC-32
     record   …
 
-Files are named ``NAME.live``, or ``NAME.sealed`` by older versions. All numbers are little-endian.
-What is after the last whole record, or has another CRC, is not there. The second part of the header
-is the only thing that is ever written twice: how many judgements the writer was given from the
-store.
+Files are named ``NAME.live``, or ``NAME.sealed`` by older versions, which also had counters in the
+header's rest. All numbers are little-endian. What is after the last whole record, or has another
+CRC, is not there.
 
 A write that fails is taken back; where that fails too, the segment gets no further record. When the
 store is full, the oldest segments go, whoever has written them: a writer whose file is gone begins
@@ -19,7 +18,6 @@ another one. Imports nothing heavy.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import secrets
@@ -27,77 +25,20 @@ import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from infra.host.processes import host_name
 from refiner_core.contract.types import StoredJudgement
 
-log = logging.getLogger(__name__)
-
-MAGIC, VERSION = b"rf-judge", 1
+VERSION = 1
 LIVE, SEALED = ".live", ".sealed"
 KEY_BYTES = 16
 
-_FORMAT = struct.Struct("<8sHHI")
-_SAVED = struct.Struct("<QQQI4x")
 _VALUES = struct.Struct("<16sdII")
-_CRC = struct.Struct("<I")
-SAVED_AT = _FORMAT.size
-HEADER_BYTES = _FORMAT.size + _SAVED.size
-RECORD_BYTES = _VALUES.size + _CRC.size
+RECORD_BYTES = _VALUES.size + 4
+_FORMAT = struct.pack("<8sHH", b"rf-judge", VERSION, RECORD_BYTES)
+HEADER = (_FORMAT + struct.pack("<I", zlib.crc32(_FORMAT))).ljust(48, b"\0")
+HEADER_BYTES = len(HEADER)
 _MOST_TOKENS = 2**32 - 1
-_STRANGE = re.compile(r"[^A-Za-z0-9.]+")
-
-
-class Saved(NamedTuple):
-    """Judgements that came from the store instead of a server, and the tokens they had cost."""
-
-    judgements: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    def plus(self, other: Saved) -> Saved:
-        """Both together."""
-        return Saved(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-NOTHING_SAVED = Saved()
-
-
-class UnknownFormat(ValueError):
-    """A file is no segment, or one of a version that is not known here."""
-
-
-def encode_header(saved: Saved = NOTHING_SAVED) -> bytes:
-    """The first bytes of a segment."""
-    head = _FORMAT.pack(MAGIC, VERSION, RECORD_BYTES, 0)[:-4]
-    return head + _CRC.pack(zlib.crc32(head)) + encode_saved(saved)
-
-
-def encode_saved(saved: Saved) -> bytes:
-    """The part of the header that changes; it stands at ``SAVED_AT``."""
-    numbers = struct.pack("<QQQ", *saved)
-    return _SAVED.pack(*saved, zlib.crc32(numbers))
-
-
-def decode_header(raw: bytes) -> Saved:
-    """Read what was saved from a header; nothing where that part is being written.
-
-    Raises
-    ------
-    UnknownFormat
-        It is no header of this version.
-    """
-    if len(raw) < HEADER_BYTES:
-        raise UnknownFormat(f"a header of {len(raw)} bytes instead of {HEADER_BYTES}")
-    magic, version, record, crc = _FORMAT.unpack_from(raw)
-    if magic != MAGIC or crc != zlib.crc32(raw[: _FORMAT.size - 4]):
-        raise UnknownFormat("no file of judgements")
-    if (version, record) != (VERSION, RECORD_BYTES):
-        raise UnknownFormat(f"version {version} instead of {VERSION}")
-    *numbers, crc = _SAVED.unpack_from(raw, SAVED_AT)
-    whole = crc == zlib.crc32(raw[SAVED_AT : SAVED_AT + 24])
-    return Saved(*numbers) if whole else Saved()
 
 
 def encode_record(key: bytes, judgement: StoredJudgement) -> bytes:
@@ -115,20 +56,12 @@ def encode_record(key: bytes, judgement: StoredJudgement) -> bytes:
     tokens = (judgement.prompt_tokens, judgement.completion_tokens)
     prompt, completion = (min(max(0, n), _MOST_TOKENS) for n in tokens)
     values = _VALUES.pack(key, judgement.score, prompt, completion)
-    return values + _CRC.pack(zlib.crc32(values))
+    return values + struct.pack("<I", zlib.crc32(values))
 
 
-def name_part(text: str, longest: int = 60) -> str:
-    """``text`` as part of a file's name."""
-    return _STRANGE.sub("_", text)[:longest].strip("._") or "unknown"
-
-
-def stem_of(name: str) -> str | None:
-    """A segment's name; None: it is none."""
-    for suffix in (LIVE, SEALED):
-        if name.endswith(suffix) and not name.startswith("."):
-            return name.removesuffix(suffix)
-    return None
+def is_segment(name: str) -> bool:
+    """Tell whether a file of this name is a segment."""
+    return name.endswith((LIVE, SEALED)) and not name.startswith(".")
 
 
 def list_segments(folder: Path) -> list[tuple[Path, int]]:
@@ -137,7 +70,7 @@ def list_segments(folder: Path) -> list[tuple[Path, int]]:
     found = []
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
-            if stem_of(path.name) is not None:
+            if is_segment(path.name):
                 with contextlib.suppress(OSError):  # gone meanwhile
                     status = path.lstat()
                     found.append((status.st_mtime_ns, path, status.st_size))
@@ -145,19 +78,11 @@ def list_segments(folder: Path) -> list[tuple[Path, int]]:
 
 
 def summarise(folder: Path) -> dict[str, int]:
-    """Contents of the store in a folder, from sizes and headers alone: files, bytes, judgements
-    (the same one may be there twice), and what was saved by its writers."""
-    files = list_segments(folder)
-    records, saved = 0, NOTHING_SAVED
-    for path, size in files:
-        try:
-            with path.open("rb") as file:
-                saved = saved.plus(decode_header(file.read(HEADER_BYTES)))
-            records += max(0, size - HEADER_BYTES) // RECORD_BYTES
-        except (OSError, UnknownFormat) as error:
-            log.debug("%s: %s", path, error)
-    counts = {"bytes": sum(size for _, size in files), "files": len(files), "judgements": records}
-    return counts | {f"saved_{name}": count for name, count in saved._asdict().items()}
+    """Contents of the store in a folder, from sizes alone: bytes, files and judgements (the same
+    one may be there twice)."""
+    sizes = [size for _, size in list_segments(folder)]
+    records = sum(max(0, size - HEADER_BYTES) // RECORD_BYTES for size in sizes)
+    return {"bytes": sum(sizes), "files": len(sizes), "judgements": records}
 
 
 class SegmentWriter:
@@ -179,13 +104,10 @@ class SegmentWriter:
         self, folder: Path, writer: str, largest_bytes: int, on_new: Callable[[Path], None]
     ) -> None:
         self._folder, self._largest, self._on_new = folder, largest_bytes, on_new
-        parts = (name_part(writer), name_part(host_name()), str(os.getpid()), secrets.token_hex(4))
-        self._name = "-".join(parts)
+        parts = (re.sub(r"[^A-Za-z0-9.]+", "_", text)[:60] for text in (writer, host_name()))
+        self._name = "-".join((*parts, str(os.getpid()), secrets.token_hex(4))).lstrip(".")
         self._file: int | None = None
-        self._path = folder
-        self._size = 0
-        self._synced = True
-        self._noted = NOTHING_SAVED  # in this segment
+        self._path, self._size, self._synced = folder, 0, True
         #: Names of all segments of this process.
         self.mine: set[str] = set()
 
@@ -197,22 +119,11 @@ class SegmentWriter:
         OSError
             They were not written; the file is as it was, or will not be used again.
         """
-        self._make_ready()
-        self._write(self._size, records)
-        self._size += len(records)
-
-    def note(self, saved: Saved) -> None:
-        """Note what was saved besides what was noted before.
-
-        Raises
-        ------
-        OSError
-            It was not noted.
-        """
-        self._make_ready()
-        here = self._noted.plus(saved)
-        self._write(SAVED_AT, encode_saved(here))
-        self._noted = here
+        if self._size >= self._largest or not self._path.exists():  # it was deleted to make room
+            self.seal()
+        if self._file is None:
+            self._begin()
+        self._write(records)
 
     def sync(self) -> None:
         """Have the disk take everything.
@@ -241,33 +152,27 @@ class SegmentWriter:
                 os.close(self._file)
             self._file = None
 
-    def _make_ready(self) -> None:
-        """See to it that there is a segment that may be written to."""
-        if self._size >= self._largest or not self._path.exists():  # it was deleted to make room
-            self.seal()
-        if self._file is not None:
-            return
+    def _begin(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self._name}-{len(self.mine) + 1:04d}{LIVE}"
         # 0o666: the umask decides whether a group shares the workspace.
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._path, self._size, self._noted = path, 0, NOTHING_SAVED
-        self.mine.add(str(stem_of(path.name)))
+        self._path, self._size = path, 0
+        self.mine.add(path.name)
         try:
-            self._write(0, encode_header())
+            self._write(HEADER)
         except OSError:
             self.seal()
             with contextlib.suppress(OSError):
                 path.unlink()
             raise
-        self._size = HEADER_BYTES
         self._on_new(path)
 
-    def _write(self, at: int, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         assert self._file is not None
         self._synced = False
         try:
-            os.lseek(self._file, at, os.SEEK_SET)
+            os.lseek(self._file, self._size, os.SEEK_SET)
             rest = memoryview(data)
             while rest:
                 rest = rest[os.write(self._file, rest) :]
@@ -277,3 +182,4 @@ class SegmentWriter:
             except OSError:
                 self.seal()
             raise
+        self._size += len(data)

@@ -14,10 +14,10 @@ stay within a size and a number: the oldest go.
 In memory, the index is one array, sorted by key, in which thousands of keys are looked up at once;
 what is few waits in a dictionary until there is enough of it to be sorted in.
 
-A reader gives sound records that were not given before, whoever has written them. How far
-each segment was read is remembered by its name, so that only what has been added is read again.
-What cannot be read (closed to this user, of a newer version,
-damaged) is skipped, with one line in the log for each sort of trouble.
+A reader gives sound records that were not given before, whoever has written them. How far each
+segment was read is remembered by its name, so that only what has been added is read again. What
+cannot be read (closed to this user, of a newer version, damaged) is skipped, with one line in the
+log for each sort of trouble.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from infra.host.files import names_in
 from infra.judgements.segments import (
+    HEADER,
     HEADER_BYTES,
     KEY_BYTES,
-    NOTHING_SAVED,
     RECORD_BYTES,
-    Saved,
+    VERSION,
     SegmentWriter,
-    UnknownFormat,
-    decode_header,
     encode_record,
+    is_segment,
     list_segments,
-    stem_of,
 )
 from infra.store.atomic import Complaints
 from refiner_core.contract.types import StoredJudgement
@@ -63,6 +63,8 @@ _MOST_RECENT = 1 << 16  # that wait in the dictionary
 _MANY = 1 << 12  # that come together are sorted in together
 #: Read, checked and given together.
 _CHUNK_BYTES = RECORD_BYTES << 18
+#: Bytes of the header that say what a file is.
+_COMPARED = 16
 #: More segments than these are not kept, however small they are.
 MOST_SEGMENTS = 4096
 
@@ -87,10 +89,6 @@ class Table:
         self._keys, self._values = np.empty(0, _KEY), np.empty(0, _VALUES)
         self._pending: list[Array] = []
         self._recent: dict[bytes, StoredJudgement] = {}
-
-    def __len__(self) -> int:
-        self._merge()
-        return len(self._keys) + len(self._recent)
 
     def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
         """Known judgements, in order."""
@@ -138,74 +136,61 @@ class Table:
 
 
 class _Reader:
-    """Reads a folder of segments; ``is_mine`` names those that need not be read.
+    """Reads the files of a folder but for ``mine``. Not for several threads at once."""
 
-    Not for several threads at once.
-    """
-
-    def __init__(
-        self, folder: Path, is_mine: Callable[[str], bool], complaints: Complaints
-    ) -> None:
-        self._folder, self._is_mine, self._complaints = folder, is_mine, complaints
+    def __init__(self, folder: Path, mine: Set[str], complaints: Complaints) -> None:
+        self._folder, self._mine, self._complaints = folder, mine, complaints
         self._read_to: dict[str, int] = {}
-        self._unknown: set[str] = set()
 
     def fresh(self) -> Iterator[Array]:
         """Records that have come since the last time, in batches."""
         try:
-            names = sorted(os.listdir(self._folder))  # noqa: PTH208
-        except FileNotFoundError:
-            names = []
+            names = [name for name in names_in(self._folder) if is_segment(name)]
         except OSError as error:
             self._complaints.say("folder", "stored judgements cannot be read: %s", error)
             return
-        stems = {stem: name for name in names if (stem := stem_of(name)) is not None}
-        for stem, name in stems.items():
-            if stem not in self._unknown and not self._is_mine(stem):
-                yield from self._of(self._folder / name, stem)
-        self._unknown &= stems.keys()
-        self._read_to = {stem: at for stem, at in self._read_to.items() if stem in stems}
+        for name in names:
+            try:
+                if name not in self._mine:
+                    yield from self._added(self._folder / name)
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            except OSError as error:
+                text = "stored judgements are skipped: %s"
+                self._complaints.say(f"read {error.errno}", text, error)
+        self._read_to = {name: at for name, at in self._read_to.items() if name in names}
 
-    def _of(self, path: Path, stem: str) -> Iterator[Array]:
-        try:
-            yield from self._added(path, stem)
-        except FileNotFoundError:
-            return  # removed meanwhile
-        except UnknownFormat as error:
-            self._unknown.add(stem)
-            self._complaints.say("format", "%s is not used: it is %s", path, error)
-        except OSError as error:
-            self._complaints.say(f"read {error.errno}", "stored judgements are skipped: %s", error)
-
-    def _added(self, path: Path, stem: str) -> Iterator[Array]:
-        at = self._read_to.get(stem, 0)
-        if not at or path.stat().st_size - at >= RECORD_BYTES:
-            with path.open("rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                if not at:
-                    if size < HEADER_BYTES:
-                        return  # it has just been made
-                    decode_header(file.read(HEADER_BYTES))
-                    at = HEADER_BYTES
-                while size - at >= RECORD_BYTES:
-                    file.seek(at)
-                    raw = file.read(min(_CHUNK_BYTES, size - at))
-                    if len(raw) < RECORD_BYTES:
-                        break
-                    found, passed = decode(raw)
-                    # On NFS, the end of a file that grows may be seen as zeros at first: that end
-                    # is read once more. A damaged place with sound records behind it is passed.
-                    is_end = at + len(raw) + RECORD_BYTES > size
-                    if not is_end:
-                        passed = len(raw) - len(raw) % RECORD_BYTES
-                    if damaged := passed // RECORD_BYTES - len(found):
-                        text = "%d stored judgements in %s are damaged and skipped"
-                        self._complaints.say("damage", text, damaged, path)
-                    at += passed
-                    yield found
-                    if is_end:
-                        break
-            self._read_to[stem] = at
+    def _added(self, path: Path) -> Iterator[Array]:
+        at = self._read_to.get(path.name, 0)
+        if at and path.stat().st_size - at < RECORD_BYTES:
+            return
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not at:
+                if size < HEADER_BYTES:
+                    return  # it has just been made
+                at = HEADER_BYTES
+                if file.read(HEADER_BYTES)[:_COMPARED] != HEADER[:_COMPARED]:
+                    at = sys.maxsize
+                    text = "%s is not used: it is no file of judgements of version %d"
+                    self._complaints.say("format", text, path, VERSION)
+            while size - at >= RECORD_BYTES:
+                file.seek(at)
+                raw = file.read(min(_CHUNK_BYTES, size - at))
+                found, passed = decode(raw)
+                # On NFS, the end of a file that grows may be seen as zeros at first: that end
+                # is read once more. A damaged place with sound records behind it is passed.
+                is_end = at + len(raw) + RECORD_BYTES > size
+                if not is_end:
+                    passed = len(raw) - len(raw) % RECORD_BYTES
+                if damaged := passed // RECORD_BYTES - len(found):
+                    text = "%d stored judgements in %s are damaged and skipped"
+                    self._complaints.say("damage", text, damaged, path)
+                at += passed
+                yield found
+                if is_end or not passed:
+                    break
+        self._read_to[path.name] = at
 
 
 def keep_small(new: Path, limit_bytes: int, complaints: Complaints) -> None:
@@ -256,11 +241,9 @@ class WorkspaceStore:
             keep_small(path, limit_bytes - segment, self._complaints)
 
         self._writer = SegmentWriter(folder, writer, segment, on_new)
-        self._reader = _Reader(folder, self._writer.mine.__contains__, self._complaints)
+        self._reader = _Reader(folder, self._writer.mine, self._complaints)
         self._table, self._waiting = Table(), bytearray()
-        self._saved = NOTHING_SAVED  # and not noted yet
         self._looked_at = self._try_again_at = -1e9
-        self._closed = False
         self._thread: threading.Thread | None = None
         # Always taken in this order. Only the last one is held while nothing slow happens.
         self._looking, self._writing = threading.RLock(), threading.RLock()
@@ -279,12 +262,7 @@ class WorkspaceStore:
         """Known judgements, in order; also what others have put, about a second after they did."""
         self._look()
         with self._lock:
-            found = self._table.get(keys)
-            known = [f for f in found if f is not None]
-            prompt = sum(k.prompt_tokens for k in known)
-            completion = sum(k.completion_tokens for k in known)
-            self._saved = self._saved.plus(Saved(len(known), prompt, completion))
-        return found
+            return self._table.get(keys)
 
     def put(self, key: bytes, judgement: StoredJudgement) -> None:
         """Keep one. Cheap, and never fails for the disk's sake.
@@ -297,7 +275,7 @@ class WorkspaceStore:
         record = encode_record(key, judgement)
         with self._lock:
             self._table.put(key, judgement)
-            if self._closed or len(self._waiting) >= _MOST_WAITING:
+            if self._ended.is_set() or len(self._waiting) >= _MOST_WAITING:
                 return
             self._waiting += record
             if self._thread is None:
@@ -309,15 +287,6 @@ class WorkspaceStore:
         with self._writing:
             if not self._write(now=True):
                 return
-            with self._lock:
-                saved, self._saved = self._saved, NOTHING_SAVED
-            try:
-                if saved.judgements:
-                    self._writer.note(saved)
-            except OSError as error:  # who only reads need not be able to write
-                log.debug("what the store has saved is not noted: %s", error)
-                with self._lock:
-                    self._saved = self._saved.plus(saved)
             try:
                 self._writer.sync()
             except OSError as error:
@@ -325,10 +294,6 @@ class WorkspaceStore:
 
     def close(self) -> None:
         """Flush, and write no more. More than one call does no harm."""
-        with self._lock:
-            was_closed, self._closed = self._closed, True
-        if was_closed:
-            return
         self._ended.set()
         if self._thread is not None:
             self._thread.join()

@@ -82,7 +82,6 @@ _NO_MEETING = re.compile(
     r"|timed out after \d+ seconds waiting for clients",
     re.IGNORECASE,
 )
-_ERROR_LINE = re.compile(r"^(\[rank \d+\] )?[\w.]*(Error|Exception|Interrupt)\b")
 _SHOWN = 6
 #: What kills a rank later than this after a first failure comes of that.
 _AT_ONCE_S = 1.0
@@ -344,13 +343,7 @@ def _killed(ended: Ended, rank: int, failure: Mapping[str, Any]) -> Exception:
         return MemoryError(f"The kernel killed rank {rank} for lack of memory")
     if number == signal.SIGBUS and not has_room(ended.folder):
         return no_space_error(ended.folder, f"rank {rank} was writing")
-    prefix = f"[rank {rank}] "
-    own = [
-        line.removeprefix(prefix)
-        for line in ended.lines
-        if line.startswith(prefix) or (rank == 0 and not line.startswith("[rank "))
-    ]
-    spoken = [line for line in own if class_of_text(line) is not None] or own
+    spoken = [line for line in ended.lines if class_of_text(line) is not None]
     gave_up = number == signal.SIGABRT and spoken
     said = f"gave up (SIGABRT): {spoken[-1].strip()}" if gave_up else ""
     return KilledError(
@@ -364,8 +357,7 @@ def _killed(ended: Ended, rank: int, failure: Mapping[str, Any]) -> Exception:
 
 def _unknown(ended: Ended) -> Exception:
     lines = [line.strip() for line in ended.lines if line.strip()]
-    named = [line for line in lines if _ERROR_LINE.match(line)]
-    last = (named or lines or ["it printed nothing"])[-1]
+    last = (lines or ["it printed nothing"])[-1]
     if ended.code == 128 + signal.SIGKILL:
         return KilledError(
             "The process that starts the ranks was ended by SIGKILL",

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import psutil
 
@@ -54,7 +54,6 @@ from refiner_core.generation.vllm import extension
 from refiner_core.generation.vllm.admin import tolerance_of
 from refiner_core.generation.vllm.client import VllmGenerator
 from refiner_core.generation.vllm.sync import WeightSync
-from refiner_core.generation.vllm.transfer import open_transfer
 from refiner_core.generation.vllm.wire import MODEL
 from refiner_core.training.ranks import ENVIRONMENT
 
@@ -93,20 +92,15 @@ class Place:
         Folder of the worker extension.
     mark
         Marks its processes, so that what is left of one can be found.
-    transfer
-        Backend of vLLM that weights come by; none where they come by folders.
     """
 
     gpus: str
     extension: Path
     mark: Path
-    transfer: str | None = None
     key: str = field(default="", repr=False)
 
 
-def rollout_server_text(
-    config: RecipeConfig, at: Listening, weights: Path, transfer: str | None = None
-) -> str:
+def rollout_server_text(config: RecipeConfig, at: Listening, weights: Path) -> str:
     """The shell text that becomes a server; the user's ``args`` come last, and so count."""
     grpo, server = config.grpo, config.grpo.rollout_server
     words = [*vllm_words(server.python), str(weights), *at.options, "--served-model-name", MODEL]
@@ -124,8 +118,6 @@ def rollout_server_text(
     if grpo.vllm_tensor_parallel_size > 1:
         words += ["--tensor-parallel-size", str(grpo.vllm_tensor_parallel_size)]
     words += ["--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE]
-    if transfer is not None:
-        words += ["--weight-transfer-config", f'{{"backend": "{transfer}"}}']
     words += ["--shutdown-timeout", str(SHUTDOWN_S), "--disable-uvicorn-access-log"]
     return shell_text(server, shlex.join([*words, *split_words(server.args)]))
 
@@ -137,8 +129,6 @@ def rollout_environment(place: Place, given: Mapping[str, str] = os.environ) -> 
     paths = [str(place.extension), *kept.get("PYTHONPATH", "").split(os.pathsep)]
     kept["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     kept |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if place.transfer == "ipc":  # handles of GPU memory have no other form
-        kept["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if place.gpus:
         kept[VISIBLE] = place.gpus
     return kept
@@ -186,9 +176,9 @@ def remove_leftovers(parent: Path) -> None:
         found = _NAME.fullmatch(folder.name)
         if found is None or not minder.is_private(str(folder)):
             continue
-        # Ticks since this boot, which memory does not outlive; older versions wrote a time.
-        boot = "" if "." in found["started"] else ProcessId.of().boot
-        owner = ProcessId(host_name(), int(found["pid"]), float(found["started"]), boot)
+        # Ticks since this boot, which memory does not outlive.
+        boot, started = ProcessId.of().boot, float(found["started"])
+        owner = ProcessId(host_name(), int(found["pid"]), started, boot)
         if not owner.alive:
             log.warning("removing %s, which a process that is gone has left", folder)
             minder.remove(str(folder))
@@ -247,7 +237,7 @@ class _RolloutServer(ServerProcess):
 
     def command(self) -> tuple[str, dict[str, str]]:
         """See :class:`~infra.services.process.ServerProcess`."""
-        text = rollout_server_text(self.config, self.at, self.weights, self.place.transfer)
+        text = rollout_server_text(self.config, self.at, self.weights)
         return text, rollout_environment(self.place)
 
     def check(self) -> None:
@@ -425,13 +415,9 @@ def open_vllm(
     ------
     ConfigurationError
         ``grpo.rollout_server.weights_dir`` is of no use.
-    UnsupportedError
-        Weights are to go from GPU to GPU, and there is none.
     """
     grpo, server = config.grpo, config.grpo.rollout_server
     gpus = placement_of(config, "grpo").server_gpus if server_gpus is None else server_gpus
-    way = weight_transfer(config, len(gpus))
-    transfer = None if way == "reload" else open_transfer(way, server.start_timeout_s)
     kill_leftovers(workdir / MARK_NAME)
     with memory_folder(Path(server.weights_dir)) as folder:
         shutil.copytree(Path(extension.__file__).parent, folder / "extension")
@@ -441,7 +427,6 @@ def open_vllm(
                 gpus=visible(numbers) if numbers else "",
                 extension=folder / "extension",
                 mark=workdir / MARK_NAME / str(index),
-                transfer=None if way == "reload" else way,
                 key=key,
             )
             for index, numbers in enumerate(gpus)
@@ -453,7 +438,6 @@ def open_vllm(
             tokenizer,
             tolerance=tolerance_of(server.canary_tolerance, config.model.dtype),
             window=grpo.max_token_length,
-            transfer=transfer,
             timeout_s=server.start_timeout_s,
         )
         generator = VllmGenerator(
@@ -466,8 +450,6 @@ def open_vllm(
         try:
             yield generator
         finally:
-            if transfer is not None:
-                transfer.close()
             servers.close()
 
 
@@ -501,15 +483,14 @@ def open_sampler(
 
 
 def sampling_view(config: RecipeConfig) -> RecipeConfig:
-    """The recipe as rollout servers read it, for a ``sample`` stage: weights go by a folder, and
-    this process scores the canary on a CPU, whatever kernel training uses."""
+    """The recipe as rollout servers read it, for a ``sample`` stage: this process scores the canary
+    on a CPU, whatever kernel training uses."""
     rule = config.sample
     grpo = replace(
         config.grpo,
         generation_backend="vllm",
         generation_batch_size=rule.generation_batch_size,
         resources=rule.resources,
-        rollout_server=replace(config.grpo.rollout_server, weight_transfer="reload"),
     )
     return replace(config, grpo=grpo, model=replace(config.model, attn_implementation="sdpa"))
 
@@ -520,19 +501,3 @@ def _loaded(model: ModelConfig, model_ref: str) -> Iterator[Any]:
 
     set_threads(model)
     yield load_model(model_ref, model)
-
-
-def weight_transfer(config: RecipeConfig, servers: int) -> Literal["reload", "nccl", "ipc"]:
-    """Way of the weights to a node's servers.
-
-    ``auto`` is ``reload`` without GPUs; with them ``nccl``, which two processes on one GPU cannot
-    use: there it is ``ipc`` for the one server that has the trainer's own GPU, and else ``reload``.
-    """
-    server, grpo = config.grpo.rollout_server, config.grpo
-    if server.weight_transfer != "auto":
-        return server.weight_transfer
-    if grpo.resources.gpus == 0:
-        return "reload"
-    if not server.colocate:
-        return "nccl"
-    return "ipc" if servers == 1 and grpo.vllm_tensor_parallel_size == 1 else "reload"

@@ -369,14 +369,11 @@ def no_space_error(folder: Path, doing: str, error: BaseException | None = None)
     if error is not None:
         told = _numbers_of(error)
         number = told[0] if told else refusal(folder)
-    try:
-        free = f"; {shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there"
-        if out_of_inodes(folder):
-            free += ", but no inode: no more files can be created"
-    except OSError:
-        free = ""
     why = f" ({error})" if error is not None else ""
-    what = f"No room left while {doing} in {folder}{why}{free}"
+    what = f"No room left while {doing} in {folder}{why}"
+    with contextlib.suppress(OSError):
+        if out_of_inodes(folder):
+            what += "; bytes may be free, but no inode: no more files can be created"
     expected = "room on the disk, and in the quota of the user or group"
     fix = "free some space (or name another `workspace=`) and run the same command again"
     if number == errno.EROFS:

@@ -409,12 +409,13 @@ def tree_bytes(folder: Path) -> int:
     return sum(status.st_size for status in files_within(folder).values())
 
 
-_HOLD_NAME = re.compile(r"step-(\d+)-.+\.json")
+#: Step and waiting stage, in the name of a hold.
+HOLD_NAME = re.compile(r"step-(\d+)-(.+)\.json")
 
 
 def held_steps(stage: StagePaths) -> frozenset[int]:
     """Steps of a training stage whose checkpoints somebody waits for."""
-    found = map(_HOLD_NAME.fullmatch, names_in(stage.holds))
+    found = map(HOLD_NAME.fullmatch, names_in(stage.holds))
     return frozenset(int(match.group(1)) for match in found if match)
 
 

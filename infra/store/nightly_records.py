@@ -1,11 +1,10 @@
-"""Memory of a nightly evaluation in a workspace: its file, its nights, its history, alerts.
+"""Memory of a nightly evaluation in a workspace: its nights, its history, alerts.
 
 In: values. Out: the same, read from any shell. There are no locks: whatever may be written by two
 at once is a file that one of them creates, so a night that comes late, twice, or while another one
 still runs, can never count double.
 
-    nightly/<name>/versions/0001.json            the file, each time that it said something else
-                   nights/2026-11-21/turns/0001.json   who has worked on the night, in order
+    nightly/<name>/nights/2026-11-21/turns/0001.json   who has worked on the night, in order
                                      runs/CHECKPOINT-0001.json   its calls of `refiner run`
                                      missed/CHECKPOINT.json      why there is no number
                                      ended.json                  nothing is left to do
@@ -40,21 +39,6 @@ class NightlyRecords(RecordFiles):
         super().__init__(workspace.layout)
         self._workspace, self.name = workspace, name
         self.folder = workspace.layout.nightly / name
-
-    # ------------------------------------------------------------ the file
-
-    def note_version(self, value: Mapping[str, Any]) -> None:
-        """Keep what the file says now, unless that was said last."""
-        number, newest = self.newest_version()
-        if newest is not None and {**newest, "at": ""} == {**value, "at": ""}:
-            return
-        path = self.folder / "versions" / f"{number + 1:04d}.json"
-        self._create(path, {**value, "at": now_text()})  # taken: somebody else says the same now
-
-    def newest_version(self) -> tuple[int, dict[str, Any] | None]:
-        """Number and content of the newest; ``(0, None)`` if there is none."""
-        found = _sorted(self.folder / "versions", "[0-9]*.json")
-        return (int(found[-1].stem), self.read_control(found[-1])) if found else (0, None)
 
     # ------------------------------------------------------------ nights
 

@@ -425,20 +425,9 @@ def write_certificate(workspace: Workspace, certificate: Certificate) -> None:
     NoSpaceError
         It did not fit; the earlier one is still there.
     """
-    path = workspace.layout.certificate(_file_name(str(certificate.host["name"])))
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", str(certificate.host["name"]))
+    path = workspace.layout.certificate(name)
     workspace.replace(path, certificate, "recording the certificate")
-
-
-def read_certificate(workspace: Workspace, host: str | None = None) -> Certificate | None:
-    """The certificate of a node, by default of this one; None without one.
-
-    Raises
-    ------
-    WorkspaceError
-        It is damaged, or of a newer version.
-    """
-    path = workspace.layout.certificate(_file_name(host or host_name()))
-    return workspace.load(Certificate, path, newest=CERTIFICATE_VERSION)
 
 
 def read_certificates(workspace: Workspace) -> list[Certificate]:
@@ -449,10 +438,7 @@ def read_certificates(workspace: Workspace) -> list[Certificate]:
     WorkspaceError
         One of them is damaged, or of a newer version.
     """
-    names = sorted(p.stem for p in workspace.layout.certificate("").parent.glob("*.json"))
-    found = [one for name in names if (one := read_certificate(workspace, name)) is not None]
+    folder = workspace.layout.certificate("").parent
+    load = functools.partial(workspace.load, Certificate, newest=CERTIFICATE_VERSION)
+    found = [one for one in map(load, sorted(folder.glob("*.json"))) if one is not None]
     return sorted(found, key=lambda one: one.made_at)
-
-
-def _file_name(host: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", host)

@@ -1,9 +1,9 @@
 """A card from facts.
 
 In: :class:`CardFacts`. Out: the text of README.md: YAML front matter as the Hub reads it, then the
-sections of ``card.md.jinja`` or of a user's own template; and which number of it shows which fact.
-The template only places what the other modules have put into words. Settings (``beta = 0.001``)
-are no such numbers: they stand under ``config`` in the evidence by their own names.
+sections of ``card.md.jinja`` or of a user's own template. The template only places what the other
+modules have put into words. Settings (``beta = 0.001``) are no such numbers: they stand under
+``config`` in the evidence by their own names.
 """
 
 from __future__ import annotations
@@ -12,23 +12,20 @@ import traceback
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from refiner_core.cards.evidence import facts_from_json, facts_to_json, published_facts
+from refiner_core.cards.evidence import facts_from_json, facts_to_json
 from refiner_core.cards.facts import (
     UNKNOWN,
     CardFacts,
     is_hub_id,
-    numbers_in,
-    record_of,
     unmarked,
 )
 from refiner_core.cards.results import (
-    index_numbers,
     model_index,
     preferred_step,
     progression_tables,
@@ -256,37 +253,3 @@ def front_matter(facts: CardFacts) -> dict[str, Any]:
     if index:
         matter["model-index"] = index
     return matter
-
-
-class CardNumber(NamedTuple):
-    """A number of a card.
-
-    Attributes
-    ----------
-    text
-        As it is printed, without a unit: ``0.512``, ``2 h 02 min``.
-    section
-        Title of the section that it stands in, or ``front matter``.
-    fact
-        Dotted path in the facts of the evidence, such as ``evaluations.3.low``. A number that is
-        made from several facts (a sum) has their common front, or the first of them.
-    record
-        Where that fact was read; None if nobody has said.
-    """
-
-    text: str
-    section: str
-    fact: str
-    record: str | None
-
-
-def card_numbers(facts: CardFacts) -> list[CardNumber]:
-    """All numbers of facts in a card of the shipped template, in its order."""
-    facts = published_facts(facts)
-    found = [(text, "front matter", fact) for text, fact in index_numbers(facts)]
-    section = ""
-    for line in marked_card(facts).split("\n"):
-        text = unmarked(line)
-        section = text[3:] if text.startswith("## ") else section
-        found += [(text[start:end], section, fact) for start, end, fact in numbers_in(line)]
-    return [CardNumber(*number, record_of(facts, number[2])) for number in found]

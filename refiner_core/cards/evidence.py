@@ -62,11 +62,6 @@ class Evidence:
     files: tuple[OutputFile, ...]
 
 
-def published_facts(facts: CardFacts) -> CardFacts:
-    """The facts as the evidence has them; a card is made from these and no others."""
-    return facts_from_json(facts_to_json(facts))
-
-
 def facts_to_json(facts: CardFacts) -> dict[str, Any]:
     """The facts as JSON values, with nothing in them that is not to be published."""
     tracking = {stage: public_address(address) for stage, address in facts.tracking.items()}

@@ -46,7 +46,7 @@ class RefinerError(Exception):
         super().__init__(self.paragraph())
 
     def of(self, part: str) -> RefinerError:
-        """The same error, saying of which part it is."""
+        """The same error, prefixed with the part it concerns."""
         self.what = f"{part}: {self.what}"
         self.args = (self.paragraph(),)
         return self
@@ -65,7 +65,7 @@ class RefinerError(Exception):
 
 
 class ConfigurationError(RefinerError, ValueError):
-    """A recipe, override or command line that cannot be meant."""
+    """Invalid recipe, override or command line."""
 
     exit_code = 2
 
@@ -73,27 +73,26 @@ class ConfigurationError(RefinerError, ValueError):
 def no_such(
     what: str, word: str, known: Iterable[str], fix: str = "name one of these"
 ) -> ConfigurationError:
-    """Refusal of a name that is none of those that there are: ``There is no frame 'x'.``"""
+    """Error for an unknown name: ``There is no frame 'x'.``, with the known ones."""
     names = list(known)
     expected = f"one of: {', '.join(names) or '(there are none)'}"
     return ConfigurationError(f"{what} {word!r}.{suggest(word, names)}", expected=expected, fix=fix)
 
 
 class DataError(RefinerError, ValueError):
-    """Input rows that cannot be used; names file and line."""
+    """Invalid input rows; names file and line."""
 
     exit_code = 3
 
 
 class WorkspaceError(RefinerError, OSError):
-    """The workspace folder cannot be read, written or understood."""
+    """Workspace that cannot be read, written or understood."""
 
     exit_code = 4
 
 
 class DamagedCheckpoint(WorkspaceError):
-    """A checkpoint's files cannot be read as what they should be. Nothing was changed by it, so
-    that the one before it can be gone on from."""
+    """Unreadable checkpoint. Nothing was changed, so the stage can resume from the one before."""
 
 
 class NoSpaceError(RefinerError, OSError):
@@ -104,37 +103,37 @@ class NoSpaceError(RefinerError, OSError):
 
 
 class StageFailed(RefinerError, RuntimeError):
-    """A stage's attempt ended in a way that another try would not change."""
+    """Failure of a stage that another attempt would repeat."""
 
 
 class ScriptFailed(StageFailed):
-    """Somebody else's script has failed of itself: a bug as any other, but none of refiner's.
+    """Failure of a user's script: a bug, but not one of refiner's.
 
-    ``signature`` is its own last error, by which it is known again.
+    ``signature`` is the script's last error; it identifies a repeated failure.
     """
 
     signature = ""
 
 
 class LaunchError(RefinerError, RuntimeError):
-    """The scheduler did not take, or could not start, a job. Tried again after a pause."""
+    """Job that the scheduler rejected or could not start. Retried after a pause."""
 
     resumable = True
 
 
 class OutageError(RefinerError, RuntimeError):
-    """Something outside does not answer; the same command goes on once it does."""
+    """External service that does not answer; the same command resumes once it does."""
 
     exit_code = 7
     resumable = True
 
 
 class SystemOutage(OutageError):
-    """Slurm or the file system does not answer: a state of the world, that passes by itself."""
+    """Slurm or the file system does not answer; transient."""
 
 
 class KilledError(RefinerError, RuntimeError):
-    """Something that a stage needs was ended from outside; another try may well get further."""
+    """Process that a stage needs was ended from outside; another attempt may succeed."""
 
     resumable = True
 
@@ -144,11 +143,11 @@ class NotFiniteError(StageFailed):
 
 
 class HealthStop(StageFailed):
-    """A health check whose policy is ``stop`` found something; nothing was trained on it.
+    """Stop by a health check whose policy is ``stop``; nothing was trained on what it found.
 
-    The same recipe would find it again, so it is not tried again by itself. The same command goes
-    on from the last checkpoint once the cause, the check's limit or its policy is another: none of
-    these but ``skip`` makes it another stage.
+    The same recipe would stop again, so the stage is not retried automatically. The same command
+    resumes from the last checkpoint once the cause, the check's limit or its policy has changed;
+    of these only the policy ``skip`` makes another stage.
     """
 
     resumable = True
@@ -162,32 +161,32 @@ class Interrupted(RefinerError, RuntimeError):
 
 
 class JudgeOutage(OutageError):
-    """More judgements failed than the recipe allows, or no server answered for longer than
-    ``judge.outage_patience_s``; nothing was trained on them."""
+    """Outage of the judge: more judgements failed than the recipe allows, or no server answered
+    for longer than ``judge.outage_patience_s``. Nothing was trained on them."""
 
 
 class JudgeUnusable(JudgeOutage):
-    """The judge answers, and too many of its answers are no judgements: scores on another scale, no
-    score at all, replies that end by length. Asked again it would say the same."""
+    """Judge whose replies are unusable too often: scores on another scale, no score, replies cut by
+    length. A retry would give the same."""
 
 
 class EnvironmentOutage(OutageError):
-    """An environment or its user simulator failed in more episodes than the recipe allows;
-    nothing was trained on them."""
+    """Outage of an environment or its user simulator: more episodes failed than the recipe allows.
+    Nothing was trained on them."""
 
 
 class HubOutage(OutageError):
-    """The Hub cannot be reached, fails, or asks to wait for longer than an attempt may."""
+    """Hub that is unreachable, fails, or asks to wait for longer than an attempt may."""
 
 
 class HubRefused(RefinerError, RuntimeError):
-    """The Hub says no: token, permission, name, visibility, storage. A person has to mend that."""
+    """Refusal by the Hub: token, permission, name, visibility, storage. A person has to fix it."""
 
     exit_code = 9
     resumable = True
 
 
 class UnsupportedError(RefinerError, RuntimeError):
-    """The recipe is sound, but this machine or version cannot carry it out."""
+    """Valid recipe that this machine or version cannot run."""
 
     exit_code = 8

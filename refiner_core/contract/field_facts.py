@@ -75,7 +75,7 @@ class FieldFacts:
 
 
 def facts_of(path: str) -> FieldFacts:
-    """Give what is known of the field at a dotted path.
+    """Facts of the field at a dotted path.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def field_paths() -> tuple[str, ...]:
 
 @functools.cache
 def sections() -> dict[str, str]:
-    """Every section, nested ones too, with what it is; first :data:`TOP`."""
+    """Every section, nested ones included, with its documentation; :data:`TOP` first."""
     return {TOP: "what belongs to no section", **dict(_sections(RecipeConfig, ""))}
 
 
@@ -119,14 +119,14 @@ def _sections(kind: type, prefix: str) -> Iterable[tuple[str, str]]:
 
 
 def fields_below(section: str) -> list[str]:
-    """The fields of a section and of those within it."""
+    """Fields of a section and its subsections."""
     if section == TOP:
         return [path for path in field_paths() if "." not in path]
     return [path for path in field_paths() if path.startswith(f"{section}.")]
 
 
 def fields_called(word: str) -> list[str]:
-    """The fields that ``word`` may mean: that one, a section's, or all whose last part it is.
+    """Fields that ``word`` names: a field, a section, or a last part.
 
     Raises
     ------
@@ -150,7 +150,7 @@ def fields_called(word: str) -> list[str]:
 
 
 def fields_about(word: str) -> list[str]:
-    """The fields whose name, explanation or choices have ``word`` in them.
+    """Fields whose name, documentation or choices contain ``word``.
 
     Raises
     ------
@@ -174,7 +174,7 @@ def fields_about(word: str) -> list[str]:
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:
-    """Give what a field of that type, or an element of it, may be, where these are few."""
+    """Allowed values of a type or its elements, if they are few; else empty."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return args
@@ -217,7 +217,7 @@ def _is_below(path: str, prefixes: Iterable[str]) -> bool:
 
 
 def _notes(path: str) -> tuple[str, ...]:
-    """By the tables that :mod:`refiner_core.contract.plan_builder` goes by."""
+    """Notes from the tables that :mod:`refiner_core.contract.plan_builder` uses."""
     section, _, leaf = path.rpartition(".")
     checks = " or ".join(f"{section}.{name}" for name in HEALTH_CHECKS_OF.get(leaf, (leaf,)))
     of_episodes, of_agents = _is_of_episodes(path), path.startswith("environment.")
@@ -266,7 +266,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def _value(field: dict[str, Any]) -> dict[str, Any]:
-    """A field's value, or what stands for it in a file."""
+    """A field's value, or its form in a file."""
     about = {k: v for k, v in field.items() if k in _ABOUT and k != "title"}
     value = {k: v for k, v in field.items() if k not in _ABOUT}
     if "$ref" in value:

@@ -38,7 +38,7 @@ def replace_fields(config: RecipeConfig, changes: Mapping[str, Any]) -> RecipeCo
 
 
 def field_info(path: str, origin: str = "") -> FieldInfo:
-    """Give what is known of the field at a dotted path.
+    """Facts of the field at a dotted path.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def _replace(node: Any, parts: Sequence[str], value: Any) -> Any:
 def refuse_fields(
     config: RecipeConfig, wrong: object, paths: str, expected: str, fix: str = ""
 ) -> None:
-    """Refuse values that cannot be meant, or not together.
+    """Refuse invalid values or combinations of values.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def refuse_fields(
 
 
 def _shown(value: Any) -> str:
-    """A value as an override has it, shortened."""
+    """A value in the form of an override, shortened."""
     text = str(list(value)) if isinstance(value, tuple) else repr(value)
     words = {"None": "null", "True": "true", "False": "false"}
     return words.get(text, text if len(text) <= 80 else f"{text[:80]}…")
@@ -122,7 +122,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_key(path: str, origin: str) -> ConfigurationError:
-    """The error for a key that there is none of; says which was meant."""
+    """Error for an unknown key, with a suggestion."""
     known = list(_fields())
     if path in known:
         raise ConfigurationError(
@@ -164,7 +164,7 @@ def typed(kind: Any, value: Any, path: str = "", origin: str = "") -> Any:
 
 
 def _refusal(error: Any, path: str, origin: str) -> ConfigurationError:
-    """One error of pydantic's, in our words."""
+    """A pydantic error as a refusal."""
     for part in error["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     kind, value = error["type"], error["input"]

@@ -1,4 +1,4 @@
-"""Files that appear whole, and YAML files that people write.
+"""Atomic file replacement, and YAML files that people write.
 
 In: a path. Out: an open file that becomes it, written beside its place, synced, then renamed; for
 what a stage leaves in its own output folder. Control files, which several processes may write, are
@@ -128,7 +128,7 @@ def keys_twice(root: Any) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def readable(source: Path | str, what: str, fix: str = "") -> Iterator[None]:
-    """Refuse what goes wrong within as a file, or a text, that cannot be read."""
+    """Turn errors of the block into a refusal of an unreadable file or text."""
     try:
         yield
     except AssertionError:

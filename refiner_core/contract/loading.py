@@ -45,7 +45,10 @@ log = logging.getLogger(__name__)
 
 
 def without_former(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe without fields and words of before."""
+    """Values of a recipe, with former fields and words renamed."""
+    name = "grpo.rollout_server.weight_transfer"
+    if dict(leaves("", values)).get(name) in ("nccl", "ipc"):
+        warn_former(name, "weights go through files in memory (grpo.rollout_server.weights_dir)")
     notify = values.get("notify")
     if not isinstance(notify, Mapping):
         return dict(values)
@@ -62,7 +65,7 @@ def without_former(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def warn_former(what: str, instead: str, effect: str = "has no effect any more, and ") -> None:
-    """Say once that something goes."""
+    """Warn once about something deprecated."""
     log.warning("%s %swill be refused by the next version: %s.", what, effect, instead)
 
 
@@ -105,7 +108,7 @@ def apply_overrides(config: RecipeConfig, overrides: Sequence[str]) -> RecipeCon
 
 
 def leaves(prefix: str, values: Any) -> typing.Iterator[tuple[str, Any]]:
-    """Give what is no mapping, below a mapping, by dotted path."""
+    """Leaves below a mapping, by dotted path."""
     if not isinstance(values, Mapping):
         yield prefix, values
         return
@@ -286,7 +289,7 @@ def _yaml_text(value: Any, prepare: Callable[[str], str]) -> str:
 
 
 def _escaped(value: Any) -> Any:
-    """A value that OmegaConf takes for no interpolation."""
+    """A value escaped so that OmegaConf reads no interpolation."""
     if isinstance(value, tuple | list):
         return [_escaped(v) for v in value]
     return _INTERPOLATION.sub(r"\1\1\\${", value) if isinstance(value, str) else value
@@ -362,7 +365,7 @@ class Setting:
 
     @property
     def interpolated(self) -> bool:
-        """Say whether it takes its value from other fields."""
+        """Whether the value is interpolated from other fields."""
         return "${" in self.text.replace("\\${", "")
 
 

@@ -306,12 +306,12 @@ def _sampling(config: RecipeConfig, model: ModelShape, world: int, weights: int)
 def _for_servers(config: RecipeConfig, weights: int) -> dict[str, int]:
     """What rollout servers take of the host: weights that go through its memory, and on a CPU the
     servers themselves (without their caches, whose size is vLLM's to say)."""
-    grpo, how = config.grpo, config.grpo.rollout_server.weight_transfer
+    grpo = config.grpo
     if grpo.generation_backend != "vllm":
         return {}
     on_cpu = grpo.resources.gpus == 0
     return {
-        "weights for servers": weights * (how == "reload" or (how == "auto" and on_cpu)),
+        "weights for servers": weights,
         "servers": grpo.vllm_num_engines * (weights + 2 * _PROCESS) * on_cpu,
     }
 

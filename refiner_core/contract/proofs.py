@@ -81,15 +81,6 @@ class Certificate:
         """Say whether something was tried, and nothing failed."""
         return self.count("fail") == 0 and self.count("pass") > 0
 
-    def differences(self, versions: Mapping[str, str]) -> list[str]:
-        """Versions that are no longer as they were certified, in words; those that one side does
-        not know are left out."""
-        return [
-            f"{name} {versions[name]} (certified: {old})"
-            for name, old in sorted(self.versions.items())
-            if name in versions and versions[name] != old
-        ]
-
 
 #: Version of a proof's file. Raised when an older reader would misread it.
 PROOF_VERSION = 1

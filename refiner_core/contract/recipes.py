@@ -111,7 +111,7 @@ def find_protocol(name: str, folder: Path | None = None) -> Path:
 
 
 def description_of(path: Path) -> str:
-    """Give what a protocol file says of itself."""
+    """Description in a protocol file."""
     return " ".join(str(_fields(path).get("description") or "").split())
 
 

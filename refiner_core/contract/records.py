@@ -1,4 +1,4 @@
-"""Records: what the workspace remembers of stages, runs and sweeps. `infra` reads and writes them.
+"""Records of stages, runs and sweeps in a workspace. `infra` reads and writes them.
 
 A stage's record is a spec (what the stage is), its attempts (each try, with its job and its
 outcome) and, once it is done, a result (outputs, report, provenance). A sweep is known by its name;
@@ -56,7 +56,7 @@ Decision = Literal["finish", "resume", "stop"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Why an attempt ended, and what that led to.
+    """End of an attempt: its cause and the decision taken.
 
     ``step`` is the last step that was finished. ``signature`` identifies the traceback, so that the
     same bug at the same step is known again. ``errno`` is what the system said, where it said so.
@@ -112,7 +112,7 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a finished stage made. Written last: its presence is what makes the stage done."""
+    """Result of a finished stage. Written last: a stage is done once it exists."""
 
     version: int
     attempt: int
@@ -126,7 +126,7 @@ class StageResult:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What a stage is; enough to explain later why two stages differ."""
+    """Specification of a stage; enough to explain later why two stages differ."""
 
     version: int
     name: str
@@ -153,7 +153,7 @@ StageState = Literal["absent", "claimed", "failed", "interrupted", "done"]
 
 @dataclass(frozen=True)
 class StageRecord:
-    """All that is known of one stage."""
+    """Record of one stage."""
 
     spec: StageSpec
     attempts: tuple[Attempt, ...] = ()

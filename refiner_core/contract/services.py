@@ -1,4 +1,4 @@
-"""Servers that refiner starts by itself: when there is one, and what makes two of them the same.
+"""Judge servers that refiner starts: when there is one, and when two are the same.
 
 In: a recipe's configuration. Out: whether it has a judge's server of its own, what that server is
 (engine, model, arguments …) as values that are hashed into its id, and who waits for it. Nothing of
@@ -57,7 +57,7 @@ def engine_of(judge: JudgeConfig) -> str:
 
 
 def service_identity(config: RecipeConfig) -> dict[str, Any]:
-    """All that decides which server is started.
+    """Identity of a server: all settings that it is started with.
 
     ``reach`` says who can ask it: this machine alone, or all nodes.
 

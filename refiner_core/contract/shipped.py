@@ -1,4 +1,4 @@
-"""Files that come with refiner, or are somebody's own: by name, or by path.
+"""Shipped files by name, and users' own files by path.
 
 In: a name or path as it was typed. Out: the file, or an error that names the nearest.
 """

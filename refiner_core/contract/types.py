@@ -67,7 +67,7 @@ class Judge(Protocol):
 
 
 class PendingJudgements(Protocol):
-    """Judgements that are being made."""
+    """Judgements in progress."""
 
     def result(self) -> list[Judgement]:
         """Wait for them; one per request, in order. Errors as of :meth:`Judge.judge`."""
@@ -81,7 +81,7 @@ class StreamingJudge(Judge, Protocol):
         """Begin to judge and return at once."""
 
     def usage(self) -> JudgeUsage:
-        """Give what it has done since it was made."""
+        """Usage since it was created."""
 
 
 @runtime_checkable
@@ -147,7 +147,7 @@ class JudgementStore(Protocol):
     """Keeps judgements by what was asked: 16 bytes of a digest over all that decides the answer."""
 
     def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
-        """Give what is known, in order."""
+        """Stored judgements, in order."""
 
     def put(self, key: bytes, judgement: StoredJudgement) -> None:
         """Keep one; cheap, never raises for a full disk. Safe from any thread."""
@@ -330,7 +330,7 @@ class SavedCheckpoint:
 
 
 class StageIO(Protocol):
-    """What a running stage may do to the world. Paths and fencing are the implementer's business.
+    """Interface of a running stage to its workspace. Paths and fencing are the implementer's.
 
     Metrics and rollouts belong to steps: when a stage resumes from the checkpoint of step *k*,
     what was logged for later steps is gone, and what was logged up to *k* is still there.
@@ -419,7 +419,7 @@ TERMINAL: frozenset[ViewState] = frozenset({"skipped", "done", "failed", "interr
 
 @dataclass(frozen=True)
 class StageView:
-    """What a person may know of a stage right now."""
+    """Current state of a stage, for display."""
 
     name: str
     kind: str
@@ -436,5 +436,5 @@ class StageView:
 
     @property
     def terminal(self) -> bool:
-        """Say whether nothing more will happen to it in this call."""
+        """Whether the state is final for this call."""
         return self.state in TERMINAL

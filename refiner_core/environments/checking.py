@@ -25,13 +25,11 @@ from refiner_core.environments.protocol import (
     HasExpert,
     InfrastructureError,
     Task,
-    TellsProgress,
     ToolCall,
 )
 
 _SEED = 7
 _NO_SPLIT = "no_such_split"
-_NO_PROGRESS = "it tells no progress: grpo.credit=turn_rewards is refused"
 #: Values of a type that no string, number, boolean or list schema takes.
 _WRONG_VALUE = {"type": ["object"]}
 
@@ -80,9 +78,6 @@ def check_environment(
                 wrong = list(_guarded(where, _of_expert(environment, expert, task)))
                 solved += not wrong
                 found += wrong
-    silent = [f for f in found if f.what == _NO_PROGRESS]  # a matter of the environment, said once
-    found = [f for f in found if f.what != _NO_PROGRESS]
-    found += (f._replace(where="every task") for f in silent[:1])
     found.sort(key=lambda finding: finding.level)  # errors before warnings
     return Checked(tuple(found), tried, None if expert is None else solved)
 
@@ -160,8 +155,6 @@ def _of_task(environment: Environment, task: Task) -> _Found:
         yield "error", "an episode that failed does not say why (outcome().failure)"
     if not outcome.checks:
         yield "warning", "it has no checks: no partial credit, and nobody sees what was missing"
-    if not isinstance(episode, TellsProgress):
-        yield "warning", _NO_PROGRESS
     episode.close()
     if environment.deterministic:
         again = environment.episode(task)

@@ -327,8 +327,8 @@ def _unclear(how: str) -> ConfigurationError:
     )
 
 
-#: Characters per token of room that :meth:`Conversation.overflows` looks at; text has about 4.
-_CHARACTERS = 16
+#: Characters that no token has on the average; text has about 4.
+_CHARACTERS = 64
 
 
 def prompt_ids(tokenizer: Any, policy: str, tools: Sequence[ToolSpec]) -> tuple[int, ...]:
@@ -387,20 +387,9 @@ class Conversation:
         return (*self._missing_end(), *ids) if self._turns else ids
 
     def overflows(self, messages: Sequence[Message], room: int) -> bool:
-        """True if messages are so long that their beginning alone takes more than ``room`` tokens.
-
-        False says nothing. A tool's 5 MB would take minutes to tokenise, in the thread that all
-        episodes wait for, only to find that it does not fit. The beginning must take twice the
-        room, as the text behind it may change how its last word is divided.
-        """
-        left = _CHARACTERS * max(0, room)
-        if sum(len(message.content) for message in messages) <= left:
-            return False
-        beginning = []
-        for message in messages:
-            beginning.append(Message(message.role, message.content[:left]))
-            left -= len(beginning[-1].content)
-        return len(self.observation(beginning)) >= 2 * room
+        """True if messages are so long that they cannot fit into ``room`` tokens. A tool's 5 MB
+        would take minutes to tokenise, in the thread that all episodes wait for."""
+        return sum(len(message.content) for message in messages) > _CHARACTERS * max(0, room)
 
     def observe(self, messages: Sequence[Message]) -> None:
         """Append what others say, up to where the model writes again."""

@@ -53,7 +53,7 @@ from refiner_core.contract.types import (
     Turns,
 )
 from refiner_core.environments.play import EpisodeRequest, EpisodeSettings, Play, Stepped
-from refiner_core.environments.protocol import Environment, InfrastructureError
+from refiner_core.environments.protocol import Environment, InfrastructureError, Message
 from refiner_core.environments.turns import CLOSE
 from refiner_core.generation.completions import completion_text, turn_generator
 
@@ -214,7 +214,6 @@ class _EpisodeDesk:
         while wait and not self._ready and not (room > 0 and self._fresh) and self._more():
             if self._told_ended and room <= 0:
                 break  # once it knows of them there is room
-            self._require_waiting(room)
             self._collect(_LOOK_S)
             self._reset_ahead(room + self._settings.section.workers)
             if self._settings.ordered:
@@ -333,15 +332,6 @@ class _EpisodeDesk:
             self._collect(_LOOK_S)
             self._reset_ahead(room + self._settings.section.workers)
 
-    def _require_waiting(self, room: int) -> None:
-        if not self._working:
-            raise StageFailed(
-                f"The generator waits for turns with room for {max(0, room)} new conversations, "
-                "and no conversation of its own goes on",
-                expected="room for at least one",
-                fix=_OURS,
-            )
-
     def _collect(self, timeout_s: float) -> None:
         """Take in what has ended; waits up to ``timeout_s`` for a first one."""
         if self._should_stop is not None and self._should_stop():
@@ -369,12 +359,12 @@ class _EpisodeDesk:
         if not self._settings.ordered:
             self._report()
 
-    def _after_begin(self, play: Play, begun: tuple[Any, float | None], seconds: float) -> None:
-        self._go_on(play, self._fresh, fits=play.begun(*begun))
+    def _after_begin(self, play: Play, begun: tuple[Message, ...], seconds: float) -> None:
+        self._go_on(play, self._fresh, fits=play.begun(begun))
 
     def _after_step(self, play: Play, stepped: Stepped, seconds: float) -> None:
         fits = play.stepped(stepped, seconds)
-        step, _, outcome = stepped
+        step, outcome = stepped
         if outcome is None:
             self._go_on(play, self._ready, fits=fits)
             return

@@ -30,7 +30,6 @@ from refiner_core.environments.protocol import (
     Outcome,
     Step,
     Task,
-    TellsProgress,
     ToolCall,
     TurnRecord,
 )
@@ -66,8 +65,8 @@ class EpisodeSettings:
     ordered: bool
 
 
-#: Result of a call: the step, the partial score now, and the outcome where it was the last.
-Stepped = tuple[Step, float | None, Outcome | None]
+#: Result of a call: the step, and the outcome where it was the last.
+Stepped = tuple[Step, Outcome | None]
 
 
 class _Attempt(NamedTuple):
@@ -101,22 +100,20 @@ class Play:
         self._environment, self._settings = environment, settings
         self._episode: Episode | None = None
         self._first: tuple[Message, ...] = ()
-        self._first_progress: float | None = None
         self._turns: list[TurnRecord] = []
         self._failed: _Attempt | None = None
 
     # ------------------------------------------------ in a worker's thread
 
-    def begin(self) -> tuple[tuple[Message, ...], float | None]:
-        """Make the environment's episode and reset it: first messages, and the partial score before
-        any turn."""
+    def begin(self) -> tuple[Message, ...]:
+        """Make the environment's episode and reset it: first messages."""
         with _blamed(self):
             self._episode = self._environment.episode(self.request.task)
             messages = self._episode.reset(derive_seed(self.request.seed, "environment"))
             messages = _messages(messages)
             if not messages or messages[-1].role != "user":
                 raise ValueError("reset() gives messages, the last of them the user's")
-            return messages, self._progress()
+            return messages
 
     def step(self, call: ToolCall, *, last: bool) -> Stepped:
         """Take a step; with the outcome where the episode is done, or this was its last turn."""
@@ -126,10 +123,7 @@ class Play:
             step = replace(step, messages=_messages(step.messages))
             if not step.done and not step.messages:
                 raise ValueError("step() gives no message, and the episode is not done")
-            progress = self._progress()
-            if not (step.done or last):
-                return step, progress, None
-        return step, progress, self.end()
+        return step, self.end() if step.done or last else None
 
     def end(self) -> Outcome:
         """Its worth, as it stands; nothing of it is used any more."""
@@ -149,15 +143,6 @@ class Play:
             episode.close()
         except Exception:  # it has failed already, and that is what is told
             log.warning("Closing an episode of %s failed", self.where(), exc_info=True)
-
-    def _progress(self) -> float | None:
-        """The partial score now, None where the environment does not tell."""
-        episode: object = self._episode
-        return self._partial(episode.checks()) if isinstance(episode, TellsProgress) else None
-
-    def _partial(self, checks: Any) -> float | None:
-        shaping = self._settings.section.shaping
-        return partial_score(checks, check_weights(shaping, self.request.task.domain))
 
     # ------------------------------------------------ in the generator's thread
 
@@ -186,9 +171,9 @@ class Play:
             fix=f"raise environment.{kind}_s, or see why they are slow",
         )
 
-    def begun(self, messages: tuple[Message, ...], progress: float | None) -> bool:
+    def begun(self, messages: tuple[Message, ...]) -> bool:
         """Take the first messages in; False where they do not fit into the context."""
-        self._first, self._first_progress = messages, progress
+        self._first = messages
         fits = self._observe(self._first)
         if not fits:
             self._first = _shortened(self._first)
@@ -196,14 +181,13 @@ class Play:
 
     def stepped(self, stepped: Stepped, seconds: float) -> bool:
         """Take a step in; False where what was said does not fit into the context."""
-        step, progress, outcome = stepped
+        step, outcome = stepped
         over = outcome is not None
         fits = over or self._observe(step.messages)
         self._turns[-1] = replace(
             self._turns[-1],
             tool_error=step.tool_error,
             messages=_pairs(step.messages if fits and not over else _shortened(step.messages)),
-            progress=progress,
             seconds=seconds,
         )
         return fits
@@ -270,7 +254,6 @@ class Play:
             call=call.as_json() if call else None,
             repaired=repaired,
             retried=retried,
-            progress=self._turns[-1].progress if self._turns else self._first_progress,
         )
         self._turns.append(turn)
 
@@ -288,9 +271,8 @@ class Play:
             The outcome cannot be written down: a reward that is no finite number, info that is not
             JSON.
         """
-        partial = self._partial(outcome.checks)
-        if self._turns and self._turns[-1].progress is not None:
-            self._turns[-1] = replace(self._turns[-1], progress=partial)
+        shaping = self._settings.section.shaping
+        partial = partial_score(outcome.checks, check_weights(shaping, self.request.task.domain))
         no_call = self.ended == "no_call"
         # The reward alone decides what a success is, whatever reason is given beside it.
         failure = None if outcome.success else outcome.failure or "incomplete"
@@ -326,7 +308,6 @@ class Play:
             ended=self.ended,
             first_messages=_pairs(self._first),
             turns=tuple(self._turns),
-            first_progress=self._first_progress,
         )
 
     def _completion(self, record: EpisodeRecord) -> Completion:

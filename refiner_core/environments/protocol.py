@@ -61,8 +61,8 @@ class TurnRecord:
     the turn's tokens are then those of the second, at temperature 0. Where that was no call either
     the tokens are those of the first, and ``retried`` is the text of the second.
     ``start`` and ``end`` are where its own tokens stand in the completion. ``messages`` are what it
-    was told then, as (role, content). ``progress`` is the partial score after it (None where the
-    environment does not tell). ``seconds``: tools and user.
+    was told then, as (role, content). ``seconds``: tools and user. ``progress``: the partial score
+    after it, in older records.
     """
 
     text: str
@@ -259,14 +259,6 @@ class Episode(Protocol):
 
     def close(self) -> None:
         """Give back what it holds. May be called twice."""
-
-
-@runtime_checkable
-class TellsProgress(Protocol):
-    """An episode that can say in between how much is done: what ``credit=turn_rewards`` needs."""
-
-    def checks(self) -> tuple[Check, ...]:
-        """The checks as they stand now."""
 
 
 @runtime_checkable

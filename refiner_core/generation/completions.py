@@ -7,6 +7,7 @@ end a text. Backends share it, so that changing one for another changes no sampl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
@@ -18,7 +19,6 @@ from refiner_core.contract.types import (
     TurnDesk,
     TurnGenerator,
     TurnRequest,
-    Turns,
 )
 
 
@@ -183,35 +183,25 @@ class LockstepTurns:
     def turns(self, desk: TurnDesk) -> None:
         """Sample rounds until the desk has no more. Errors as of ``generate`` and of the desk."""
         known: set[int] = set()
-
-        def ask(*, wait: bool) -> Turns:
-            turns = desk.take(max(0, self._room - len(known)), wait=wait)
+        while True:
+            turns = desk.take(max(0, self._room - len(known)), wait=True)
             known.difference_update(turns.ended)
             known.update(request.conversation for request in turns.begin)
-            return turns
-
-        while True:
-            turns = ask(wait=True)
-            begin = turns.begin
-            if turns.ended and turns.more:  # there is more room than the desk knew
-                begin += ask(wait=False).begin
-            if not begin and not turns.more:
+            if not turns.begin and not turns.more:
                 return
             by_params: dict[SamplingParams, list[TurnRequest]] = {}
-            for request in begin:
+            for request in turns.begin:
                 by_params.setdefault(request.params, []).append(request)
             for params, requests in by_params.items():
-                self._sample(desk, params, requests)
+                samples = [GenerationRequest(r.context_ids, r.seed) for r in requests]
+                finished = partial(_finish, desk, requests)
+                self._generator.generate(samples, params, finished)
 
-    def _sample(self, desk: TurnDesk, params: SamplingParams, requests: list[TurnRequest]) -> None:
-        def finished(index: int, completion: Completion) -> None:
-            desk.finished(requests[index], completion)
 
-        self._generator.generate(
-            [GenerationRequest(request.context_ids, request.seed) for request in requests],
-            params,
-            finished,
-        )
+def _finish(
+    desk: TurnDesk, requests: Sequence[TurnRequest], index: int, completion: Completion
+) -> None:
+    desk.finished(requests[index], completion)
 
 
 def turn_generator(generator: Generator | TurnGenerator) -> TurnGenerator:

@@ -106,7 +106,7 @@ class _SharedPromptCache:
     samples
         G.
     capacity
-        Tokens per sample to make room for; more room is made when needed.
+        Tokens per sample that there is room for; what is not used is not touched.
     """
 
     def __init__(
@@ -121,23 +121,19 @@ class _SharedPromptCache:
         self.prompt_length = int(prompt_lengths_P.max())
         layers = []
         for pieces in prompts:
-            keys = self._with_room(*(k for k, _ in pieces))
-            values = self._with_room(*(v for _, v in pieces))
+            keys, values = (self._with_room(part) for part in zip(*pieces, strict=True))
             layers.append(_SharedPromptLayer(keys, values, self.prompt_length))
             pieces.clear()
         self.cache = Cache(layers=layers)
         self._mask = self._full_mask()
 
-    def _with_room(self, *pieces: Tensor) -> Tensor:
-        """Copy pieces [rows, H, >= used, D] into storage for ``capacity`` tokens per sample."""
+    def _with_room(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Copy pieces [rows, H, >= prompt, D] into storage for ``capacity`` tokens per sample."""
         _, heads, _, size = pieces[0].shape
-        used = self.prompt_length + self.tokens * self.samples
         room = self.prompt_length + self.capacity * self.samples
-        storage = pieces[0].new_empty(sum(len(piece) for piece in pieces), heads, room, size)
-        first = 0
-        for piece in pieces:
-            storage[first : first + len(piece), :, :used] = piece[:, :, :used]
-            first += len(piece)
+        storage = pieces[0].new_empty(sum(map(len, pieces)), heads, room, size)
+        for rows, piece in zip(storage.split([*map(len, pieces)]), pieces, strict=True):
+            rows[:, :, : self.prompt_length] = piece[:, :, : self.prompt_length]
         return storage
 
     def _full_mask(self) -> Tensor:
@@ -156,14 +152,6 @@ class _SharedPromptCache:
 
     def step(self) -> tuple[Cache, Tensor]:
         """The cache and the mask [P, 1, G, keys] for decoding one more token per sample."""
-        if self.tokens == self.capacity:
-            self.capacity *= 2
-            for layer in self.cache.layers:
-                layer.keys, layer.values = (
-                    self._with_room(layer.keys),
-                    self._with_room(layer.values),
-                )
-            self._mask = self._full_mask()
         self.tokens += 1
         return self.cache, self._mask[..., : self.prompt_length + self.tokens * self.samples]
 
@@ -202,8 +190,6 @@ class _SharedPromptCache:
         self._mask = self._full_mask()
 
 
-#: Tokens per sample that a cache starts with; it doubles when they are used up.
-FIRST_CAPACITY = 64
 #: Finished samples are dropped when the batch then has at most this share of its places.
 SHRINK_TO = 0.75
 
@@ -391,9 +377,8 @@ class _Decoding:
             for known, layer in zip(pieces, layers, strict=True):
                 known.append((layer.keys, layer.values))
             del out, layers
-        capacity = min(FIRST_CAPACITY, self.params.max_new_tokens)
-        samples = self.grid_P_G.shape[1]
-        return torch.cat(logits), _SharedPromptCache(pieces, lengths, samples, capacity)
+        shape = (self.grid_P_G.shape[1], self.params.max_new_tokens)
+        return torch.cat(logits), _SharedPromptCache(pieces, lengths, *shape)
 
     def _forward(self, cache: _SharedPromptCache, step: int) -> Tensor:
         """Feed every sample's newest token; logits [P, G, V] of the next."""

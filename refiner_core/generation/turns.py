@@ -81,10 +81,6 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return low
 
 
-#: Columns that are made finite before they are needed, so that it happens rarely.
-_AHEAD = 64
-
-
 class _Pass(NamedTuple):
     """Where a pass reads and writes; ``slots_J`` None: the first J, which need no copy. ``fresh``:
     nothing is cached of any of them, so the pass sees its own tokens alone."""
@@ -116,8 +112,8 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Store [J, H, S, D] where the pass says; return all that it may look at, [J, H, K, D]."""
         if self.keys is None or self.values is None:
-            self.keys = self._slots.storage(key_states, 0)
-            self.values = self._slots.storage(value_states, 0)
+            self.keys = self._slots.storage(key_states)
+            self.values = self._slots.storage(value_states)
         return self._stored(self.keys, key_states), self._stored(self.values, value_states)
 
     def _stored(self, storage: Tensor, states: Tensor) -> Tensor:
@@ -160,9 +156,6 @@ class _SlotCache:
     def __init__(self, layers: int, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
         self.count, self.columns = 0, 0
-        #: Columns that hold numbers in every slot: what is masked is still multiplied, and must be
-        #: finite. The rest is not even touched, so that it costs no memory of the machine.
-        self._finite = 0
         self._layers = [_SlotLayer(self) for _ in range(layers)]
         self.model_cache = Cache(layers=self._layers)
         self.now: _Pass
@@ -171,10 +164,9 @@ class _SlotCache:
         """Keep the slots ``kept``, in that order, as the first of ``count`` with ``columns``."""
         index = self._tensor(kept)
         self.count, self.columns = count, columns
-        self._finite = used = min(columns, self._finite)
 
         def resized(old: Tensor) -> Tensor:
-            made = self.storage(old, len(kept))
+            made, used = self.storage(old), min(columns, old.shape[2])
             made[: len(kept), :, :used] = old[:, :, :used].index_select(0, index)
             return made
 
@@ -183,22 +175,10 @@ class _SlotCache:
                 layer.keys = resized(layer.keys)
                 layer.values = resized(layer.values)
 
-    def storage(self, like: Tensor, first: int) -> Tensor:
-        """Room [R, H, C, D] for what is like [*, H, *, D]; slots from ``first`` on are finite."""
-        made = like.new_empty(self.count, like.shape[1], self.columns, like.shape[-1])
-        made[first:, :, : self._finite] = 0
-        return made
-
-    def _look(self, width: int) -> None:
-        """See that the columns of a pass are finite in every slot."""
-        if width <= self._finite:
-            return
-        end = min(self.columns, width + _AHEAD)
-        for layer in self._layers:
-            for stored in (layer.keys, layer.values):
-                if stored is not None:
-                    stored[:, :, self._finite : end] = 0
-        self._finite = end
+    def storage(self, like: Tensor) -> Tensor:
+        """Room [R, H, C, D] for what is like [*, H, *, D]: zeros, since what is masked is still
+        multiplied, and must be finite."""
+        return like.new_zeros(self.count, like.shape[1], self.columns, like.shape[-1])
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], first: int, end: int) -> None:
         """Copy columns [first, end) of slots; all sources are read before a target is written."""
@@ -215,7 +195,6 @@ class _SlotCache:
         """A pass of one token for each of the first slots, behind ``lengths`` cached ones."""
         columns_J_S = self._tensor(lengths)[:, None]
         width = _rounded(max(lengths) + 1, self.columns)
-        self._look(width)
         self.now = _Pass(None, columns_J_S, width, fresh=False)
         return columns_J_S, self._mask(columns_J_S, width)
 
@@ -227,7 +206,6 @@ class _SlotCache:
         steps = torch.arange(longest, device=self._device)
         columns_J_S = torch.minimum(start_J[:, None] + steps, end_J[:, None])
         width = _rounded(max(ends) + 1, self.columns)
-        self._look(width)
         if not any(starts):
             self.now = _Pass(self._tensor(slots), columns_J_S, longest, fresh=True)
             return None, None
@@ -626,14 +604,18 @@ class TurnDecoding:
     def _sample(self, slots: Sequence[_Slot], logits_J_V: Tensor) -> None:
         """Draw a token for each of some live turns, and tell the desk of those that end with it."""
         turns = [slot.turn for slot in slots if slot.turn is not None]
-        alike: dict[tuple[float, float, int], list[int]] = {}
+        alike: dict[tuple[Any, ...], list[int]] = {}
         for n, turn in enumerate(turns):
             params = turn.request.params
-            alike.setdefault((params.temperature, params.top_p, params.top_k), []).append(n)
+            key = (params.temperature, params.top_p, params.top_k, params.stop_strings)
+            alike.setdefault(key, []).append(n)
+        ended = [False] * len(turns)
         for members in alike.values():
             logits = logits_J_V if len(alike) == 1 else logits_J_V[members]
-            self._draw([turns[n] for n in members], logits)
-        ended = self._stopped(turns)
+            for n, stopped in zip(
+                members, self._draw([turns[n] for n in members], logits), strict=True
+            ):
+                ended[n] = stopped
         for slot, turn, stopped in zip(slots, turns, ended, strict=True):
             if stopped or len(turn.tokens) == turn.request.params.max_new_tokens:
                 slot.turn = None  # its conversation goes on
@@ -645,8 +627,9 @@ class TurnDecoding:
         if self._on_step is not None:
             self._on_step(self._finished, self._begun)
 
-    def _draw(self, turns: Sequence[_Turn], logits: Tensor) -> None:
-        """One token more for each, with its log-probability; all sample alike."""
+    def _draw(self, turns: Sequence[_Turn], logits: Tensor) -> list[bool]:
+        """One token more for each, with its log-probability; all sample alike. Which turns end with
+        it, by itself or by a stop string."""
         params = turns[0].request.params
         greedy = params.temperature == 0
         uniforms = [0.0 if greedy else turn.uniforms[len(turn.tokens)] for turn in turns]
@@ -658,22 +641,15 @@ class TurnDecoding:
         for turn, token, logprob in zip(turns, tokens_N.tolist(), logprobs.tolist(), strict=True):
             turn.tokens.append(token)
             turn.logprobs.append(logprob)
-
-    def _stopped(self, turns: Sequence[_Turn]) -> list[bool]:
-        """Which turns end with their last token, by itself or by a stop string."""
-        stopped = [turn.tokens[-1] in self._stop_ids for turn in turns]
-        alike: dict[tuple[str, ...], list[int]] = {}
-        for n, turn in enumerate(turns):
-            if turn.request.params.stop_strings:
-                alike.setdefault(turn.request.params.stop_strings, []).append(n)
-        for strings, members in alike.items():
+        strings = params.stop_strings
+        found = [False] * len(turns)
+        if strings:
             window = stop_string_window(strings)
-            tails = [turns[n].tokens[-window:] for n in members]
-            for n, found in zip(
-                members, with_stop_string(self._tokenizer, tails, strings), strict=True
-            ):
-                stopped[n] |= found
-        return stopped
+            tails = [turn.tokens[-window:] for turn in turns]
+            found = with_stop_string(self._tokenizer, tails, strings)
+        return [
+            f or turn.tokens[-1] in self._stop_ids for f, turn in zip(found, turns, strict=True)
+        ]
 
 
 def prefill_parts(lengths: Sequence[int]) -> list[list[int]]:

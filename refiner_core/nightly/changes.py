@@ -532,17 +532,13 @@ def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[st
         found.append(
             f"Numbers that were made since do not compare with older ones: {', '.join(beside)}."
         )
+    facts = dict(change.facts)
     if change.weights:
-        before = {r.night: r.source for r in series.rows}
-        old, new = before.get(change.since, ""), before.get(change.night, "")
-        found.append(f"Weights: {old} before, {new} now." if old != new else "Other weights.")
-    facts = [f"{n}: {a or '(none)'} -> {b or '(none)'}" for n, (a, b) in change.facts.items()]
-    if facts:
-        more = [f"and {len(facts) - _MOST_FACTS} more"] if len(facts) > _MOST_FACTS else []
-        found.append(f"Also changed: {'; '.join([*facts[:_MOST_FACTS], *more])}.")
+        sources = {r.night: r.source for r in series.rows}
+        facts = {"weights": (sources.get(change.since, ""), sources.get(change.night, "")), **facts}
+    said = [f"{n}: {a or '(none)'} -> {b or '(none)'}" for n, (a, b) in facts.items()]
+    if said:
+        found.append(f"Also changed: {'; '.join(said[:_MOST_FACTS])}.")
     elif cause == "drift":
-        found.append(
-            "Nothing else that is recorded has changed (judge, code, versions, host): the judge's "
-            "server may serve something else under the same name."
-        )
+        found.append("Nothing else that is recorded has changed (judge, code, versions, host).")
     return found

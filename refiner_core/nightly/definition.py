@@ -125,8 +125,8 @@ class Nightly:
         Data, judge and evaluation settings; its model and its training are not used.
     canary
         The frozen checkpoint. It is evaluated afresh every night.
-    text, origin, folder
-        The file, word for word; where it lies; the folder that its paths are relative to.
+    origin, folder
+        Where the file lies; the folder that its paths are relative to.
     """
 
     name: str
@@ -137,7 +137,6 @@ class Nightly:
     checkpoints: tuple[Checkpoint, ...]
     canary: Checkpoint
     alerts: Alerts = Alerts()
-    text: str = ""
     origin: str = ""
     folder: str = "."
 
@@ -311,10 +310,6 @@ _OURS = (
 )
 #: Without them there is no night.
 _NEEDED = ("schedule", "recipe", "checkpoints", "canary")
-_EXPECTED = {
-    **{"str": "text (quote it)", "int": "a whole number", "float": "a number"},
-    **{"tuple": "a list", "dict": "a mapping of `key: value`"},
-}
 
 
 def parse_nightly(text: str, *, stem: str, origin: str, folder: str) -> Nightly:
@@ -357,16 +352,18 @@ def parse_nightly(text: str, *, stem: str, origin: str, folder: str) -> Nightly:
         ]
     values["canary"] = _checkpoint(values["canary"], "canary", "canary")
     values["alerts"] = _alerts(values.get("alerts", {}))
-    of_file = {"text": text, "origin": origin, "folder": folder}
+    of_file = {"origin": origin, "folder": folder}
     try:
         nightly = from_json(
             Nightly, {"name": stem, "timezone": "UTC", "overrides": [], **values, **of_file}
         )
     except TypeError as error:
         said = str(error).removeprefix("Nightly.").replace("alarms.what", "channels")
-        where, _, found = said.partition(" is ")
-        found, _, kind = found.rpartition(", which is no ")
-        raise _wrong(where, found, _EXPECTED.get(kind, kind)) from error
+        raise ConfigurationError(
+            f"{origin}: {said}.",
+            expected="each field as the file of `tiny-nightly` has it",
+            fix="correct it",
+        ) from error
     _check(nightly)
     Schedule(nightly.schedule, nightly.timezone)
     return nightly
@@ -462,7 +459,7 @@ def _alerts(value: Any) -> dict[str, Any]:
 def _mapping(value: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
     """A mapping that has no other keys than those that are known."""
     if not isinstance(value, Mapping):
-        raise _wrong(where, repr(value), _EXPECTED["dict"])
+        raise _wrong(where, repr(value), "a mapping of `key: value`")
     values = {str(k): v for k, v in value.items()}
     refuse_unknown(values, known, where)
     return values

@@ -1,23 +1,21 @@
 """The trend page of a nightly evaluation: one HTML file that needs nothing but a browser.
 
-In: series as they were judged, alerts, what was missed. Out: the page's text. It has no script, and
-a content security policy that forbids all requests; colours and type are those of reports of
-sweeps. Everything is escaped.
+In: series as they were judged, alerts, what was missed. Out: the page's text, in the frame that
+pages of reports have (:mod:`refiner_core.report.pages`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import UTC, datetime
 from typing import Any
-
-from markupsafe import Markup
 
 from refiner_core.nightly.changes import Series, changed_beside
 from refiner_core.nightly.definition import Nightly, Row
-from refiner_core.report.drawing import Line, Plot, line_of
-from refiner_core.report.pages import base_style, read, template_of
+from refiner_core.report.charts import Series as Line
+from refiner_core.report.charts import chart, summary
+from refiner_core.report.pages import parts_of
 from refiner_core.report.printing import number
 
 
@@ -33,18 +31,19 @@ class Reading:
     nights: tuple[str, ...] = ()
 
 
-#: Nights that are named below a drawing, about.
-_NAMED = 8
+#: Views of the page, by anchor.
+VIEWS = (("summary", "Trends"), ("alerts", "Alerts"), ("missed", "Without a number"))
 
 
 def trend_page(trends: Reading, made_at: str) -> str:
     """The page's text."""
-    nights = sorted({r.night for s in trends.series for r in s.rows} | set(trends.missed))
-    text = template_of(__package__, "trends.html.jinja").render(
+    parts = parts_of(__package__, charts=bool(trends.series))
+    text: str = parts["template"].render(
         t=trends,
-        made_at=made_at,
-        style=Markup(base_style() + read(__package__, "trends.css")),
-        nights=nights,
+        report={"made_at": made_at},
+        parts=parts,
+        views=VIEWS,
+        nights=sorted({r.night for s in trends.series for r in s.rows} | set(trends.missed)),
         groups=_groups(trends.series),
         open_alerts=open_alerts(trends.alerts),
     )
@@ -58,7 +57,7 @@ def open_alerts(alerts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _groups(series: Sequence[Series]) -> list[dict[str, Any]]:
-    """Series that may stand side by side: one protocol, decoding and metric; the newest first."""
+    """Series of one chart: one protocol, decoding and metric; the newest first."""
     grouped: dict[tuple[str, ...], list[Series]] = {}
     for one in series:
         grouped.setdefault(one.key[1:], []).append(one)
@@ -66,48 +65,52 @@ def _groups(series: Sequence[Series]) -> list[dict[str, Any]]:
     shown = []
     for key in sorted(grouped, key=lambda k: newest[k], reverse=True):
         found = grouped[key]
-        lines = [_line(s, i) for i, s in enumerate(found)]
-        plot = Plot(lines, range(len(found)), key[2], 960, 190, (68, 24, 14, 40))
-        if plot.values is None:
-            continue
-        nights = sorted({row.night for s in found for row in s.rows})
-        named = nights[:: max(1, round(len(nights) / _NAMED))]
+        changed = [(n, s.key.checkpoint, w) for s in found for n, w in _changes(s).items()]
+        told = sorted({_day(change.night) for s in found for change in s.told})
+        lines = [_line(s, i) for i, s in enumerate(found, start=1)]
         shown.append(
             {
                 **dict(zip(("protocol", "decoding", "metric"), key, strict=True)),
                 "protocol_name": found[0].protocol_name,
-                "plot": plot,
-                "named": [(plot.x(_day(night)), night[5:]) for night in named],
-                "series": [_series(s, plot, line) for s, line in zip(found, lines, strict=True)],
+                "chart": chart(lines, of=len(series), marks=told, days=True),
+                "changes": sorted(changed),
+                "series": [_shown(s, line) for s, line in zip(found, lines, strict=True)],
             }
         )
     return shown
 
 
-def _day(night: str) -> int:
-    return date.fromisoformat(night).toordinal()
+def _day(night: str) -> float:
+    return datetime.fromisoformat(night).replace(tzinfo=UTC).timestamp() * 1000
+
+
+def _changes(series: Series) -> dict[str, str]:
+    """Night -> what was not what it had been in the night before."""
+    return {
+        night: "; ".join(f"{name}: {old} -> {new}" for name, (old, new) in facts.items())
+        for night, facts in changed_beside(series.rows).items()
+    }
 
 
 def _line(series: Series, index: int) -> Line:
     numbers = [row.numbers[series.key.metric] for row in series.rows]
     middle, low, high = ([n.get(part) for n in numbers] for part in ("value", "low", "high"))
-    return line_of([_day(r.night) for r in series.rows], middle, (low, high), index=index)
+    changes = _changes(series)
+    notes = [
+        f"{row.source}{', late' if row.late else ''}"
+        f"{'' if row.fresh else ', unchanged: the number still holds'} {changes.get(row.night, '')}"
+        for row in series.rows
+    ]
+    days = [_day(row.night) for row in series.rows]
+    return Line(series.key.checkpoint, days, middle, low, high, index, notes)
 
 
-def _series(series: Series, plot: Plot, line: Line) -> dict[str, Any]:
-    last, spread = series.rows[-1], series.noise.spread
-    rows = {_day(row.night): row for row in series.rows}
-    changed = changed_beside(series.rows)
+def _shown(series: Series, line: Line) -> dict[str, Any]:
+    spread = series.noise.spread
+    nights = [row.night for row in series.rows]
     return {
-        "checkpoint": series.key.checkpoint,
-        "title": series.title,
+        **summary(line._replace(steps=nights)),
         "canary": series.canary,
-        "source": last.source,
-        "rows": series.rows,
-        "last": number(last.numbers[series.key.metric]["value"]),
+        "source": series.rows[-1].source,
         "noise": number(spread) if series.canary and spread else "",
-        "points": [(plot.x(d), plot.y(v), rows[d], number(v)) for d, v, *_ in line.known],
-        "paths": plot.paths(line),
-        "marks": [(plot.x(_day(night)), night, facts) for night, facts in changed.items()],
-        "told": [(plot.x(_day(change.night)), change) for change in series.told],
     }

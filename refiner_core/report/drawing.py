@@ -1,22 +1,21 @@
-"""Drawings of pages: strips, dots, curves, attempts on a time axis, shares of a reward.
+"""Drawings within tables: strips, dots, attempts on a time axis, shares of a reward.
 
 In: numbers and a :class:`Scale`. Out: values that ``drawing.html.jinja`` writes as SVG, coloured by
 classes of the page's style sheet. Places in a strip are percentages, so that it takes whatever
-width its column has; curves have a size of their own, because their text scales with them. What a
-drawing shows stands in words in its ``aria-label``, which is also what hovering shows.
+width its column has. What a drawing shows stands in words in its ``aria-label``, which is also what
+hovering shows. Curves are charts (:mod:`refiner_core.report.charts`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
-from refiner_core.report.printing import MINUS, duration, finite, moment, number
+from refiner_core.report.printing import duration, finite, moment
 from refiner_core.report.run.document import (
     UNDER_WAY,
     Row,
@@ -93,151 +92,6 @@ def style_of(index: int) -> int:
 def dash_of(index: int) -> int:
     """Dashes of an arm's line, so that colours may come again."""
     return 0 if index == 0 else (index - 1) // _COLOURS % 4
-
-
-# ---------------------------------------------------------------- curves
-
-#: Values of a curve; None where there is none.
-Values = Sequence[float | None]
-#: Points of all curves of a page, and the fewest of one.
-MOST_POINTS, _FEWEST_POINTS = 30_000, 8
-
-
-@dataclass(frozen=True)
-class Line:
-    """A curve: the place of its arm among arms, and (step, value, low, high) of its points, None
-    where there is a gap."""
-
-    index: int
-    name: str
-    points: tuple[tuple[int, float, float, float] | None, ...]
-
-    @property
-    def known(self) -> list[tuple[int, float, float, float]]:
-        """Its points without the gaps."""
-        return [point for point in self.points if point is not None]
-
-
-def line_of(
-    steps: Sequence[int],
-    middle: Values,
-    band: tuple[Values, Values] | None = None,
-    *,
-    index: int = 1,
-    name: str = "",
-    curves: int = 1,
-) -> Line:
-    """A curve (its values, and the ends of a band where it has one) with as many points as one of
-    so many ``curves`` may have on a page."""
-    kept = kept_places(middle, max(_FEWEST_POINTS, MOST_POINTS // max(1, curves)))
-    found: list[tuple[int, float, float, float] | None] = []
-    for i in kept:
-        value, low, high = (finite(values[i]) for values in (middle, *(band or (middle, middle))))
-        if value is None:
-            found.append(None)
-            continue
-        low, high = (value if end is None else end for end in (low, high))
-        found.append((steps[i], value, low, high))
-    return Line(index, name, tuple(found))
-
-
-def kept_places(values: Values, most: int) -> list[int]:
-    """Places of about ``most`` values: of each stretch its lowest, its highest and its first gap,
-    so that neither a spike nor a hole is thinned away. The ends stay."""
-    size = len(values)
-    if size <= most:
-        return list(range(size))
-    there = {i: v for i, value in enumerate(values) if (v := finite(value)) is not None}
-    kept = {0, size - 1, *list(there)[:1], *list(there)[-1:]}
-    stretches = max(1, (most - 4) // 3)
-    for k in range(stretches):
-        part = range(k * size // stretches, (k + 1) * size // stretches)
-        known = [i for i in part if i in there]
-        kept.update([i for i in part if i not in there][:1])
-        if known:
-            kept |= {min(known, key=there.__getitem__), max(known, key=there.__getitem__)}
-    return sorted(kept)
-
-
-@dataclass(frozen=True)
-class Plot:
-    """Curves of one metric over steps, in pixels. The axis holds those that are ``shown``; the
-    others are there too, hidden until somebody chooses them and the page draws them anew.
-
-    ``room`` is left on the left, on the right, above and below; ``took`` are steps at which a
-    further attempt took over.
-    """
-
-    lines: Sequence[Line]
-    shown: Collection[int]
-    label: str
-    width: int
-    height: int
-    room: tuple[int, int, int, int]
-    took: Sequence[int] = ()
-
-    @cached_property
-    def steps(self) -> Scale | None:
-        """The axis of steps; None where nothing is there to draw."""
-        return scale_for((float(p[0]) for line in self.lines for p in line.known), ticks=6)
-
-    @cached_property
-    def values(self) -> Scale | None:
-        """The axis of values; None where nothing is shown."""
-        shown = (line for line in self.lines if line.index in self.shown)
-        return scale_for((v for line in shown for p in line.known for v in p[1:]), ticks=5)
-
-    def x(self, step: float) -> float:
-        """Pixels from the left."""
-        assert self.steps is not None, "who draws has looked"
-        left, right, _, _ = self.room
-        share = (step - self.steps.low) / (self.steps.high - self.steps.low)
-        return left + share * (self.width - left - right)
-
-    def y(self, value: float) -> float:
-        """Pixels from the top."""
-        assert self.values is not None, "who draws has looked"
-        _, _, top, bottom = self.room
-        share = (value - self.values.low) / (self.values.high - self.values.low)
-        return self.height - bottom - share * (self.height - top - bottom)
-
-    def paths(self, line: Line) -> dict[str, str]:
-        """The band, the line, its end, and its points for who hovers over it."""
-        band, path, data = "", "", []
-        end = (0.0, 0.0)
-        for there, run in groupby(line.points, key=bool):
-            if not there:
-                continue
-            points = [point for point in run if point is not None]
-            places = [(self.x(p[0]), *map(self.y, p[1:])) for p in points]
-            path += "M" + "L".join(f"{x:.4g} {y:.4g}" for x, y, *_ in places)
-            path += "h0" if len(places) == 1 else ""  # a dot, by its round ends
-            if len(places) > 1 and any(low != high for *_, low, high in places):
-                upper = " ".join(f"{x:.4g} {high:.4g}" for x, *_, high in places)
-                lower = " ".join(f"{x:.4g} {low:.4g}" for x, _, low, _ in reversed(places))
-                band += f"M{upper} {lower}Z"
-            data.append(";".join(f"{s} {v:.4g} {a:.4g} {b:.4g}" for s, v, a, b in points))
-            end = places[-1][0], places[-1][1]
-        place = f"translate({end[0]:.4g} {end[1]:.4g})"
-        return {"band": band, "line": path, "end": place, "data": ";;".join(data)}
-
-    def tick(self, value: float) -> str:
-        """A number of the axis of values that fits beside it."""
-        decimals = 0 if self.values is None else self.values.decimals
-        if decimals <= 4 and abs(value) < 1e6:
-            return number(value, decimals)
-        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("-", MINUS)
-
-
-def plot_of_run(curve: Row, line: Line) -> Plot:
-    """One metric of a run."""
-    words = f"{curve['metric']} of {curve['stage']} over steps"
-    if known := line.known:
-        words += ": " + ", ".join(f"{v:.4g} at step {s}" for s, v, *_ in (known[0], known[-1]))
-    if began := curve["from_attempts"]:
-        at = ", ".join(map(str, began[:12]))
-        words += f"; a further attempt took over at step {at}"
-    return Plot([line], (line.index,), words, 480, 210, (58, 10, 10, 30), began[:MOST_BARS])
 
 
 # ---------------------------------------------------------------- attempts over time

@@ -1,8 +1,9 @@
 """Parts that all pages of reports share: colours, script, security policy, forms of values.
 
 In: the package of a page, which has its ``page.html.jinja``, ``page.css`` and ``page.js``. Out: its
-parts, with ``base.css`` and ``base.js`` put before its own: one style sheet, and one
-script that is known by its hash, so that a content security policy lets no other run. Templates
+parts, with ``base.css``, ``base.js`` and ``charts.js`` put before its own, and the library of
+charts where it has some. Scripts are known by their hashes, so that a content security policy lets
+no other run. Templates
 escape everything, show what no file can hold by a sign, and may import macros of this package.
 """
 
@@ -21,32 +22,38 @@ from markupsafe import Markup
 
 from refiner_core.contract.records import to_json
 from refiner_core.report import drawing, printing
+from refiner_core.report.charts import library
 
 _HERE = "refiner_core.report"
 #: Characters of a value, and values of one list or mapping, that are shown.
 MOST_OF_LEAF, MOST_IN_TREE = 2_000, 300
 
 
-@lru_cache
-def parts_of(package: str) -> Mapping[str, Any]:
-    """The parts of the page that lies in a package: ``template``, ``style``, ``script``, and
-    ``policy``, its content security policy."""
-    script = read(_HERE, "base.js") + read(package, "page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+def parts_of(package: str, *, charts: bool) -> Mapping[str, Any]:
+    """The parts of the page that lies in a package: ``template``, ``style``, ``scripts``, and
+    ``policy``, its content security policy. Only a page with ``charts`` carries their library."""
+    own = (read(_HERE, name) for name in ("base.js", "charts.js"))
+    scripts = [*([library()] if charts else []), Markup("".join((*own, read(package, "page.js"))))]
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
-        f"img-src data:; script-src 'sha256-{digest}'"
+        f"img-src data:; script-src {' '.join(map(_hash_of, scripts))}"
     )
     return {
         "template": template_of(package, "page.html.jinja"),
-        "style": Markup(base_style() + read(package, "page.css")),
-        "script": Markup(script),
+        "style": Markup(_base_style() + read(package, "page.css")),
+        "scripts": scripts,
         "policy": policy,
     }
 
 
 @lru_cache
-def base_style() -> str:
+def _hash_of(script: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+@lru_cache
+def _base_style() -> str:
     """The style sheet of all pages: dark where the reader's system is, or where they chose so
     (``data-scheme`` of the root)."""
     light, dark = read(_HERE, "light.css"), read(_HERE, "dark.css")
@@ -86,6 +93,7 @@ def _environment(kind: str) -> Environment:
     environment.globals.update(p=printing, d=drawing, leaf=leaf, most_in_tree=MOST_IN_TREE)
     environment.globals["table"] = _table
     environment.filters["code"] = _code
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment
 
 

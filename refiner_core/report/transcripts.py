@@ -34,7 +34,7 @@ from refiner_core.report.run.document import Row
 MOST_OF_ANSWER = 4_000
 MOST_OF_PROMPT = 16_000
 #: Characters of all answers and judgements of a page.
-MOST_IN_ALL = 1_500_000
+MOST_IN_ALL = 600_000
 #: Judgements of an answer, and parts of its reward, that are shown.
 MOST_JUDGEMENTS, MOST_PARTS = 24, 40
 #: What an answer has not by itself.

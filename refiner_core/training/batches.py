@@ -447,16 +447,8 @@ def order_hash(sample_ids: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-#: How much more than the average the busiest rank may have before a group is cut.
-UNEVEN = 1.05
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Some samples of one prompt, by their places in the step, and what training on them costs."""
-
-    places: tuple[int, ...]
-    cost: float
+#: Pieces of work for each rank, at least: where there are fewer groups, they are cut.
+PIECES = 4
 
 
 def share_among(
@@ -469,35 +461,26 @@ def share_among(
 ) -> list[list[Sample]]:
     """The samples of each of ``world`` ranks, in the order given; a rank's list may be empty.
 
-    The arguments are those of :func:`pack_samples`.
+    The arguments are those of :func:`pack_samples`. Samples of one prompt stay together where there
+    are prompts enough.
     """
 
-    def piece(places: Sequence[int]) -> _Piece:
-        members = [samples[i] for i in places]
-        units = [[sample] for sample in members]
-        if share_prompts:
-            units = cheapest_units(members, pack_length, balance)
-        return _Piece(tuple(places), sum(row_cost(unit_length(u), balance) for u in units))
+    def cost(piece: Sequence[int]) -> float:
+        units = cheapest_units([samples[i] for i in piece], pack_length, balance)
+        return sum(row_cost(unit_length(unit), balance) for unit in units)
 
-    pieces: list[_Piece] = []
-    for _, group in groupby(range(len(samples)), key=lambda i: samples[i].prompt_ids):
-        places = list(group)
-        together = share_prompts and samples[places[0]].prompt_ids
-        pieces += [piece(places)] if together else [piece([i]) for i in places]
-    dealt = _dealt(pieces, world)
-    while max(map(_work, dealt)) > UNEVEN * sum(map(_work, dealt)) / world:
-        busiest = max(dealt, key=_work)
-        large = max(busiest, key=lambda p: (len(p.places) > 1, p.cost, -p.places[0]))
-        if len(large.places) == 1:
-            break
-        middle = len(large.places) // 2
-        halves = [piece(large.places[:middle]), piece(large.places[middle:])]
-        cut = [p for p in pieces if p is not large] + halves
-        again = _dealt(cut, world)
-        if max(map(_work, again)) >= max(map(_work, dealt)):
-            break
-        pieces, dealt = cut, again
-    return [[samples[i] for i in sorted(i for p in mine for i in p.places)] for mine in dealt]
+    places = range(len(samples))
+    groups = [list(group) for _, group in groupby(places, key=lambda i: samples[i].prompt_ids)]
+    parts = -(-PIECES * world // max(1, len(groups))) if world > 1 else 1
+    pieces: list[list[int]] = []
+    for group in groups:
+        together = share_prompts and samples[group[0]].prompt_ids
+        size = -(-len(group) // parts) if together else 1
+        pieces += [group[i : i + size] for i in range(0, len(group), size)]
+    return [
+        [samples[i] for i in sorted(i for n in mine for i in pieces[n])]
+        for mine in _deal([cost(piece) for piece in pieces], world)
+    ]
 
 
 def packs_of_ranks(
@@ -557,11 +540,6 @@ def neutral_pack() -> Pack:
     return build_pack([[Sample((), (0, 0), (False, False))]])
 
 
-def _dealt(pieces: Sequence[_Piece], world: int) -> list[list[_Piece]]:
-    ordered = sorted(pieces, key=lambda p: p.places)
-    return [[ordered[i] for i in mine] for mine in _deal([p.cost for p in ordered], world)]
-
-
 def _deal(costs: Sequence[float], world: int, most: int | None = None) -> list[list[int]]:
     """Indices of costs for each rank, dearest first, each to the rank with least work among those
     that have fewer than ``most`` (ties: earlier index, lower rank)."""
@@ -573,10 +551,6 @@ def _deal(costs: Sequence[float], world: int, most: int | None = None) -> list[l
         dealt[rank].append(i)
         work[rank] += costs[i]
     return dealt
-
-
-def _work(share: Sequence[_Piece]) -> float:
-    return sum(piece.cost for piece in share)
 
 
 def _pack_cost(pack: Pack, balance: float | None) -> float:

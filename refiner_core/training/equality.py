@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,73 +32,62 @@ from refiner_core.contract.proofs import MEASURED, Comparison
 Row = tuple[int, Mapping[str, float | None]]
 #: What a judge has used is in a checkpoint's progress, and differs where a step was repeated.
 _MEASURED_PROGRESS = ("judge",)
-#: Who wrote a checkpoint, and from whose it went on: others, on another number of ranks.
-_WRITERS = ("written_by", "restored_from")
 #: A rank's share of a checkpoint: what is in it goes by the same names on any number of ranks.
 _SHARE = re.compile(r"-rank\d+-of-\d+")
 
 
-class _Tally:
-    """Counts what is compared under one name. ``moved`` is the unit of weights, where known."""
+_END = math.inf
+#: Values of one side by where they stand: their step, or the end, and name.
+_Values = Mapping[tuple[float, str], Any]
+_MISSING = object()
 
-    def __init__(self, quantity: str, moved: float = 0.0) -> None:
-        self.quantity, self._moved = quantity, moved
-        self.compared = self.differing = 0
-        self.largest: float | None = 0.0
-        self.first_step: int | None = None
-        self.first = ""
 
-    def differs(self, what: str, size: float | None, step: int | None = None) -> None:
-        self.compared += 1
-        if not self.differing:
-            self.first, self.first_step = what, step
-        self.differing += 1
-        unsized = size is None or not math.isfinite(size) or self.largest is None
-        self.largest = None if unsized else max(self.largest or 0.0, size or 0.0)
+def _leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """The values within nested ones, with their names."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _leaves(part, f"{at}/{key}" if at else str(key))
+    elif isinstance(value, list | tuple):
+        for place, part in enumerate(value):
+            yield from _leaves(part, f"{at}[{place}]")
+    else:
+        yield at, value
 
-    def compare(self, what: str, a: Any, b: Any, step: int | None = None) -> None:
-        """Nested values, leaf by leaf."""
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            for key in dict.fromkeys((*a, *b)):
-                name = f"{what}/{key}" if what else str(key)
-                if key in a and key in b:
-                    self.compare(name, a[key], b[key], step)
-                else:
-                    side = "straight" if key in a else "interrupted"
-                    self.differs(f"{name}: {side} only", None, step)
-        elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
-            for place, (x, y) in enumerate(zip(a, b, strict=True)):
-                self.compare(f"{what}[{place}]", x, y, step)
-        elif _equal(a, b):
-            self.compared += 1
-        elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            size = self._distance(what, a, b)
-            said = "another shape, type or count" if size is None else f"by {size:.3g}"
-            self.differs(f"{what}, {said}", size, step)
-        else:
-            said = f"{what}: {_shown(a)} straight, {_shown(b)} interrupted"
-            self.differs(said, _gap(a, b), step)
 
-    def done(self) -> Comparison:
-        return Comparison(
-            *(self.quantity, self.compared, self.differing, self.largest),
-            *(self.first_step, self.first),
-        )
+def _compared(
+    quantity: str, straight: _Values, interrupted: _Values, moved: float = 0.0
+) -> Comparison:
+    """Values one by one. ``moved`` is the unit of weights, where known."""
+    differences = []
+    keys = {**straight, **interrupted}
+    for step, name in keys:
+        a, b = (side.get((step, name), _MISSING) for side in (straight, interrupted))
+        if not _equal(a, b):
+            differences.append((step, name, a, b))
+    if not differences:
+        return Comparison(quantity, len(keys))
+    gaps = [_gap(name, a, b, moved) for _, name, a, b in differences]
+    sizes = [gap for gap in gaps if gap is not None and math.isfinite(gap)]
+    step, name, a, b = min(differences, key=lambda difference: difference[0])
+    said = f"{name}: {_shown(a)} straight, {_shown(b)} interrupted"
+    return Comparison(
+        *(quantity, len(keys), len(differences)),
+        max(sizes) if len(sizes) == len(gaps) else None,
+        *(None if step == _END else int(step), said),
+    )
 
-    def _distance(self, name: str, a: torch.Tensor, b: torch.Tensor) -> float | None:
-        """Root mean square of a - b, of weights and masters in units of how far they moved, else
-        of the larger one's own."""
+
+def _gap(name: str, a: Any, b: Any, moved: float) -> float | None:
+    """How far two values are apart. A count is another one, however near; only what is computed in
+    floats may be near. Tensors: root mean square of a - b, of weights and masters in units of how
+    far they moved, else of the larger one's own."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.shape != b.shape or a.dtype != b.dtype or not a.is_floating_point():
             return None
         first, second = a.double(), b.double()
-        unit = self._moved if name.startswith("model") or "/master." in name else 0.0
+        unit = moved if name.startswith("model") or "/master." in name else 0.0
         unit = unit or max(float(t.square().mean().sqrt()) for t in (first, second)) or 1.0
         return float((first - second).square().mean().sqrt()) / unit
-
-
-def _gap(a: Any, b: Any) -> float | None:
-    """How far two plain values are apart. A count is another one, however near; only what is
-    computed in floats may be near."""
     sized = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (a, b))
     if not sized or not (isinstance(a, float) or isinstance(b, float)):
         return None
@@ -116,48 +105,31 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def compare_traces(straight: Sequence[Row], interrupted: Sequence[Row]) -> Comparison:
-    """Every metric of every step that does not only measure; rows in order, none missing and none
-    twice."""
-    tally = _Tally("loss trace")
-    for ours, theirs in zip_longest(straight, interrupted):
-        if ours is None or theirs is None or ours[0] != theirs[0]:
-            step = min(row[0] for row in (ours, theirs) if row is not None)
-            said = f"steps: {_step(ours)} straight, {_step(theirs)} interrupted"
-            tally.differs(said, None, step)
-            break
-        a, b = (
-            {name: value for name, value in row[1].items() if not name.startswith(MEASURED)}
-            for row in (ours, theirs)
-        )
-        tally.compare("", a, b, ours[0])
-    return tally.done()
+    """Every metric of every step that does not only measure; none missing and none twice."""
 
+    def by_step(rows: Sequence[Row]) -> _Values:
+        steps: dict[int, list[Mapping[str, float | None]]] = defaultdict(list)
+        for step, numbers in rows:
+            steps[step].append({n: v for n, v in numbers.items() if not n.startswith(MEASURED)})
+        return _by_step(steps)
 
-def _step(row: Row | None) -> str:
-    return "no more" if row is None else f"step {row[0]}"
+    return _compared("loss trace", by_step(straight), by_step(interrupted))
 
 
 def compare_rollouts(
     straight: Mapping[int, Sequence[Mapping[str, Any]]],
     interrupted: Mapping[int, Sequence[Mapping[str, Any]]],
 ) -> Comparison:
-    """Every rollout of every step, column by column; a row counts once."""
-    tally = _Tally("rollouts")
-    for step in sorted({*straight, *interrupted}):
-        ours, theirs = straight.get(step, ()), interrupted.get(step, ())
-        if len(ours) != len(theirs):
-            tally.differs(f"{len(ours)} straight, {len(theirs)} interrupted", None, step)
-            continue
-        for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            row = _Tally("")
-            names = dict.fromkeys((*a, *b))
-            x, y = ({name: one.get(name) for name in names} for one in (a, b))
-            row.compare(f"rollout {place}", x, y)
-            if row.differing:
-                tally.differs(row.first, row.largest, step)
-            else:
-                tally.compared += 1
-    return tally.done()
+    """Every value of every rollout of every step; a column that a step lacks is one of None."""
+    return _compared("rollouts", _by_step(straight), _by_step(interrupted))
+
+
+def _by_step(steps: Mapping[int, Sequence[Mapping[str, Any]]]) -> _Values:
+    return {
+        (step, name): value
+        for step, rows in steps.items()
+        for name, value in _leaves(list(rows), "row")
+    }
 
 
 # ---------------------------------------------------------------- tensors
@@ -172,69 +144,50 @@ def compare_weights(straight: Path, interrupted: Path, moved: float) -> Comparis
         The sum of learning rates over the steps: how far AdamW can have moved a weight. 0: it is
         not known, and each tensor's own size is the unit.
     """
-    tally = _Tally("weights", moved)
     ours, theirs = (
-        {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in _read(path)}
+        {
+            (_END, f"model/{name}"): tensor
+            for path in sorted(folder.glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        }
         for folder in (straight, interrupted)
     )
-    tally.compare("model.safetensors", ours, theirs)
-    return tally.done()
+    return _compared("weights", ours, theirs, moved)
 
 
-def compare_checkpoints(
-    straight: Path, interrupted: Path, moved: float, *, same_layout: bool
-) -> list[Comparison]:
-    """Two complete resume checkpoints of one step.
-
-    Parameters
-    ----------
-    moved
-        See :func:`compare_weights`.
-    same_layout
-        Both are of as many processes. If not, each has random states of its own, which are not
-        compared.
-    """
-    left_out = _MEASURED_PROGRESS if same_layout else (*_MEASURED_PROGRESS, *_WRITERS)
-    ours, theirs = (_read_checkpoint(folder, left_out) for folder in (straight, interrupted))
-    if not same_layout:
-        both = ours["data cursor"].keys() & theirs["data cursor"].keys()
-        for side in (ours, theirs):
-            side["data cursor"] = {n: v for n, v in side["data cursor"].items() if n in both}
-            del side["random states"]
+def compare_checkpoints(straight: Path, interrupted: Path, moved: float) -> list[Comparison]:
+    """Two complete resume checkpoints of one step; ``moved`` as of :func:`compare_weights`."""
+    ours, theirs = (_read_checkpoint(folder) for folder in (straight, interrupted))
     found = []
-    for quantity, values in ours.items():
-        tally = _Tally(quantity, moved)
-        tally.compare("", values, theirs[quantity])
-        found.append(tally.done())
+    for quantity in ours:
+        a, b = ({(_END, n): v for n, v in _leaves(side[quantity])} for side in (ours, theirs))
+        found.append(_compared(quantity, a, b, moved))
     return found
 
 
-def _read_checkpoint(folder: Path, left_out: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _read_checkpoint(folder: Path) -> dict[str, dict[str, Any]]:
     """A checkpoint's folder as values by name: what is plain, tensors, and random states."""
     plain: dict[str, Any] = {}
     state: dict[str, Any] = {}
     random: dict[str, Any] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        whole = path.relative_to(folder).as_posix()
-        if whole == "COMPLETE.json":
+        name = path.relative_to(folder).as_posix()
+        if name == "COMPLETE.json":
             continue  # how it was written: attempt, seconds
-        name = _SHARE.sub("", whole)
         if path.suffix == ".json":
             value = json.loads(path.read_text(encoding="utf-8"))
-            plain[name] = {k: v for k, v in value.items() if k not in left_out}
+            plain[name] = {k: v for k, v in value.items() if k not in _MEASURED_PROGRESS}
         elif path.suffix == ".safetensors":
-            state.update((f"{name}/{key}", tensor) for key, tensor in _read(path))
+            state.update((f"{name}/{key}", tensor) for key, tensor in load_file(path).items())
         elif path.suffix == ".pt":
-            random[whole] = torch.load(path, map_location="cpu", weights_only=True)
+            random[name] = torch.load(path, map_location="cpu", weights_only=True)
         else:
             plain[name] = path.read_bytes().hex()
     return {"data cursor": plain, "optimiser": state, "random states": random}
 
 
-def _read(path: Path) -> list[tuple[str, torch.Tensor]]:
-    return list(load_file(path).items())
-
-
 def _shown(value: Any) -> str:
-    text = repr(value)
+    if value is _MISSING:
+        return "nothing"
+    text = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
     return text if len(text) <= 60 else text[:57] + "…"

@@ -51,6 +51,7 @@ from refiner_core.samples import judge_meter
 from refiner_core.training.batches import order_hash, prompt_batch
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
+from refiner_core.training.export import progress_report
 from refiner_core.training.model import loading
 from refiner_core.training.model.optim import schedule_factor
 from refiner_core.training.ranks import Ranks, RanksIO, on_first
@@ -63,7 +64,7 @@ from refiner_core.training.rollouts.policies import (
     ServedPolicy,
 )
 from refiner_core.training.rollouts.rollout import RolloutBatch, TrainSample, own_tokens
-from refiner_core.training.steps.boundary import Boundary, Clock, curve, teller
+from refiner_core.training.steps.boundary import Boundary, Clock, teller
 from refiner_core.training.updates import GrpoUpdate
 
 if TYPE_CHECKING:
@@ -299,16 +300,9 @@ class _GrpoRun:
 
     def report(self) -> dict[str, Any]:
         """Report, from the progress alone: the same whether or not it was interrupted."""
-        curves = {n: p for n, v in self.progress["curves"].items() if (p := curve(v))}
         return {
-            "steps": self.progress["step"],
-            "episodes": self.progress["episode"],
-            "tokens": self.progress["tokens"],
-            "epoch": self.progress["epoch"],
+            **progress_report(self.progress),
             "prompts": len(self.prompts),
-            "counts": self.progress["counts"],
-            "curves": curves,
-            **{key: self.progress[key] for key in ("judge",) if key in self.progress},
             **self.lane.report(),
         }
 

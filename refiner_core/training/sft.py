@@ -184,10 +184,9 @@ class _SftRun:
             self.io.log_metrics(step, metrics)
             self.progress["health"] = self.health.state()
             self.progress["step"] = step
-            shown = [("loss", "loss/train_avg")]
-            self.boundary.after(
-                *(step, self.progress), {n: metrics[key] for n, key in shown if key in metrics}
-            )
+            known = "loss/train_avg" in metrics
+            shown = {"loss": metrics["loss/train_avg"]} if known else {}
+            self.boundary.after(step, self.progress, shown)
 
     def report(self) -> dict[str, Any]:
         """Report, from the progress alone: the same whether or not it was interrupted."""

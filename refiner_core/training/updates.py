@@ -101,10 +101,6 @@ def token_weights(
     return [1.0 / constant] * len(loss_tokens)
 
 
-#: Bytes of batches that are kept for the next pass.
-KEPT_BYTES = 256 << 20
-
-
 class _StepBatches:
     """Iterates over this rank's batches of ``per_pass`` packs; ``packs`` counts all ranks'."""
 
@@ -122,20 +118,11 @@ class _StepBatches:
         self.packs = sum(1 for packs in every for pack in packs if pack.source_T)
         mine = every[engine.ranks.rank]
         self._parts = [mine[i : i + per_pass] for i in range(0, len(mine), per_pass)]
-        self._kept: list[Batch] = []
-        self._room = KEPT_BYTES
 
     def __iter__(self) -> Iterator[Batch]:
-        for i, packs in enumerate(self._parts):
-            if i < len(self._kept):
-                yield self._kept[i]
-                continue
+        for packs in self._parts:
             batch = collate(packs, pad_id=self.engine.pad_id, balance=self.engine.balance)
-            batch = to_device(batch, self.engine.device)
-            self._room -= _bytes(batch)
-            if self._room >= 0:
-                self._kept.append(batch)
-            yield batch
+            yield to_device(batch, self.engine.device)
 
     def merged(self, flat_F: torch.Tensor) -> torch.Tensor:
         """Flat values that every rank has for its own targets, put together on all of them."""
@@ -147,11 +134,6 @@ class _StepBatches:
             for places, values in parts:
                 whole[places] = values
         return torch.from_numpy(self.engine.ranks.broadcast(whole)).to(flat_F.device)
-
-
-def _bytes(batch: Batch) -> int:
-    tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -220,7 +202,8 @@ class GrpoUpdate:
     def _buffers(
         self, train_samples: Sequence[TrainSample], whole: _StepBatches, tokens: int
     ) -> _Buffers:
-        advantages = np.concatenate([_advantages(sample) for sample in train_samples])
+        lengths = [len(sample.response_ids) for sample in train_samples]
+        advantages = np.repeat([sample.advantage for sample in train_samples], lengths)
         sampler = np.concatenate([np.array(s.sampler_logprobs) for s in train_samples])
         device = self.engine.device
         sampler_F = torch.tensor(sampler, dtype=torch.float32, device=device)
@@ -392,10 +375,3 @@ def _placed(train_samples: Sequence[TrainSample]) -> tuple[list[Sample], int]:
         samples.append(Sample(sample.prompt_ids, tokens, mask, start))
         start += len(tokens)
     return samples, start
-
-
-def _advantages(sample: TrainSample) -> np.ndarray:
-    """One per response token."""
-    if sample.advantages is None:
-        return np.full(len(sample.response_ids), sample.advantage)
-    return np.array(sample.advantages)

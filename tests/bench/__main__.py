@@ -39,8 +39,6 @@ BENCHES = (
     "judgements",
     "judging",
     "memory",
-    "overlap",
-    "packing",
     "parsing",
     "publishing",
     "report",

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from infra.judgements.segments import encode_header
+from infra.judgements.segments import HEADER
 from infra.judgements.store import RECORD, WorkspaceStore
 from infra.store.provenance import host
 from refiner_core.contract.types import StoredJudgement
@@ -53,7 +53,7 @@ def _fill(folder: Path, number: int) -> list[bytes]:
     rows = records.view(np.uint8).reshape(-1, RECORD.itemsize)
     records["crc"] = [zlib.crc32(row) for row in np.ascontiguousarray(rows[:, :-4])]
     raw = records.tobytes()
-    (folder / f"filled-{number}.sealed").write_bytes(encode_header() + raw)
+    (folder / f"filled-{number}.sealed").write_bytes(HEADER + raw)
     step = len(raw) // (KEYS // 2 // SEGMENTS + 1) // RECORD.itemsize * RECORD.itemsize
     return [raw[at : at + 16] for at in range(0, len(raw), step)]
 

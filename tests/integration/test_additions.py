@@ -1,4 +1,4 @@
-"""A newcomer adds a kind of stage, a term of the reward, a state of Slurm, as README.md says.
+"""A newcomer adds a kind of stage, a term of the reward, a state of Slurm, as CONTRIBUTING.md says.
 
 The packages are copied and the files written there. A recipe with the new kind is planned, run,
 shown, reported and published, as with any other; the term counts, and the report takes it apart.
@@ -103,8 +103,8 @@ for state in ("EXPEDITED", "UNHEARD_OF"):
 _WEIGHT = 'identity(0.0, doc="of the term for short answers", legacy_value=0.0)'
 _COMBINATION = "    combination: Literal"
 _STATE = '"RUNNING": StateRule(False, True, None, ""),'
-#: What is written, by addition and file: a whole file, or edits of one that is there. README.md
-#: names the same files.
+#: What is written, by addition and file: a whole file, or edits of one that is there.
+#: CONTRIBUTING.md names the same files.
 ADDITIONS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
     "a kind of stage": {
         "refiner_core/contract/kinds/merge.py": KIND,
@@ -252,8 +252,8 @@ def test_a_state_of_slurm_is_a_line_of_one_table(house: Path) -> None:
 
 
 @pytest.mark.parametrize("addition", ADDITIONS)
-def test_the_readme_names_the_files_of_an_addition(addition: str) -> None:
-    rows = (line.split("|") for line in (ROOT / "README.md").read_text().splitlines())
+def test_the_guide_names_the_files_of_an_addition(addition: str) -> None:
+    rows = (line.split("|") for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines())
     (named,) = [row[2] for row in rows if len(row) > 2 and row[1].strip() == addition]
     files = {name.replace("NAME", "merge") for name in re.findall(r"`([^`]+)`", named)}
     assert files == set(ADDITIONS[addition])

@@ -112,14 +112,6 @@ def test_adopting_twice_changes_nothing_and_copies_stand_alone(
     assert linked.resolve() == (dead_run / "ckpt_8" / "model.safetensors").resolve()
 
 
-def test_what_is_no_run_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "notes").mkdir()
-    for folder, says in (("notes", "looks like a checkpoint"), ("none", "no such folder")):
-        done = refiner("adopt", str(tmp_path / folder), f"workspace={tmp_path / 'ws'}", "--json")
-        assert done.code == 2
-        assert says in done.json["error"]
-
-
 # ---------------------------------------------------------------- refiner's own
 
 

@@ -43,17 +43,11 @@ def check_refusal(done: Finished, code: int, *says: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "code", "says"),
     [
-        (["runn", "tiny"], 2, ["Did you mean 'run'?"]),
-        (["run", "tinny"], 2, ["Did you mean 'tiny'?"]),
         (["run", "my/recipe.yaml"], 2, ["my/recipe.yaml"]),
-        (["run", "tiny", "grpo.betta=1"], 2, ["Did you mean 'grpo.beta'?"]),
-        (["run", "tiny", "grpo.beta=lots"], 2, ["`grpo.beta` is 'lots'", "a number"]),
         (["run", "tiny", "grpo.pack_length=64"], 2, ["grpo.pack_length >= "]),
         (["plan", "tiny", "data.rl_path=gone.jsonl"], 3, ["gone.jsonl", "data.rl_path="]),
         (["plan", "tiny", "data.rl_path=who/what"], 2, ["data.rl_revision=COMMIT"]),
         (["plan", "tiny", "model.name_or_path=/no/model"], 2, ["model.name_or_path"]),
-        (["explain", "rlhf", "tiny"], 2, ["one of: data, sft"]),
-        (["run", "tiny", "sft.resources.nodes=2"], 2, ["dispatch.executor=slurm"]),
         (["run", "tiny", "publish.which=listed"], 2, ["`publish.steps` is []", "grpo.save_freq"]),
         (
             ["run", "tiny", "dispatch.executor=slurm", "dispatch.profile=nowhere.yaml"],
@@ -75,12 +69,6 @@ def test_refused_before_anything_starts(
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     done = refiner("run", "tinny", "--debug", cwd=tmp_path)
     assert "Traceback" in done.stderr
-
-
-def test_a_usage_error_has_the_documented_code(tmp_path: Path) -> None:
-    done = refiner("run", cwd=tmp_path)
-    assert done.code == 2
-    assert "RECIPE" in done.stderr
 
 
 def run_data(tmp_path: Path, text: str, *overrides: str) -> Finished:

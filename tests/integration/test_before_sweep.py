@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flows.running.calls import make_recipe_plan
-from flows.sweeping.evidence import rescore_share
 from flows.sweeping.forecasting import forecast_of
 from flows.sweeping.planning import forecast_sweep, sweep_json
 from infra.attempt.attempt import AttemptRun
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import ArmRecord, Outcome
-from refiner_core.data.copier import random_copier
-from refiner_core.evaluation.metrics import sample_row
-from refiner_core.judges import build_judge
-from refiner_core.rewards import RewardInput, compute_rewards
-from sweeps.values import Limits, Question, SweepFile, SweepPlan, Trial
+from sweeps.values import Question, SweepFile, SweepPlan, Trial
 from tests.support.recorded_run import (
     PROMPTS,
     SMALL,
     RecordedRun,
-    prompt_rows,
-    training_report,
-    write_model,
 )
 
 JUDGED = ("judge.kind=openai", "judge.model=big", "judge.base_url=http://127.0.0.1:9/v1")
@@ -107,41 +97,6 @@ def test_a_record_that_cannot_be_read_is_passed_over(root: Path, tmp_path: Path)
     assert forecast_of(_plan(root, {"a": ()}, (1,)), Workspace.read_only(root)).stages
 
 
-def test_limits_are_held_against_what_is_left(root: Path) -> None:
-    arms = {"a": ("grpo.resources.gpus=2",)}
-    plan = _plan(root, arms, (1, 2))
-    plan = replace(plan, sweep=replace(plan.sweep, limits=Limits(disk_gb=0.001)))
-    before = forecast_sweep(plan)
-    assert [p.field for p in before.passed] == ["disk_gb"]
-    assert any(line.startswith("Limit: needs") for line in before.lines())
-
-
-def _train_on_groups(run: RecordedRun) -> None:
-    """A step of GRPO with groups of four answers, rewarded by the real thing."""
-    prompts = prompt_rows(2 * PROMPTS)[PROMPTS : PROMPTS + 3]
-    items = [
-        RewardInput(prompt, random_copier(prompt.prompt_text, random.Random(number)), stopped=True)
-        for prompt in prompts
-        for number in range(4)
-    ]
-    results = compute_rewards(items, run.config.reward, build_judge(run.config.judge))
-
-    def work(attempt: AttemptRun) -> dict[str, Any]:
-        rows = []
-        for place, (item, result) in enumerate(zip(items, results, strict=True)):
-            row = sample_row(item.prompt, place % 4, item.text, length_tokens=9, stopped=True,
-                             result=result)  # fmt: skip
-            kept = ("sample_id", "sample_index", "response_text", "finish_reason", "status",
-                    "judgements", "reward")  # fmt: skip
-            rows.append({"step": 1, **{k: row[k] for k in kept}, "advantage": 0.5,
-                         "reward/rubric": row["rubric_score"]})  # fmt: skip
-        attempt.io.save_rollouts(1, rows)
-        write_model(attempt.output_dir / "model", f"grpo {run.config.seed}")
-        return training_report("grpo", 1)
-
-    run.do("grpo", work)
-
-
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two arms with two seeds each, evaluated."""
@@ -153,7 +108,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for name, make in (("data", run.data), ("sft", lambda r=run: r.train("sft"))):
                 if run.workspace.read_result(run.stage(name).id) is None:
                     make()
-            _train_on_groups(run)
+            run.train("grpo")
             run.evaluate("evaluate-grpo", next(qualities))
     return root
 
@@ -175,26 +130,3 @@ def test_without_earlier_evaluations_the_worst_case_is_said_to_be_assumed(root: 
     found = forecast_sweep(plan).detectable
     assert found.evidence.basis == "assumed"
     assert found.evidence.mean is not None, "where the metric stands is known all the same"
-
-
-def test_rescoring_says_which_groups_other_rewards_would_change(compared: Path) -> None:
-    """Before a GPU is asked for: an ablation that changes no group's winner cannot train another
-    model."""
-    workspace = Workspace.read_only(compared)
-    run = workspace.read_run(workspace.run_ids()[-1])
-    arms = {
-        "own": (),
-        "additive": ("reward.combination=additive",),
-        "beta": ("grpo.beta=0.2",),
-        "served": JUDGED,
-    }
-    found = {a["arm"]: a for a in rescore_share(_plan(compared, arms, (1,)), run.run)["arms"]}
-    assert found["own"]["note"] == "rewards and judges as the run did"
-    assert found["additive"]["sign_changed"] is not None
-    assert found["additive"]["calls"] == 0
-    assert "grpo.beta" in found["beta"]["note"]
-    # A server is never asked: the command that would is named.
-    assert found["served"]["calls"] > 0
-    assert found["served"]["best_changed"] is None
-    assert found["served"]["command"].startswith(f"refiner rescore {run.run} workspace=")
-    assert "judge.model=big" in found["served"]["command"]

@@ -26,7 +26,6 @@ import pytest
 
 from infra.foreign.checkpoints import work_folder
 from infra.host.processes import ProcessId
-from infra.jobs.failures import budget_left
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig, DiskConfig
@@ -205,24 +204,6 @@ def test_why_it_died_is_told_from_its_last_words(
     assert says.rpartition(": ")[2][:20] in outcome.message
 
 
-def test_what_it_raises_is_tried_once_more_and_not_for_ever(
-    tmp_path: Path, undisturbed: str
-) -> None:
-    once = Story(tmp_path / "once", " --die_at 6")
-    assert (once.attempt().failure, once.outcome.decision) == ("bug", "resume")
-    assert once.outcome.exit_code == 1, "none of refiner's"
-    assert once.attempt().failure == "none", once.log
-    assert once.weights() == undisturbed
-    always = Story(tmp_path / "always", " --die_at 6 --again")
-    retries = always.plan.config.dispatch.retries
-    always.attempt()
-    assert budget_left(always.record.attempts, retries)
-    always.attempt()
-    assert not budget_left(always.record.attempts, retries)
-    at_once = Story(tmp_path / "at once", " --nosuch")
-    assert at_once.attempt().decision == "stop", "before its first step"
-
-
 def test_one_that_ends_well_before_its_last_step_is_asked_to_go_on(
     tmp_path: Path, undisturbed: str
 ) -> None:
@@ -251,35 +232,6 @@ def test_one_that_means_to_end_early_is_taken_at_its_word_and_that_is_said(
     assert story.steps == list(range(1, 7))
 
 
-def test_a_trainer_that_floods_its_log_is_heard_and_stopped(tmp_path: Path) -> None:
-    story = Story(tmp_path / "ws", " --step_s 0.1 --steps 1000 --flood")
-    worker = story.begin()
-    until(has_reached(story, 5), "step 5")
-    worker.send_signal(signal.SIGTERM)
-    worker.wait(30)
-    assert story.outcome.failure == "interrupted", story.outcome
-    assert not story.processes()
-    assert story.stage.attempt(1).log.stat().st_size < 40 << 20
-
-
-def test_half_of_a_save_of_hugging_face_s_trainer_is_not_gone_on_from(
-    tmp_path: Path, undisturbed: str
-) -> None:
-    """The weights are there, what is written last is not."""
-    story = Story(tmp_path / "ws", " --step_s 0.1", complete="quiet:0")
-    worker = story.begin()
-    until(has_reached(story, 6), "step 6")
-    worker.send_signal(signal.SIGKILL)
-    worker.wait()
-    until(lambda: not story.processes(), "the trainer to be gone")
-    newest = sorted(story.work.iterdir(), key=lambda p: int(p.name.removeprefix("ckpt_")))[-1]
-    (newest / "trainer.json").unlink()
-    (newest / "training_args.bin").write_bytes(b"\x80")
-    assert story.attempt().failure == "none", story.log
-    assert story.last.resumed_from_step is None
-    assert story.weights() == undisturbed
-
-
 def test_a_checkpoint_that_it_cannot_go_on_from_is_named_and_stays(tmp_path: Path) -> None:
     story = Story(tmp_path / "ws", " --step_s 0.1")
     worker = story.begin()
@@ -300,16 +252,6 @@ def test_a_checkpoint_that_it_cannot_go_on_from_is_named_and_stays(tmp_path: Pat
     assert outcome.failure == "bug", story.log
     assert "if it cannot go on from" in story.log
     assert sorted(p.name for p in story.work.iterdir()) == before
-
-
-def test_a_command_that_is_not_there_is_bad_configuration(tmp_path: Path) -> None:
-    story = Story(tmp_path / "ws", run="no-such-trainer {resume}")
-    assert story.attempt().failure == "bad_configuration", story.outcome
-
-
-def test_a_trainer_that_leaves_nothing_is_told_what_was_expected(tmp_path: Path) -> None:
-    story = Story(tmp_path / "ws", run="echo step 1/1 {resume}")
-    assert "left no complete checkpoint" in story.attempt().message
 
 
 # ---------------------------------------------------------------- it is interrupted
@@ -517,16 +459,6 @@ def test_a_killed_worker_is_followed_by_another_and_the_model_is_published(
     }
     assert len(stage.attempts) == 2
     assert published_sha256(report) == hashlib.sha256(LIKE.read_bytes()).hexdigest()
-
-
-def test_what_is_said_at_the_end_needs_no_data_stage(recipe: str, tmp_path: Path) -> None:
-    workspace = f"workspace={tmp_path / 'ws'}"
-    how = f"{sys.executable} {TRAINER} --out {{output}} --steps 4 --like {LIKE} {{resume}}"
-    done = refiner("run", recipe, workspace, f"command.run={how}", "--no-server")
-    assert done.code == 0, done.stderr
-    assert "published: " in done.stdout
-    broken = refiner("run", recipe, workspace, f"command.run={how} --nosuch", "--no-server")
-    assert broken.code == 1, broken.stderr
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(recipe: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from flows.diffing.document import Difference, diff_sides, difference_lines, nex
 from flows.diffing.sides import find_side
 from infra.attempt.attempt import AttemptRun
 from infra.store.sweep_records import note_trial, write_sweep
-from refiner_core.contract.records import SWEEP_VERSION, Outcome, SweepRecord, TrialRecord
+from refiner_core.contract.records import SWEEP_VERSION, SweepRecord, TrialRecord
 from refiner_core.contract.types import PromptRow
 from refiner_core.data.prepared import write_prompts
 from tests.support.recorded_run import (
@@ -151,9 +151,7 @@ def test_rows_are_told_apart_by_what_they_say(tmp_path: Path) -> None:
     (test, train) = sorted(_diff(one, other)["rows"], key=lambda rows: str(rows["file"]))
     assert (test["a_rows"], test["b_rows"], test["changed"]) == (PROMPTS, PROMPTS, 1)
     assert test["examples"][2] == ["row-0"]
-    assert test["columns"] == ("question",)
-    assert test["order"] == 1
-    assert (train["only_a"], train["only_b"], train["order"]) == (1, 0, None)
+    assert (train["only_a"], train["only_b"]) == (1, 0)
     assert train["examples"][0] == [f"row-{2 * PROMPTS - 1}"]
 
 
@@ -166,15 +164,13 @@ def test_numbers_of_different_protocols_are_refused_by_name(tmp_path: Path) -> N
     assert "rubrics.source" in number["refused"]
     assert number["difference"] is None
     assert "not comparable, the protocols differ in" in "\n".join(difference_lines(found))
-    assert [c["what"] for c in found["rubrics"]] == ["reward.rubric_source"]
 
 
-def test_code_environment_and_attempts_are_listed_and_make_nothing_unequal(tmp_path: Path) -> None:
+def test_code_and_environment_are_listed_and_make_nothing_unequal(tmp_path: Path) -> None:
     one = _finished(tmp_path / "a", *TRAINED)
     other = RecordedRun(tmp_path / "b", *TRAINED)
     other.data()
     other.train("sft")
-    other.fail("grpo", Outcome("preempted", "resume", "by somebody", step=2))
     _grpo(other)
     for run, code, line in ((one, "a" * 16, "x = 1\n"), (other, "b" * 16, "x = 2\ny = 3\n")):
         file = run.workspace.layout.code / code / "flows" / "thing.py"
@@ -190,11 +186,9 @@ def test_code_environment_and_attempts_are_listed_and_make_nothing_unequal(tmp_p
     found = _diff(one, other)
     assert found["equal"] is True
     assert found["code"] is not None
-    assert found["code"]["files"] == [{"path": "flows/thing.py", "added": 2, "removed": 1}]
+    assert found["code"]["files"] == ["flows/thing.py"]
     torch = next(c for c in found["environment"] if c["what"] == "torch")
     assert (torch["b"], torch["stages"]) == ("9.9", ("sft",))
-    assert [(c["stage"], c["a"], c["b"]) for c in found["attempts"]] == [("grpo", 1, 2)]
-    assert "preempted" in found["incidents"][1][0]
     assert next_commands(found)[-1].startswith("diff -ru ")
 
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,19 +111,6 @@ def test_a_quota_that_is_full_to_the_last_byte_can_still_be_cleared(quota: Quota
     (quota.folder / "one more").write_bytes(os.urandom(4 * MIB))
 
 
-def test_a_save_waits_while_somebody_clears_the_quota(quota: QuotaFolder) -> None:
-    workspace = Workspace.open(quota.folder / "ws")
-    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
-    filler = quota.folder / "filler"
-    fill(filler, leave=2 * MIB)
-    keeper = DiskKeeper(workspace, DiskConfig(watch_s=0.4, hold_s=30.0))
-    timer = threading.Timer(0.5, filler.unlink)
-    timer.start()
-    with keeper.reserve(ref, 16 * MIB):
-        assert not filler.exists()
-    timer.join()
-
-
 def test_a_quota_that_no_tool_shows_is_found_by_writing(quota: QuotaFolder) -> None:
     workspace = Workspace.open(quota.folder / "ws")
     keeper = DiskKeeper(workspace, DiskConfig(probe="statvfs", reclaim=False))
@@ -152,9 +138,8 @@ def test_a_disk_without_inodes_is_short_though_bytes_are_free(tmp_path: Path) ->
             (folder / f"filler-{index}").touch()
         assert keeper.room(fresh=True).free_bytes > 60 * MIB
         assert keeper.shortage(MIB, ref) > 0
-        assert keeper.room().share > 0.9
         assert keeper.lacking(MIB, ref) == "8 more files and folders (inodes)"
-        assert "of 200 files and folders (inodes) used" in keeper.status_line()
+        assert "room for 8 more files and folders (inodes)" in keeper.status_line()
         done = keeper.make_room(MIB, ref)
         assert done is not None
         assert [c.step for c in store.complete()] == [2]
@@ -168,7 +153,7 @@ def test_weights_go_only_when_their_copy_is_on_another_file_system(tmp_path: Pat
         assert target.stat().st_dev != workspace.root.stat().st_dev
         assert weights_go(workspace)
         keeper = DiskKeeper(workspace, DiskConfig())
-        keeper.carry_out(keeper.candidates(None))
+        keeper.carry_out(keeper.candidates())
         weights = workspace.layout.attempt(sft, 1).output / "model" / "model.safetensors"
         assert not weights.exists()
         assert (target / "model.safetensors").exists()

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flows.doctor import examine
 from infra.doctor.check import Check, Finding, Look, run_checks
-from infra.host.processes import ProcessId
-from refiner_core.contract.errors import ConfigurationError
 from tests.support.command import ROOT, environment, refiner
 from tests.support.git_hub import EXPIRED, READ_ONLY, LoopbackHub
 from tests.support.judge_server import JudgeServer, verdict
@@ -46,15 +41,6 @@ def program(folder: Path, name: str, text: str) -> Path:
 
 def first_on_path(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-
-@pytest.fixture
-def silent() -> Iterator[str]:
-    """The address of a server that takes every call and never answers."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen(16)
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 # ---------------------------------------------------------------- the command
@@ -96,14 +82,6 @@ def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_recorded
     assert looked.stdout.splitlines()[-1].startswith("  python3 -m venv ")
 
 
-def test_wrong_words_are_answered_with_what_there_is() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'gpu'"):
-        examine(only=["gpuu"])
-    with pytest.raises(ConfigurationError, match="executor=local"):
-        examine(job=True)
-    assert refiner("doctor", "tiny", "tau2").code == 2
-
-
 def test_a_recipe_that_cannot_be_planned_is_looked_at_all_the_same() -> None:
     found = examine("refiner-gpt54", offline=True, only=("recipe", "vllm", "gpu"))
     plan = named(found, "recipe", "plan")
@@ -134,7 +112,7 @@ def test_checks_that_hang_or_break_take_no_other_with_them() -> None:
     ]
     found = run_checks([*stuck, Check("hub", "b", breaks), Check("hub", "w", works)], Look())
     assert named(found, "gpu", "stuck 19") == Finding(
-        "gpu", "stuck 19", "broken", "no answer in 0.3 s", "nvidia-smi", seconds=0.3
+        "gpu", "stuck 19", "broken", "no answer in 0.3 s", "nvidia-smi"
     )
     assert "KeyError" in named(found, "hub", "b").what
     assert named(found, "hub", "well").ok
@@ -176,15 +154,6 @@ def test_what_the_driver_shows_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert named(wanted, "gpu", "torch").state == "broken"
 
 
-def test_a_driver_that_hangs_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(tmp_path, "nvidia-smi", "sleep 60")
-    first_on_path(monkeypatch, tmp_path)
-    monkeypatch.setattr("infra.doctor.gpu._SMI_S", 0.5)
-    found = named(examine("tiny", ["grpo.resources.gpus=1"], only=["gpu"]), "gpu", "driver")
-    assert found.state == "broken"
-    assert "`nvidia-smi` gave no answer" in found.what
-
-
 def test_the_environment_of_servers_is_asked_in_its_own_shell(tmp_path: Path) -> None:
     python = f"grpo.rollout_server.python={sys.executable}"
     lacking = named(examine("tiny", [VLLM, python], only=["vllm"]), "vllm", "grpo.rollout_server")
@@ -209,25 +178,6 @@ def test_the_environment_of_servers_is_asked_in_its_own_shell(tmp_path: Path) ->
 # ---------------------------------------------------------------- workspace
 
 
-def test_a_workspace_of_a_newer_refiner_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "workspace.json").write_text('{"format": 99}')
-    found = named(examine("tiny", [f"workspace={tmp_path}"], only=["workspace"]), "workspace",
-                  "folder")  # fmt: skip
-    assert found.state == "broken"
-    assert "format 99" in found.what
-
-
-def test_a_folder_that_the_group_may_write_to_is_doubtful_unless_it_is_shared(
-    tmp_path: Path,
-) -> None:
-    tmp_path.chmod(0o775)
-    (tmp_path / "workspace.json").write_text('{"format": 1}')
-    found = named(examine("tiny", [f"workspace={tmp_path}"], only=["workspace"]), "workspace",
-                  "folder")  # fmt: skip
-    assert found.state == "broken"
-    assert f"chmod go-w {tmp_path}" in f"{found.why} {found.mend}"
-
-
 @pytest.mark.quota
 def test_room_is_that_of_the_quota(tmp_path: Path) -> None:
     with quota_folder(tmp_path / "q", 64) as disk:
@@ -238,7 +188,6 @@ def test_room_is_that_of_the_quota(tmp_path: Path) -> None:
         assert named(found, "workspace", "file system").ok
         forecast = named(found, "workspace", "forecast")
         assert forecast.state == "warning"
-        assert forecast.mend.endswith("--fit")
         assert not (disk.folder / "runs").exists()
 
 
@@ -250,7 +199,7 @@ def test_a_full_file_system_is_a_finding(tmp_path: Path) -> None:
     assert named(found, "workspace", "room").state == "broken"
     full = named(found, "workspace", "file system")
     assert full.state == "broken"
-    assert "is full: No space left on device (ENOSPC)" in full.what
+    assert "takes no files: No space left on device (ENOSPC)" in full.what
     assert full.mend.startswith("refiner disk --reclaim")
     assert sum("ENOSPC" in f.what for f in found) == 1, "one cause, one line"
 
@@ -303,19 +252,6 @@ def test_a_profile_that_names_what_is_not_there_is_broken(slurm: Cluster, tmp_pa
     assert job.mend.startswith("sinfo ")
 
 
-@pytest.mark.slurm
-def test_a_controller_that_is_stuck_is_said_to_be(slurm: Cluster, tmp_path: Path) -> None:
-    process = ProcessId.parse(slurm.processes["slurmctld"]).pid
-    os.kill(process, signal.SIGSTOP)
-    try:
-        asked = ["dispatch.executor=slurm", f"workspace={tmp_path}/runs"]
-        found = examine("tiny", asked, offline=True, only=["slurm"], limit_s=1)
-    finally:
-        os.kill(process, signal.SIGCONT)
-    assert named(found, "slurm", "controller").state == "broken"
-    assert named(found, "slurm", "controller").what == "no answer in 1 s"
-
-
 # ---------------------------------------------------------------- Hub, W&B, judge, Prefect
 
 
@@ -331,7 +267,7 @@ def hub_findings(monkeypatch: pytest.MonkeyPatch, hub: LoopbackHub, token: str) 
 def test_a_token_is_asked_what_it_may_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LoopbackHub(tmp_path / "hub") as hub:
         good = hub_findings(monkeypatch, hub, hub.token)
-        assert named(good, "hub", "token").what == "HF_TOKEN: me, write"
+        assert named(good, "hub", "token").what == "HF_TOKEN: me"
         assert named(good, "hub", "publishing to me/model").ok
         reads = hub_findings(monkeypatch, hub, READ_ONLY)
         assert named(reads, "hub", "token").ok
@@ -349,25 +285,14 @@ def test_switches_that_forbid_the_network_are_named(monkeypatch: pytest.MonkeyPa
     assert named(examine(None, [], only=["hub"]), "hub", "offline switches").state == "warning"
 
 
-def test_a_hub_that_never_answers_holds_nobody_up(
-    silent: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", silent)
-    found = examine(only=["hub"], limit_s=1)
-    assert named(found, "hub", "address").what == "no answer in 1 s"
-
-
-def test_a_key_of_wandb_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_of_wandb_is_there_and_its_server_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with WandbServer() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         asked = ["tracking.wandb=online"]
         good = named(examine("tiny", asked, only=["wandb"]), "wandb", "key")
-        assert good.what == f"of me at {server.url}"
-        monkeypatch.setenv("WANDB_API_KEY", "1" * 40)
-        wrong = named(examine("tiny", asked, only=["wandb"]), "wandb", "key")
-        assert wrong.state == "broken"
-        assert "1111" not in wrong.what + wrong.mend
+        assert good.what.startswith(f"there is one for {server.url}, which answers")
+        assert KEY not in repr(good)
     gone = named(examine("tiny", asked, only=["wandb"]), "wandb", "server")
     assert gone.state == "broken"
     assert gone.mend.endswith("tracking.wandb=offline")
@@ -381,17 +306,17 @@ def test_a_judge_is_asked_a_real_question() -> None:
         assert "answered in" in good.what
     gone = named(examine("tiny", asked, only=["judge"]), "judge", "judge")
     assert gone.state == "broken"
-    assert gone.mend.startswith("refiner judge ask judge.base_url=http://127.0.0.1:")
+    assert gone.mend.startswith("curl --max-time 10 http://127.0.0.1:")
     secret = [*asked[:2], "judge.base_url=http://me:secret@127.0.0.1:9/v1"]
     assert "secret" not in repr(examine("tiny", secret, only=["judge"]))
 
 
 @pytest.mark.prefect
-def test_the_server_of_prefect_answers_and_asks_for_a_key(prefect: PrefectApi) -> None:
+def test_the_server_of_prefect_answers(prefect: PrefectApi) -> None:
     found = examine(only=["prefect"])
     server = named(found, "prefect", "server")
     assert server.ok
-    assert server.what.endswith(f"answers at {prefect.info.url}, and asks for a key")
+    assert server.what.endswith(f"answers at {prefect.info.url}")
     assert prefect.info.auth not in json.dumps([f.what + f.mend for f in found])
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from refiner_core.training.ranks import TALK
 from tests.support.engine_ranks import SAVED, STEPS
 
-ENGINES, DTYPES = ("None", "1", "2", "3"), ("float32", "bfloat16")
+ENGINES, DTYPES = ("None", "2", "3"), ("float32", "bfloat16")
 #: Sums in another order, after a few updates by Adam: seen up to 4e-6.
 FLOAT = 3e-5
 
@@ -172,7 +172,7 @@ def test_a_step_that_is_not_made_leaves_nothing_behind(found, engine, dtype):
     assert case["got"] == case["expected"]
 
 
-@pytest.mark.parametrize("engine", ["1", "2", "3"])
+@pytest.mark.parametrize("engine", ["2", "3"])
 def test_state_in_host_memory_gives_the_same_updates(found, engine):
     case, kept = (found[f"{engine}-bfloat16-faults{end}"] for end in ("-offload", ""))
     for got, expected in zip(case["expected"], kept["expected"], strict=True):
@@ -203,9 +203,3 @@ def test_recomputing_activations_and_reading_the_whole_model_change_nothing(foun
 def test_a_rank_whose_weights_went_astray_is_found(found):
     assert "rank 1" in found["unequal"]["said"]
     assert found["unequal"]["everywhere"]
-
-
-def test_every_step_says_where_its_time_went(found):
-    names = {"time/step_s", "time/update_s", "time/idle_s", "memory/host_peak_gib"}
-    for engine in ENGINES:
-        assert names <= set(found[f"{engine}-float32"]["times"])

@@ -153,16 +153,6 @@ def test_a_worker_that_dies_while_the_disk_is_full_was_not_killed_however_often_
     assert len(said) < 20, "it says what changes, and not over and over how it stands"
 
 
-def test_status_shows_the_quota_s_room_and_not_the_disk_s(workspace: Workspace) -> None:
-    plan = small_plan("data")
-    run = replace(run_record(workspace, plan), config=to_json(plan.config))
-    workspace.write_run(run)
-    disk = Watcher(workspace, run, wait_s=20).look().disk
-    assert disk is not None
-    assert disk.total_bytes == 48 * MIB
-    assert disk.source.startswith("btrfs qgroup")
-
-
 def test_a_file_system_that_is_read_only_for_a_while_is_waited_for_like_a_full_one(
     workspace: Workspace, quota: QuotaFolder
 ) -> None:

@@ -26,8 +26,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     """A run with a published, evaluated model."""
     run = RecordedRun(tmp_path_factory.mktemp("why") / "runs")
     run.data()
-    run.train("sft")
-    run.train("grpo")
+    for name in ("sft", "grpo"):
+        run.train(name)
+        path = run.workspace.layout.attempt(run.stage(name).id, 1).metrics
+        path.write_text('{"step": 3, "metrics": {"scores": 1.5, "loss/train_avg": 0.25}}\n')
     run.carry_out("publish")
     run.evaluate("evaluate-base", quality=0.0)
     run.evaluate("evaluate-sft", quality=0.5)
@@ -55,20 +57,13 @@ def entry(run: RecordedRun, model: str, metric: str) -> dict[str, Any]:
 def test_a_number_as_it_is_printed_leads_to_samples_and_judgements(run: RecordedRun) -> None:
     number = entry(run, "grpo", "reward")
     text = why(run, f"{number['value']:.3f}", "reward", "grpo").stdout
-    first, *lines = text.splitlines()
-    assert first == (
+    assert text.splitlines()[0] == (
         f"{number['value']:.3f} [{number['low']:.3f}, {number['high']:.3f}]  reward of grpo, "
         f"greedy, n = {number['n']}"
     )
-    assert "again from the samples: the same" in text
-    assert f"{number['numerator']:.6g} / {number['denominator']} samples" in text
-    assert number["protocol_name"] in text
-    assert "paper_citation_weight 0.2" in text, "the protocol is spelled out"
-    assert "States that" in text, "the rubrics that the judge was asked"
+    for said in ("again from the samples: the same", number["protocol_name"], "States that"):
+        assert said in text
     assert "| <answer>" in text, "the answer itself"
-    assert all(len(line) <= 100 or "/" in line for line in lines)
-    named = [line.split()[-1] for line in lines if line.startswith(("  record", "  samples "))]
-    assert all(Path(path).is_file() for path in named)
 
 
 def test_what_it_shows_is_what_the_samples_file_has(run: RecordedRun) -> None:
@@ -112,7 +107,7 @@ def test_a_number_that_does_not_recompute_is_said_so(run: RecordedRun, tmp_path:
 def test_several_numbers_are_listed_with_how_to_narrow(run: RecordedRun) -> None:
     done = why(run, "format_valid")
     assert "format_valid is 4 recorded numbers" in done.stdout
-    assert "refiner why format_valid base greedy" in done.stderr
+    assert f"refiner why format_valid base greedy {run.stage('evaluate-base').id}" in done.stderr
     assert len(figures(run, "format_valid")) == 4
     assert len(figures(run, "format_valid", "base", "greedy")) == 1
 
@@ -126,50 +121,21 @@ def test_numbers_of_the_same_names_from_two_evaluations_are_told_apart(
     other.evaluate("evaluate-sft", quality=0.5)
     newest = replace(RecordedRun(copy, "seed=8").run, run="29990101-000000-tiny-ffff")
     other.workspace.write_run(newest)  # it has measured nothing, so all are looked at
-    done = CliRunner().invoke(why_command, ["format_valid", "sft", f"workspace={copy}"])
     ids = {run.stage("evaluate-sft").id, other.stage("evaluate-sft").id}
     assert len(ids) == 2
     for stage_id in ids:
-        assert f"format_valid sft greedy {stage_id}" in done.stderr
         words = ["format_valid", "sft", stage_id, "--json", f"workspace={copy}"]
         (found,) = json.loads(CliRunner().invoke(why_command, words).stdout)["figures"]
         assert found["stage_id"] == stage_id
 
 
-def test_an_end_of_an_interval_leads_to_its_number(run: RecordedRun) -> None:
-    high = entry(run, "grpo", "rubric_score")["high"]
-    found = figures(run, f"{high:.5f}")
-    assert ("rubric_score", "high") in {(f["metric"], f["matched"]) for f in found}
-
-
 def test_a_training_number_leads_to_the_rollouts_of_its_step(run: RecordedRun) -> None:
-    (found,) = figures(run, "scores", "step3")
+    (found,) = figures(run, "scores", "step3", "grpo")
     assert found["kind"] == "training"
-    assert found["files"]["rollouts"].endswith("step-00000003.parquet")
+    assert found["files"]["samples"].endswith("step-00000003.parquet")
     assert found["sample"]["judgements"]
-    assert found["agrees"] is False, "these rollouts are not those of the report"
-    assert "NOT what is recorded" in why(run, "scores", "step3").stdout
-    (loss,) = figures(run, "train_loss", "step2")
-    assert loss["value"] == 2.0
-    assert "no rollouts" in loss["notes"][0]
-
-
-def test_a_cards_number_is_followed_by_the_evidence_beside_it(
-    run: RecordedRun, tmp_path: Path
-) -> None:
-    value = f"{entry(run, 'sft', 'reward')['value']:.3f}"
-    folder = tmp_path / "downloaded"
-    shutil.copytree(run.published("card"), folder)
-    words = [value, "reward", "sft", "--card"]
-    (found,) = figures(run, *words, str(folder / "README.md"))
-    assert found["agrees"] is True
-    assert found["files"]["samples"], "the workspace is there"
-    alone = CliRunner().invoke(why_command, [*words, str(folder), f"workspace={tmp_path}/none"])
-    assert "evaluate-" in alone.stdout
-    assert "name the run's own with workspace=DIR" in " ".join(alone.stdout.split())
-    (fact,) = figures(run, "1800", "--card", str(folder))
-    assert fact["metric"] == "reports.grpo.tokens"
-    assert fact["record"] == f"stages/{run.stage('grpo').id}/result.json#report"
+    (loss,) = figures(run, "loss/train_avg", "sft")
+    assert "not kept" in loss["notes"][0]
 
 
 @given(st.floats(-1e6, 1e6), st.integers(0, 6))
@@ -187,12 +153,9 @@ def test_a_number_is_found_however_many_digits_somebody_sees(value: float, digit
         (("rewardd",), "Did you mean 'reward'?"),
         (("0.1", "0.2"), "ask for one number at a time"),
         (("0.123456 [0.1, 0.2]",), "nearest are"),
-        (("0.123456", "[0.1,", "0.2]"), "nearest are"),
         (("reward", "step99"), "has no number that is 'reward step99'"),
         (("12.3456 %",), "nearest are"),
         (("",), "was given nothing"),
-        (("reward", "--card", "/nowhere"), "There is no /nowhere."),
-        (("reward", "--card", "/proc"), "/proc/refiner.json cannot be read"),
     ],
 )
 def test_what_is_not_there_is_answered_with_what_is(
@@ -200,20 +163,3 @@ def test_what_is_not_there_is_answered_with_what_is(
 ) -> None:
     assert main(["why", *words, f"workspace={run.workspace.root}"]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_it_needs_no_torch(run: RecordedRun) -> None:
-    import subprocess
-    import sys
-
-    from tests.support.command import environment
-
-    code = (
-        "import sys; from flows.cli.main import main; "
-        f"main(['why', 'reward', 'grpo', 'workspace={run.workspace.root}']); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr.decode()

@@ -311,7 +311,7 @@ class Schedule:
             workspace=workspace,
             take_over=alone,
             pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
-            budget=Budget(plan.sweep.limits, UseReader(workspace), lambda _: 0),
+            budget=Budget(plan.sweep.limits, UseReader(workspace)),
             canary=find_canary(plan, workspace),
             forecast=nothing,
             corrected=lambda _: nothing,

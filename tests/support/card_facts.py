@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from refiner_core.cards.facts import AttemptNote, CardFacts
+from refiner_core.cards.build import marked_card
+from refiner_core.cards.evidence import facts_from_json, facts_to_json
+from refiner_core.cards.facts import AttemptNote, CardFacts, numbers_in, record_of, unmarked
+from refiner_core.cards.results import index_numbers
 from refiner_core.contract.config import (
     DataConfig,
     GrpoConfig,
@@ -195,3 +198,29 @@ def sft_facts(**changes: Any) -> CardFacts:
         "evaluations": [evaluation("sft", "citation_f1", 0.452)],
     }
     return CardFacts(**{**given, **changes})
+
+
+class CardNumber(NamedTuple):
+    """A number of a card: as it is printed, in which section, of which fact and record."""
+
+    text: str
+    section: str
+    fact: str
+    record: str | None
+
+
+def published_facts(facts: CardFacts) -> CardFacts:
+    """The facts as the evidence has them; a card is made from these and no others."""
+    return facts_from_json(facts_to_json(facts))
+
+
+def card_numbers(facts: CardFacts) -> list[CardNumber]:
+    """All numbers of facts in a card of the shipped template, in its order."""
+    facts = published_facts(facts)
+    found = [(text, "front matter", fact) for text, fact in index_numbers(facts)]
+    section = ""
+    for line in marked_card(facts).split("\n"):
+        text = unmarked(line)
+        section = text[3:] if text.startswith("## ") else section
+        found += [(text[start:end], section, fact) for start, end, fact in numbers_in(line)]
+    return [CardNumber(*number, record_of(facts, number[2])) for number in found]

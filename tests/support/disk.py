@@ -78,7 +78,7 @@ def published(workspace: Workspace, tmp_path: Path, plan: Plan, **more: bytes) -
 
 def weights_go(workspace: Workspace) -> bool:
     """Whether a reclaim would delete weights now."""
-    return any(c.rank is Rank.WEIGHTS for c in DiskKeeper(workspace, DiskConfig()).candidates(None))
+    return any(c.rank is Rank.WEIGHTS for c in DiskKeeper(workspace, DiskConfig()).candidates())
 
 
 def foreign_checkpoint(work: Path, step: int, mib: int = 3, *, saved: bool = True) -> Path:

@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 READMES = (
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     *(
         path

@@ -300,7 +300,7 @@ def main() -> None:
             save_data(root / "data")
             cases.grpo(None, Ranks())
         ranks.all_or_none(None)
-        for stage in (None, 1, 2, 3):
+        for stage in (None, 2, 3):
             for dtype in ("float32", "bfloat16"):
                 with timed(seconds, f"sft {stage} {dtype}"):
                     cases.all_sft(stage, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from tests.support.browser import Page
 
@@ -23,6 +24,20 @@ def go(browser: Page, view: str) -> None:
     browser.run(f"document.querySelector('nav a[data-view={view}]').click()")
 
 
+def drawn(browser: Page) -> list[list[Any]]:
+    """(name, visible, first and last value) of the lines of the first chart in sight, which is
+    waited for."""
+    found: list[list[Any]] = browser.run(
+        """new Promise(done => { const look = () => {
+        const chart = [...document.querySelectorAll('.chart')].find(c => c.getClientRects().length);
+        if (!chart || !chart.drawn || !chart.querySelector('*')) return setTimeout(look, 50);
+        done([...chart.drawn.values()].map(parts => { const line = parts.at(-1);
+          const y = [...line.data_source.get_column('y')];
+          return [line.name, line.visible, y[0], y.at(-1)] })) }; look() })"""
+    )
+    return found
+
+
 def assert_harmless(browser: Page) -> None:
     """No script failed or complained since the events were cleared, and nothing was asked for."""
     browser.run("0")
@@ -33,7 +48,7 @@ def assert_harmless(browser: Page) -> None:
         assert name != "Log.entryAdded", details["entry"]
         if name == "Network.requestWillBeSent":
             url = details["request"]["url"]
-            assert url.startswith(("file://", "about:")), f"the page has asked for {url}"
+            assert url.startswith(("file://", "about:", "data:")), f"the page has asked for {url}"
 
 
 #: Texts that are seen with a contrast below 4.5 (3 where they are large) against their ground.

@@ -1,9 +1,8 @@
 """Every refusal of the four packages, read out of their source: what, expected and fix.
 
 In: the Python files of flows, infra, refiner_core and sweeps. Out: one :class:`Refusal` for each
-place where a :class:`RefinerError` is built, and one :class:`Plain` for each place where another
-exception is raised. Nothing is run: a message is put together from the literals, constants and
-f-strings that build it, with ``{…}`` for what only a run knows.
+place where a :class:`RefinerError` is built. Nothing is run: a message is put together from the
+literals, constants and f-strings that build it, with ``{…}`` for what only a run knows.
 
 ``python -m tests.support.refusals`` prints them all, ``… refusals disk`` those whose module or text
 has that word: to be read in one go by whoever writes the next one.
@@ -54,16 +53,6 @@ class Refusal:
         return self.what + self.expected + self.fix
 
 
-@dataclasses.dataclass(frozen=True)
-class Plain:
-    """One place that raises something else than a :class:`RefinerError`."""
-
-    path: str
-    line: int
-    kind: str
-    text: str
-
-
 @dataclasses.dataclass
 class _Module:
     path: str
@@ -79,23 +68,6 @@ def refusals() -> list[Refusal]:
     ours = _our_errors(modules)
     found = [r for module in modules for r in _refusals_of(module, ours)]
     return sorted(found, key=lambda r: (r.path, r.line))
-
-
-def plain_raises() -> list[Plain]:
-    """What is raised and is none of our errors (nor what a function returned), by path and line."""
-    modules = _modules()
-    ours = _our_errors(modules)
-    found = []
-    for module in modules:
-        for node, _ in module.nodes:
-            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call | ast.Name):
-                continue
-            kind = _name(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
-            if kind[:1] == "_":
-                kind = kind[1:2].upper() + kind[2:] if kind[1:2].isupper() else ""
-            if kind[:1].isupper() and kind not in ours:
-                found.append(Plain(module.path, node.lineno, kind, ast.unparse(node.exc)))
-    return sorted(found, key=lambda p: (p.path, p.line))
 
 
 def texts_of(paths: str = "") -> Iterator[tuple[str, str]]:

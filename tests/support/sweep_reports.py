@@ -127,7 +127,6 @@ def agents_report() -> SweepReport:
         attempts=tuple(rows),
         side_by_side=tuple(sides),
         matrix=(),
-        agreement=(),
         rubrics=(),
         flips=(flip("sft-rft", "retail/0", "exchange the lamp", 0.25, 1.0, 2, 2),),
     )
@@ -267,7 +266,6 @@ class _Made:
             comparisons=self.comparisons(),
             curves=self.curves(),
             matrix=self.matrix(),
-            agreement=self.agreement(),
             rubrics=self.rubrics(),
             flips=self.flips(),
             side_by_side=self.side_by_side(),
@@ -303,8 +301,7 @@ class _Made:
                     first = not found
                     direction = None if metric == "length_tokens" else True
                     numbers = self.numbers(400.0 if direction is None else 1.0, metric, name)
-                    warnings = ("Judge `qwen` moved.",) if name == "own" and self.failed else ()
-                    found.append(Comparison(key, numbers, direction, first, warnings))
+                    found.append(Comparison(key, numbers, direction, first))
         return tuple(found)
 
     def numbers(self, scale: float, metric: str, protocol: str) -> tuple[ArmNumber, ...]:
@@ -425,11 +422,6 @@ class _Made:
                 )
             )
         return tuple(rows)
-
-    def agreement(self) -> tuple[Row, ...]:
-        if len(self.arms) < 3:
-            return ()
-        return (agreed(0, 2, 0.6, len(self.arms) - 1), agreed(1, 2, None, 2))
 
     def rubrics(self) -> tuple[Row, ...]:
         texts = (

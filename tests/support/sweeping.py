@@ -208,7 +208,7 @@ def bench(
         plan=plan,
         workspace=workspace,
         pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
-        budget=Budget(plan.sweep.limits, UseReader(workspace), lambda t: len(t) << 30),
+        budget=Budget(plan.sweep.limits, UseReader(workspace)),
         canary=find_canary(plan, workspace),
         forecast=make(),
         corrected=lambda canary: replace(make(), canary=tuple(canary)),

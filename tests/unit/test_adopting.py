@@ -77,29 +77,6 @@ def test_a_checkpoint_whose_numbers_are_none_is_passed_over_for_the_one_before(
         adopt_run(run, where, step=20)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bits", "wrong"),
-    [
-        ("BF16", np.uint16(0x7F81), "holds NaN"),
-        ("BF16", np.uint16(0xFFC0), "holds NaN"),
-        ("BF16", np.uint16(0xFF80), None),  # minus infinity, as in masks
-        ("F16", np.uint16(0x7C01), "holds NaN"),
-        ("F64", np.uint64(0x7FF8000000000000), "holds NaN"),
-        ("F8_E4M3", np.uint8(0xFF), "holds NaN"),
-        ("F8_E4M3", np.uint8(0x7E), None),
-        ("F8_E5M2", np.uint8(0x7D), "holds NaN"),
-        ("I32", np.uint32(0x7FC00000), None),
-    ],
-)
-def test_nan_is_known_in_every_type(
-    tmp_path: Path, dtype: str, bits: np.generic, wrong: str | None
-) -> None:
-    array = np.ones((3, 5), bits.dtype)
-    array[2, 3] = bits
-    found = contents_damage(safetensors(tmp_path / "model.safetensors", w=(dtype, array)))
-    assert found == (None if wrong is None else f"w {wrong}")
-
-
 def test_zeros_that_a_trained_model_may_have_are_no_damage(tmp_path: Path) -> None:
     """Biases, rows of words that never came, and most of a pruned matrix."""
     words = PAGES.copy()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from refiner_core.cards.build import build_card, card_numbers
+from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.facts import CardFacts, unmarked
 from refiner_core.cards.lint import check_card, lint_card
@@ -22,6 +22,7 @@ from refiner_core.cards.results import (
 from refiner_core.cards.words import Sentences, grpo_flags, training_curve
 from refiner_core.contract.fields import replace_fields
 from refiner_core.evaluation.episodes import evaluate_episodes
+from tests.support.card_facts import card_numbers
 from tests.support.playing import (
     Desk,
     Player,

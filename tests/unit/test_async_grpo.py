@@ -26,13 +26,10 @@ from refiner_core.contract.errors import (
 from refiner_core.contract.sections.training import HealthConfig
 from refiner_core.contract.types import RewardResult
 from refiner_core.generation.transformers_backend import TransformersGenerator
-from refiner_core.judges import LexicalJudge
 from refiner_core.training.engines.plain import PlainEngine
-from refiner_core.training.model import loading
 from refiner_core.training.rollouts.pipeline import IN_FLIGHT
 from refiner_core.training.rollouts.policies import CopyPolicy
 from tests.support.stage_io import FolderStageIO
-from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
     NoJudge,
     count_low_words,
@@ -183,27 +180,6 @@ def test_the_next_batch_is_sampled_while_the_last_one_trains(new, monkeypatch):
     monkeypatch.setattr(TransformersGenerator, "generate", generating)
     monkeypatch.setattr(PlainEngine, "step", training)
     new(async_steps=1, num_training_steps=2)()
-
-
-def test_ratios_against_the_sampler_show_that_the_policy_has_moved(new):
-    run = new(async_steps=1, old_logprobs="sampler")
-    run()
-    ratios, clipped = run.column("val/ratio"), run.column("policy/clipfrac_avg")
-    assert ratios[0] == pytest.approx(1.0, abs=1e-5)
-    assert all(abs(ratio - 1) > 1e-3 for ratio in ratios[1:])
-    assert sum(clipped) > 0
-    assert set(run.column("val/importance_weight")) == {1.0}  # the ratio has it already
-
-
-@pytest.mark.parametrize(
-    ("beta", "behind", "models"), [(0.0, 0, 1), (0.05, 0, 2), (0.0, 1, 2), (0.05, 1, 3)]
-)
-def test_there_are_no_more_models_in_memory_than_are_needed(new, monkeypatch, beta, behind, models):
-    loads = []
-    load_model = loading.load_model
-    monkeypatch.setattr(loading, "load_model", lambda *a: loads.append(a) or load_model(*a))
-    new(beta=beta, async_steps=behind, num_training_steps=1)()
-    assert len(loads) == models
 
 
 class ModelServers(TransformersGenerator):
@@ -379,26 +355,6 @@ def test_a_judge_that_is_gone_costs_the_step_alone_and_what_it_said_is_not_asked
     assert calls[2] == calls[3]
 
 
-def test_results_that_are_there_at_a_save_are_kept(new):
-    asked = []
-
-    def rewards(items: Any, *args: Any) -> list[RewardResult]:
-        asked.append(1)
-        return count_low_words(items, *args)
-
-    run = new(async_steps=2, save_freq=2)
-    run.rewards = rewards
-    run.io.fail_save_at = 4
-    with pytest.raises(OSError, match="while saving"):
-        run()
-    kept = json.loads((run.io.root / "checkpoints/2" / IN_FLIGHT).read_bytes())["flights"]
-    assert [len(part["results"]) for f in kept for part in f["rounds"]] == [12, 12]
-    asked.clear()
-    run.io.fail_save_at = None
-    run()
-    assert len(asked) == 1  # the batch of step 5
-
-
 def test_a_file_of_rollouts_that_is_damaged_is_named(new):
     run = new(async_steps=1)
     run.io.stop_at = 2
@@ -407,16 +363,6 @@ def test_a_file_of_rollouts_that_is_damaged_is_named(new):
     (run.io.root / "checkpoints/2" / IN_FLIGHT).write_bytes(b'{"format": 1, "flights": [{}]}')
     with pytest.raises(WorkspaceError, match=IN_FLIGHT):
         run()
-
-
-def test_a_judge_that_streams_in_a_thread_gives_the_run_of_one_that_is_asked_at_once(new):
-    outcomes = []
-    for name, judge in (("plain", LexicalJudge()), ("streams", ThreadedJudge())):
-        run = new(name, async_steps=1, num_training_steps=3)
-        run.rewards, run.judge = None, judge
-        run()
-        outcomes.append(run.outcome())
-    assert outcomes[0] == outcomes[1]
 
 
 # ---------------------------------------------------------------- too old
@@ -434,16 +380,6 @@ def test_rollouts_of_a_checkpoint_that_are_older_than_the_recipe_allows_are_drop
     assert run.column("val/policy_age") == [0, 1, 2, 0, 1]
     assert report["counts"]["samples/dropped_stale"] == 24
     assert report["episodes"] == 12 * STEPS
-
-
-def test_a_checkpoint_of_a_recipe_that_kept_less_in_flight_goes_on(new):
-    run = new(async_steps=0)
-    run.io.stop_at = 2
-    with pytest.raises(Interrupted):
-        run()
-    run.io.stop_at = None
-    run(async_steps=2)
-    assert run.column("val/policy_age") == [0, 0, 0, 1, 2]
 
 
 def test_a_policy_that_takes_no_new_weights_at_all_ends_the_stage(new, monkeypatch):
@@ -467,15 +403,6 @@ def flat_for(flat: set[str]):
     return rewards
 
 
-def test_active_sampling_without_need_is_the_run_without_it(straight, new):
-    run = new(active_sampling=True)
-    run()
-    rows = run.io.comparable_metrics()
-    assert [row.pop("groups/sampling_rounds") for row in rows] == [1] * STEPS
-    assert rows == straight(0)[2]["metrics"]
-    assert run.io.rollouts() == straight(0)[2]["rollouts"]
-
-
 @pytest.mark.parametrize("behind", [0, 1])
 def test_a_step_is_filled_up_until_enough_groups_have_spread(new, behind):
     run = new(active_sampling=True, async_steps=behind)
@@ -489,19 +416,6 @@ def test_a_step_is_filled_up_until_enough_groups_have_spread(new, behind):
         assert {names.count(name) for name in names} == {4}, f"a prompt twice in step {step}"
         assert {r["advantage"] for r in rows if r["sample_id"] in ("prompt-0", "prompt-1")} <= {0}
     assert report["episodes"] == sum(len(rows) for rows in run.io.rollouts().values())
-
-
-def test_filling_up_ends_with_the_rounds_or_the_prompts(new):
-    run = new(active_sampling=True, active_sampling_max_rounds=2, num_training_steps=2)
-    run.rewards = flat_for({f"prompt-{i}" for i in range(7)})
-    run()
-    assert run.column("groups/sampling_rounds") == [2, 2]
-    assert run.column("optimizer_steps") == [0, 0]
-    every = new("every", active_sampling=True, active_sampling_max_rounds=9, num_training_steps=1)
-    every.rewards = run.rewards
-    every()
-    assert every.column("groups/sampling_rounds") == [3]  # 3, 3 and the last of seven prompts
-    assert every.column("groups/dropped_zero_std") == [7]
 
 
 @pytest.mark.parametrize("behind", [0, 2])
@@ -571,17 +485,6 @@ def test_a_health_check_that_stops_keeps_the_state_before_the_step(new):
     assert run.io.checkpoint_steps() == [2]
     assert run() == whole()
     assert run.outcome() == whole.outcome()
-
-
-def test_an_update_that_health_skips_is_counted_and_moves_nothing(new):
-    health = HealthConfig(kl_blow_up="skip", max_kl=-1.0, patience=1)
-    run = new(health=health, num_training_steps=2)
-    run()
-    assert run.column("health/skipped_updates") == [1, 1]
-    assert run.column("optimizer_steps") == [0, 0]
-    before = load_file(run.inputs / "model/model.safetensors")
-    after = load_file(run.root / "out/model/model.safetensors")
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_loss_that_is_not_finite_can_be_skipped(new):

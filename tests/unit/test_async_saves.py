@@ -17,7 +17,7 @@ import torch
 from infra.attempt.stage_io import AttemptIO
 from infra.jobs.signals import AttemptClosed
 from infra.store.checkpoints import CheckpointStore, step_name
-from infra.store.traces import read_metrics, read_rollouts
+from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import DamagedCheckpoint, Interrupted, NoSpaceError
 from refiner_core.training.engines.plain import open_engine
@@ -195,17 +195,6 @@ def test_whatever_ends_the_stage_waits_for_the_save(tmp_path: Path, ends_at: str
         assert training.io.checkpoint_steps() == [2]
 
 
-def test_an_error_of_training_is_told_first_and_that_of_the_save_with_it(
-    training: Training, caplog: pytest.LogCaptureFixture
-) -> None:
-    training.io.errors.append(OSError("the node went away"))
-    training.io.go_on.set()
-    with pytest.raises(ZeroDivisionError) as caught:
-        training.fail_after_a_save()
-    assert "step 2 was not saved: the node went away" in str(caught.value.__notes__)
-    assert "the checkpoint of step 2 was not saved" in caplog.text
-
-
 def test_a_save_that_fails_at_the_end_of_the_stage_fails_the_stage(training: Training) -> None:
     training.io.errors.append(OSError("the node went away"))
     training.io.go_on.set()
@@ -361,37 +350,3 @@ def test_an_engine_that_refuses_a_checkpoint_is_as_it_was(inputs: Path, tmp_path
         engine.restore(tmp_path)
     for name, parameter in engine.model.named_parameters():
         assert torch.equal(parameter, before[name] + 1), "nothing was changed"
-
-
-# ---------------------------------------------------------------- logging beside a save
-
-
-def test_logging_and_a_save_beside_it_lose_nothing(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path / "ws")
-    paths = workspace.layout.stage(claim(workspace, small_plan(), "data").id)
-    store = CheckpointStore(paths.checkpoints, 1, keep=2, before_commit=lambda: io.flush())
-    io = AttemptIO(paths, 1, store)
-    ended, errors = threading.Event(), list[BaseException]()
-
-    def save_again_and_again() -> None:
-        step = 0
-        try:
-            while not ended.is_set():
-                step += 1
-                with io.new_checkpoint(step) as folder:
-                    (folder / "state").write_text(str(step))
-        except BaseException as error:
-            errors.append(error)
-
-    saver = threading.Thread(target=save_again_and_again)
-    saver.start()
-    for step in range(1, 101):
-        io.save_rollouts(step, [{"text": f"{step}"}])
-        io.log_metrics(step, {"loss": 1.0})
-    ended.set()
-    saver.join(PATIENCE_S)
-    io.close()
-    assert errors == []
-    assert [line.step for line in read_metrics(io.paths.metrics)] == list(range(1, 101))
-    assert len(read_rollouts(io.paths.rollouts / f"{step_name(100)}.parquet")) == 1
-    assert io._unsynced == []

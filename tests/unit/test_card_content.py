@@ -13,13 +13,21 @@ import pytest
 from huggingface_hub import ModelCard
 
 from refiner_core.cards.build import build_card, shipped_template
-from refiner_core.cards.evidence import evidence_text, published_facts
+from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.facts import CONTROLS, AttemptNote, CardFacts
 from refiner_core.cards.lint import check_card, lint_card
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import replace_fields
-from tests.support.card_facts import CONFIG, OTHER, evaluation, full_facts, reports, sft_facts
+from tests.support.card_facts import (
+    CONFIG,
+    OTHER,
+    evaluation,
+    full_facts,
+    published_facts,
+    reports,
+    sft_facts,
+)
 
 
 def section(card: str, title: str) -> str:
@@ -362,7 +370,6 @@ def test_a_template_that_fails_names_the_line_and_what_there_is(
 
 def test_the_table_in_the_templates_head_names_every_variable() -> None:
     from refiner_core.cards.build import card_variables
-    from refiner_core.cards.evidence import published_facts
 
     head = shipped_template().split("-#}")[0]
     rows = [line.split("|")[1].strip() for line in head.splitlines() if line.startswith("| ")]

@@ -18,7 +18,6 @@ from refiner_core.cards.evidence import (
     facts_from_json,
     facts_to_json,
     load_evidence,
-    published_facts,
 )
 from refiner_core.cards.facts import AttemptNote, CardFacts, record_of
 from refiner_core.cards.public import public_address, public_command, public_text
@@ -27,6 +26,7 @@ from refiner_core.contract.errors import DataError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.marks import walk
 from refiner_core.contract.records import OutputFile
+from tests.support.card_facts import published_facts
 
 CONFIG = RecipeConfig()
 EVALUATION = {

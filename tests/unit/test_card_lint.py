@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refiner_core.cards.build import build_card, card_numbers
+from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text, load_evidence
 from refiner_core.cards.facts import CardFacts
 from refiner_core.cards.lint import Finding, check_card, lint_card
@@ -20,7 +20,7 @@ from refiner_core.cards.lint.against import differences
 from refiner_core.cards.lint.markdown import read_document
 from refiner_core.contract.config import CommandConfig, RecipeConfig
 from refiner_core.evaluation.statistics import wilson
-from tests.support.card_facts import full_facts, sft_facts
+from tests.support.card_facts import card_numbers, full_facts, sft_facts
 
 CARDS = Path(__file__).resolve().parents[1] / "data" / "cards"
 FRONT = "---\nlicense: mit\nbase_model: owner/base\n---\n\n# A model\n\n"

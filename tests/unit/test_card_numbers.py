@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from refiner_core.cards.build import build_card, card_numbers
+from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import facts_from_json, facts_to_json
 from refiner_core.cards.facts import CardFacts
 from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
@@ -17,7 +17,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.marks import walk
 from refiner_core.contract.recipes import load_protocol
-from tests.support.card_facts import full_facts, sft_facts
+from tests.support.card_facts import card_numbers, full_facts, sft_facts
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def test_each_number_that_is_registered_stands_in_its_section(given: CardFacts) 
 def test_no_number_of_results_curve_cost_or_notes_is_without_a_fact(
     given: CardFacts, title: str
 ) -> None:
-    """Otherwise somebody asks `refiner why` about a number and nobody knows where it came from."""
+    """Otherwise nobody knows where it came from."""
     if f"## {title}\n" not in build_card(given):
         assert given.stage == "sft", "everything is recorded of the other one"
         return

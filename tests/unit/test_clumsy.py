@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli.main import main
-from flows.proving.planning import Asked, draw_points
+from flows.proving.planning import draw_points
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.sections.publish import LICENSES
@@ -230,5 +230,4 @@ def test_an_agent_is_scored_and_not_judged() -> None:
         tell = teller(lambda part, values: told.append(part), turns=turns)
         tell("judge", 0, 0)
     assert told == ["judge", "score"]
-    asked = Asked("tiny-tools", steps=12, interruptions=4)
-    assert {p.phase for p in draw_points("grpo", asked, 1, agent=True)} >= {"score"}
+    assert {p.phase for p in draw_points("grpo", 12, 4, 0, 1, agent=True)} >= {"score"}

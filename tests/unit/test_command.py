@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 from pathlib import Path
@@ -50,11 +49,6 @@ def test_an_override_behind_detach_is_not_taken_for_its_value(
     assert "`seed` is 'x'" in capsys.readouterr().err
 
 
-def test_an_argument_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "tiny", os.fsdecode(b"workspace=caf\xe9")]) == 2
-    assert "is not UTF-8" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_no_bug(closed: str, tmp_path: Path) -> None:
     line = f'"$@" {closed}'
@@ -82,19 +76,3 @@ def test_a_closed_terminal_is_a_request_to_stop_but_not_under_nohup(
             signal.signal(number, handler)
     assert (seen[0] is signal.SIG_IGN) is ignored
     assert seen[0] is not signal.SIG_DFL
-
-
-@pytest.mark.parametrize("argv", [["grpo.beta=0.1"], ["--yes"], ["--dry-run", "workspace=x"]])
-def test_a_sweep_that_nobody_has_named_is_no_request_for_a_list(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["sweep", *argv]) == 2
-    assert "No sweep is named" in capsys.readouterr().err
-
-
-def test_a_sweeps_file_may_have_an_equals_sign_in_its_path(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "beta=0.1" / "gone.yaml"
-    assert main(["sweep", str(path), "--dry-run"]) == 2
-    assert f"no sweep file {path}" in capsys.readouterr().err

@@ -83,14 +83,6 @@ def test_the_first_turn_sees_what_the_template_writes(tokenizer: Any) -> None:
     assert begun(tokenizer).ids == ids_of(tokenizer, expected)
 
 
-def test_the_prompt_is_the_system_turn_alone(tokenizer: Any) -> None:
-    text = text_of(tokenizer, prompt_ids(tokenizer, POLICY, TOOLS))
-    assert text.startswith("<|im_start|>system\n" + POLICY)
-    assert text.endswith("<|im_end|>\n")
-    assert "user\n" not in text.replace(POLICY, "")
-    assert '"name": "get_order"' in text
-
-
 def test_later_turns_are_the_template_s_but_for_empty_think_blocks(tokenizer: Any) -> None:
     conversation = begun(tokenizer)
     turns = [("system", POLICY), ("user", "Where is my order?")]
@@ -155,37 +147,6 @@ def test_control_tokens_in_what_others_say_are_text(tokenizer: Any, role: Any, t
         return [token for token in conversation.ids if token in special | added]
 
     assert control(trick) == control("harmless")
-
-
-def test_words_without_control_tokens_are_tokenised_with_what_is_around_them(
-    tokenizer: Any,
-) -> None:
-    conversation = begun(tokenizer)
-    say(conversation, ids_of(tokenizer, CALL))
-    before = len(conversation)
-    conversation.observe([Message("tool", "The order is there.\n"), Message("user", "it.\n")])
-    after = conversation.ids[before:]
-    assert after == ids_of(tokenizer, text_of(tokenizer, after))
-
-
-def test_halves_of_characters_are_replaced_not_raised(tokenizer: Any) -> None:
-    conversation = begun(tokenizer, Message("user", "\ud83d and \ud83d\ude00"))
-    assert "� and 😀" in text_of(tokenizer, conversation.ids)
-
-
-def test_an_end_that_was_sampled_is_the_model_s_and_stands_once(tokenizer: Any) -> None:
-    end = ids_of(tokenizer, "<|im_end|>")
-    with_end, without = begun(tokenizer), begun(tokenizer)
-    with_end.close_turn()  # no turn of the model's is open
-    assert with_end.ids == without.ids
-    say(with_end, ids_of(tokenizer, CALL) + end)
-    say(without, ids_of(tokenizer, CALL))
-    for conversation in (with_end, without):
-        conversation.close_turn()
-        conversation.close_turn()
-        conversation.observe([Message("tool", "ok")])
-    assert with_end.ids == without.ids
-    assert sum(with_end.own_mask) == sum(without.own_mask) + 1
 
 
 def test_demonstrations_and_rollouts_agree_on_every_token(tokenizer: Any) -> None:
@@ -295,10 +256,3 @@ def test_tokenizers_that_change_pieces_are_refused() -> None:
     tokenizer.chat_template = LLAMA_LIKE
     with pytest.raises(ConfigurationError, match="tokenised in pieces"):
         prompt_ids(tokenizer, POLICY, TOOLS)
-
-
-def test_another_template_on_the_same_tokenizer_is_taken_apart_anew() -> None:
-    tokenizer = qwen_like()
-    before = begun(tokenizer).ids
-    tokenizer.chat_template = LLAMA_LIKE
-    assert begun(tokenizer).ids != before

@@ -179,18 +179,6 @@ def test_a_save_of_a_later_step_leaves_the_evidence(
     assert [c.step for c in io.checkpoints.complete()] == [2, 6]
 
 
-def test_where_room_is_short_the_damaged_one_goes_first_and_the_good_one_stays(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
-    train(make_io(workspace, stage, 1), 4)
-    checkpoints = workspace.layout.stage(stage.id).checkpoints
-    flip_a_bit(checkpoints / step_name(4))
-    claim(workspace, small_plan(), "data", after=1)
-    make_io(workspace, stage, 2).latest_checkpoint()
-    carry_out(workspace, plan_reclaim(read_stock(workspace), None))
-    assert [p.name for p in sorted(checkpoints.iterdir())] == [step_name(2)]
-
-
 @pytest.mark.parametrize("attempt", [1, 2])
 @pytest.mark.parametrize("damage", [flip_a_bit, cut_off, empty])
 def test_no_older_one_goes_before_a_save_while_the_newest_is_damaged(
@@ -234,22 +222,6 @@ def test_markers_of_older_versions_have_no_hashes_and_are_as_good_as_ever(
     found = make_io(workspace, stage, 2).latest_checkpoint()
     assert found is not None
     assert found.step == 4
-
-
-@pytest.mark.parametrize(
-    ("older", "newer"), [(9_000, 10_000), (99_999_999, 100_000_000), (2, 1_000_000_000)]
-)
-def test_the_newest_is_the_one_with_the_greater_number(
-    workspace: Workspace, stage: PlannedStage, older: int, newer: int
-) -> None:
-    io = make_io(workspace, stage, 1)
-    for step in (older, newer):
-        save(io, step)
-    found = make_io(workspace, stage, 2).latest_checkpoint()
-    assert found is not None
-    assert found.step == newer
-    save(make_io(workspace, stage, 3), newer + 1)
-    assert [c.step for c in io.checkpoints.complete()] == [newer, newer + 1]
 
 
 def test_one_that_is_passed_over_takes_what_was_logged_up_to_it_along(

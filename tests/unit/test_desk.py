@@ -16,18 +16,15 @@ import pytest
 from refiner_core import words as world
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
-from refiner_core.environments.desk import VERSION, DeskEnvironment, desk_digest, draw_tasks, words
-from refiner_core.environments.desk.environment import FLAWS
+from refiner_core.environments.desk import VERSION, DeskEnvironment, desk_digest, words
 from refiner_core.environments.desk.episode import DeskEpisode
 from refiner_core.environments.desk.tasks import DOMAINS, own_tasks
 from refiner_core.environments.desk.user import PATIENCE
 from refiner_core.environments.protocol import (
     FAILURES,
     HasExpert,
-    Message,
     Step,
     Task,
-    TellsProgress,
     ToolCall,
 )
 
@@ -97,14 +94,6 @@ def test_a_flawed_expert_never_solves_one_and_fails_in_many_ways() -> None:
     assert min(failures.values()) > 20
 
 
-def test_each_flaw_is_made_somewhere_and_the_seed_decides() -> None:
-    task = of_family("bookings", "cancel_fee")
-    made = {json.dumps([c.as_json() for c in DESK.expert(task, s, flawed=True)]) for s in range(40)}
-    assert len(made) >= len(FLAWS)
-    again = DESK.expert(task, 3, flawed=True)
-    assert again == DESK.expert(task, 3, flawed=True)
-
-
 def test_there_are_tens_of_tasks_in_every_domain_and_split() -> None:
     assert DESK.domains() == ("bookings", "orders", "devices")
     for split, least in (("train", 40), ("test", 20)):
@@ -134,17 +123,6 @@ def test_no_entity_of_a_held_out_task_was_ever_in_training() -> None:
         assert len(entities(task)) >= 3
         for entity in entities(task):
             assert seen.setdefault(entity, task.id) == task.id, "an entity stands in two tasks"
-
-
-def test_further_tasks_can_be_drawn_and_are_solved_too() -> None:
-    tasks = draw_tasks("orders", 30, seed=5, world="pretrain")
-    assert tasks == draw_tasks("orders", 30, seed=5, world="pretrain")
-    assert tasks[:10] == draw_tasks("orders", 10, seed=5, world="pretrain")
-    assert {t.id for t in tasks}.isdisjoint({t.id for t in draw_tasks("orders", 30, seed=6)})
-    known = set().union(*(entities(task) for task in ALL))
-    for task in tasks:
-        assert entities(task).isdisjoint(known)
-        assert played(task, solution(task))[0].outcome().success
 
 
 def test_tasks_texts_and_rules_are_what_the_version_promises() -> None:
@@ -201,16 +179,6 @@ def refusals() -> list[str]:
         for call in calls
         for step in played(task, [call])[1]
     ]
-
-
-def test_policies_results_and_phrases_are_short() -> None:
-    for domain in DESK.domains():
-        assert len(DESK.policy(domain).split()) <= 70
-        assert len(DESK.tools(domain)) <= 7
-        assert all(len(t.parameters["properties"]) <= 2 for t in DESK.tools(domain))
-    for task in ALL:
-        _, steps = played(task, solution(task))
-        assert all(len(words.words_of(m.content)) <= 25 for s in steps for m in s.messages)
 
 
 def test_what_a_call_needs_stands_verbatim_in_an_earlier_message() -> None:
@@ -290,12 +258,6 @@ def test_endless_chatter_ends_with_the_user_leaving() -> None:
         assert outcome.info["ended"] == "user_left"
 
 
-def test_asking_the_same_again_and_again_ends_too() -> None:
-    task = of_family("orders", "refund")
-    _, steps = played(task, [say("what is your order and your name?")] * 50)
-    assert len(steps) == PATIENCE + 1
-
-
 # Devices: what only the user can do -------------------------------------------------------------
 
 
@@ -310,26 +272,12 @@ def test_only_words_reach_the_users_device() -> None:
     assert episode.outcome().success
 
 
-def test_wireless_does_nothing_while_the_cable_is_out() -> None:
-    task = of_family("devices", "cable_wireless")
-    ask, plug, turn_on, _ = solution(task)
-    _, steps = played(task, [ask, turn_on, plug])
-    assert "dark" in steps[1].messages[0].content
-    assert "blue" in steps[2].messages[0].content
-
-
 def test_a_locked_device_is_unlocked_before_a_restart_helps() -> None:
     task = of_family("devices", "locked")
     ask, look_up, ask_code, unlock, restart, _ = solution(task)
     _, steps = played(task, [ask, look_up, restart, ask_code, unlock, restart])
     assert "red" in steps[2].messages[0].content
     assert "green" in steps[5].messages[0].content
-
-
-def test_two_instructions_at_once_are_none() -> None:
-    task = of_family("devices", "cable")
-    _, steps = played(task, [say("plug the cable, then restart it")])
-    assert steps[0].messages[0].content == words.ONE_STEP
 
 
 def test_trying_everything_is_not_solving_it() -> None:
@@ -347,16 +295,6 @@ def test_trying_everything_is_not_solving_it() -> None:
 def after(task: Task, count: int, *calls: ToolCall) -> Step:
     """The last step of calls made after the first ones of the solution."""
     return played(task, [*solution(task)[:count], *calls])[1][-1]
-
-
-def unvolunteered(domain: str, family: str) -> Task:
-    """A task of a family whose user does not give its name by itself."""
-    tasks = (*ALL, *draw_tasks(domain, 200, 0))
-    return next(
-        t
-        for t in tasks
-        if (t.domain, t.data["family"]) == (domain, family) and not t.data["user"]["volunteers"]
-    )
 
 
 @pytest.mark.parametrize(
@@ -397,30 +335,6 @@ def test_what_is_tempting_breaks_a_rule_changes_nothing_and_fails_for_good(
     assert outcome.info["rules_broken"] == [f"not allowed, {told}"]
 
 
-def test_further_rules() -> None:
-    cancel = unvolunteered("bookings", "cancel_free")
-    key = {"booking": cancel.data["user"]["knows"]["booking"]}
-    told = [s.messages[0].content for s in played(cancel, [ToolCall("cancel", key)])[1]]
-    assert "get the booking first" in told[0]
-    step = played(cancel, [ToolCall("get_booking", key), ToolCall("cancel", key)])[1][-1]
-    assert "ask for the name first" in step.messages[0].content
-
-    exchange = of_family("orders", "exchange")
-    call = solution(exchange)[4]
-    assert call.name == "exchange"
-    assert "get the item first" in after(exchange, 2, call).messages[0].content
-    looked = ToolCall("get_item", {"item": call.arguments["item"]})
-    assert "ask for the item first" in after(exchange, 2, looked, call).messages[0].content
-
-    locked = of_family("devices", "locked")
-    unlock = solution(locked)[3]
-    assert "ask for the code first" in after(locked, 2, unlock).messages[0].content
-    wrong = of_family("devices", "wrong_code")
-    unlock = solution(wrong)[3]
-    step = after(wrong, 4, unlock)
-    assert (step.tool_error, "code is wrong" in step.messages[0].content) == ("rule_broken", True)
-
-
 def test_a_new_booking_is_a_booking() -> None:
     task = of_family("bookings", "reserve")
     ask, reserve, *_ = solution(task)
@@ -452,7 +366,6 @@ def test_the_reward_is_the_product_of_its_parts() -> None:
 def test_progress_grows_call_by_call() -> None:
     task = of_family("orders", "refund")
     episode = DESK.episode(task)
-    assert isinstance(episode, TellsProgress)
     assert isinstance(DESK, HasExpert)
     episode.reset(0)
     passed = [sum(check.passed for check in episode.checks())]
@@ -518,15 +431,6 @@ def test_a_call_of_the_right_tool_about_the_wrong_record_is_a_wrong_argument() -
     assert played(task, [ask, astray, look_up, cancel, tell, end])[0].outcome().success
 
 
-def test_an_error_that_was_mended_costs_nothing() -> None:
-    task = of_family("bookings", "cancel_free")
-    calls = [UNKNOWN_TOOL, ToolCall("cancel", {"booking": 3}), *solution(task)]
-    outcome = played(task, calls)[0].outcome()
-    assert outcome.success
-    assert outcome.failure is None
-    assert outcome.info["refused"] == 2
-
-
 # Whatever a model may call ----------------------------------------------------------------------
 
 
@@ -578,60 +482,12 @@ def test_a_bad_call_is_answered_shortly_and_changes_nothing(
     assert episode.outcome().success, "it goes on as if nothing had been"
 
 
-@pytest.mark.parametrize("content", ["", " ", "\x00\n", "é🙂" * 20_000, "the fee " * 8_000])
-def test_odd_words_are_just_not_understood(content: str) -> None:
-    for domain in DESK.domains():
-        task = next(t for t in ALL if t.domain == domain)
-        _, steps = played(task, [say(content)])
-        assert steps[0].messages[0].content in words.CLARIFY
-
-
-def test_a_step_after_the_end_does_nothing() -> None:
-    task = of_family("bookings", "cancel_free")
-    episode, _ = played(task, [FINISH])
-    outcome = episode.outcome()
-    assert episode.step(solution(task)[0]) == Step((), done=True)
-    assert episode.outcome() == outcome
-    episode.close()
-    episode.close()
-
-
-def test_reset_begins_again() -> None:
-    task = of_family("orders", "refund")
-    episode, _ = played(task, solution(task))
-    first = episode.reset(4)
-    fresh = DESK.episode(task)
-    assert first == fresh.reset(4)
-    assert episode.checks() == fresh.checks()
-
-
 def test_episodes_repeat() -> None:
     for task in ALL[::7]:
         for flawed in (False, True):
             calls = DESK.expert(task, 2, flawed=flawed)
             straight, steps = played(task, calls, 9)
             assert (straight.outcome(), steps) == (played(task, calls, 9)[0].outcome(), steps)
-
-
-def test_episodes_of_one_task_share_nothing() -> None:
-    task = of_family("orders", "refund")
-    before = json.dumps(task.data, sort_keys=True)
-    one, _ = played(task, solution(task))
-    other, steps = played(task, solution(task)[:2])
-    assert json.loads(steps[1].messages[0].content)["state"] == "arrived"
-    assert one.outcome().success
-    assert not other.outcome().success
-    assert json.dumps(task.data, sort_keys=True) == before
-
-
-def test_the_seed_changes_words_and_nothing_else() -> None:
-    task = of_family("orders", "refund")
-    heard = set()
-    for seed in range(8):
-        episode, steps = played(task, solution(task), seed)
-        assert episode.outcome() == played(task, solution(task), 0)[0].outcome()
-        heard.add(tuple(m.content for s in steps for m in s.messages if m.role == "user"))
-    assert len(heard) > 2
 
 
 # Configuration -----------------------------------------------------------------------------------
@@ -645,20 +501,3 @@ def test_it_refuses_what_it_cannot_be() -> None:
             DeskEnvironment(replace(CONFIG, domains=domains), UserConfig())
     with pytest.raises(DataError, match=r"split 'dev'.*test, train"):
         DESK.tasks("dev")
-
-
-def test_domains_are_chosen_and_ordered_by_the_configuration() -> None:
-    some = DeskEnvironment(replace(CONFIG, domains=("devices", "bookings")), UserConfig())
-    assert some.domains() == ("devices", "bookings")
-    assert [t.domain for t in some.tasks("test")] == ["devices"] * 30 + ["bookings"] * 30
-    assert some.describe()["digest"] != DESK.describe()["digest"]
-    json.dumps(some.describe())
-
-
-def test_messages_are_of_two_roles() -> None:
-    task = of_family("bookings", "cancel_free")
-    episode, steps = played(task, solution(task))
-    assert episode.reset(0)[0].role == "user"
-    roles = [[m.role for m in step.messages] for step in steps]
-    assert roles == [["user"], ["tool"], ["tool"], ["user"], []]
-    assert isinstance(steps[0].messages[0], Message)

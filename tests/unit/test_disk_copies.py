@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 
 from flows.cli.machine import disk_command
-from infra.disk.inventory import Caller, FreshLook, read_holds, why_idle
+from infra.disk.inventory import read_holds
 from infra.disk.keeper import DiskKeeper
-from infra.disk.reaper import Rank, carry_out
+from infra.disk.reaper import Rank
 from infra.store.checkpoints import CheckpointStore, Holds, pin, read_reclaimed
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
@@ -118,7 +118,7 @@ def finish_again(workspace: Workspace, exported: Exported, **report: object) -> 
 
 def reclaim(workspace: Workspace) -> tuple[str, ...]:
     keeper = DiskKeeper(workspace, DiskConfig())
-    return keeper.carry_out(keeper.candidates(None)).items
+    return keeper.carry_out(keeper.candidates()).items
 
 
 # ---------------------------------------------------------------- published on a Hub
@@ -208,23 +208,6 @@ def test_our_token_goes_to_no_hub_but_the_one_that_is_configured(
     assert exported.weights.exists()
 
 
-def test_a_hub_that_could_not_vouch_is_left_alone_for_a_while(
-    workspace: Workspace, hub: LoopbackHub, exported: Exported
-) -> None:
-    now = [0.0]
-    look = FreshLook(lambda: now[0])
-    candidates = DiskKeeper(workspace, DiskConfig()).candidates(None)
-    hub.api.repos[REPO].git, kept = hub.create("me/empty"), hub.git(REPO)
-    asked = len(hub.log)
-    for _ in range(5):  # a trainer that waits for room asks again and again
-        carry_out(workspace, candidates, look)
-    assert len([r for r in hub.log[asked:] if r.path not in REGISTRY]) == 1
-    hub.api.repos[REPO].git = kept
-    now[0] += 61.0
-    carry_out(workspace, candidates, look)
-    assert not exported.weights.exists()
-
-
 def test_what_was_not_verified_or_has_no_commit_counts_for_nothing(
     workspace: Workspace, exported: Exported
 ) -> None:
@@ -267,7 +250,7 @@ def test_who_comes_between_the_plan_and_the_deletion_is_seen(
     workspace: Workspace, exported: Exported, who: str
 ) -> None:
     keeper = DiskKeeper(workspace, DiskConfig())
-    candidates = [c for c in keeper.candidates(None) if c.rank is Rank.WEIGHTS]
+    candidates = [c for c in keeper.candidates() if c.rank is Rank.WEIGHTS]
     assert candidates
     plan = exported.plan
     again = replace(plan.config, evaluate=replace(plan.config.evaluate, num_samples=9))
@@ -316,7 +299,7 @@ def test_a_hold_that_comes_between_the_plan_and_the_deletion_is_seen(
 ) -> None:
     plan, grpo = holding(workspace, 2)
     keeper = DiskKeeper(workspace, DiskConfig())
-    candidates = keeper.candidates(None)
+    candidates = keeper.candidates()
     assert [c.step for c in candidates] == [1, 2, 3]
     holds, rename = Holds(plan, workspace.layout), Path.rename
 
@@ -330,52 +313,6 @@ def test_a_hold_that_comes_between_the_plan_and_the_deletion_is_seen(
     keeper.carry_out(candidates)
     assert steps_of(workspace, grpo) == [2, 4]
     assert holds.there(()) == {(grpo, 2)}
-
-
-def test_what_is_held_before_the_deletion_is_at_no_moment_out_of_sight(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, grpo = holding(workspace, 2)
-    keeper = DiskKeeper(workspace, DiskConfig())
-    candidates = keeper.candidates(None)
-    Holds(plan, workspace.layout).keep(())
-    renamed, rename = list[str](), Path.rename
-
-    def noted(path: Path, target: Path) -> Path:
-        renamed.append(path.name)
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", noted)
-    keeper.carry_out(candidates)
-    assert steps_of(workspace, grpo) == [2, 4]
-    assert {"step-00000001", "step-00000003"} <= {*renamed}
-    assert "step-00000002" not in renamed
-
-
-RUN = ("run-1", False, False)
-CANCELLED = ("run-1", True, False)
-
-
-@pytest.mark.parametrize(
-    ("done", "callers", "trained", "there", "idle"),
-    [
-        (True, [RUN], False, True, "is done"),
-        (False, [], False, True, "no recorded run"),
-        (False, [CANCELLED], False, True, "cancelled: run-1"),
-        (False, [RUN], True, False, "nothing can come of it"),
-        (False, None, True, False, ""),
-        (False, [RUN], True, True, ""),
-        (False, [RUN], False, False, ""),
-        (False, [CANCELLED, RUN], False, True, ""),
-        (False, [("run-1", True, True)], True, True, ""),
-    ],
-)
-def test_a_hold_is_idle_only_when_nobody_can_come_back_for_it(
-    done: bool, callers: list[Caller] | None, trained: bool, there: bool, idle: str
-) -> None:
-    said = why_idle(callers, done=done, trained=trained, there=there)
-    assert idle in said
-    assert bool(said) == bool(idle)
 
 
 def test_a_cancelled_run_s_holds_go_with_a_reclaim_and_another_run_s_stay(
@@ -425,13 +362,3 @@ def test_disk_says_what_is_published_where_and_what_is_left_here(
     (row,) = json.loads(CliRunner().invoke(disk_command, [where, "--json"]).stdout)["published"]
     assert row["here_bytes"] == 0
     assert "hf download" in row["reclaimed"]
-
-
-def test_an_export_that_nobody_reads_and_nobody_else_has_is_shown_and_left(
-    workspace: Workspace, exported: Exported
-) -> None:
-    finish_again(workspace, exported, verified=False)
-    shown = CliRunner().invoke(disk_command, [f"workspace={workspace.root}"]).output
-    assert f"published on no other quota: {exported.export}" in shown
-    reclaim(workspace)
-    assert exported.weights.exists()

@@ -10,27 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.disk import inventory as stock_module
-from infra.disk.inventory import Copy, StageFacts, Stock, Weights, edges_of
+from infra.disk.inventory import Copy, StageFacts, Stock, Weights
 from infra.disk.reaper import Candidate, Rank, plan_reclaim
 from infra.disk.usage import Item, Kind, Size
-from refiner_core.contract.records import OutputFile, RunRecord
+from refiner_core.contract.records import OutputFile
 
 MIB = 1 << 20
-RUN = RunRecord(
-    version=1,
-    run="r0",
-    recipe="tiny",
-    overrides=(),
-    command=("refiner", "run", "tiny"),
-    config={},
-    stages={"data": "data-1"},
-    code="",
-    started_at="2026-11-21T00:00:00+00:00",
-)
 FILE = OutputFile("model/model.safetensors", 10 * MIB, "ab" * 32)
 COPY = Copy("folder", "/archive/model", {FILE.sha256: "model.safetensors"})
-WEIGHTS = Weights(Path("/ws/sft-1/output"), (FILE,), 10 * MIB, COPY, verified=True, elsewhere=True)
+WEIGHTS = Weights(Path("/ws/sft-1/output"), (FILE,), 10 * MIB, COPY)
 RUNNING = StageFacts(kind="grpo", open=True)
 DONE = StageFacts(kind="sft", done=True, kept_attempt=2, dead=frozenset({1}), weights=WEIGHTS)
 
@@ -72,8 +60,7 @@ def everything() -> Stock:
         grpo_1=RUNNING,
         sft_1=DONE,
     )
-    cache = Item(Path("/cache/hub"), "caches", Size(99 * MIB, 9, 99 * MIB))
-    return replace(base, idle_code=frozenset({"old"}), caches=(cache,))
+    return replace(base, idle_code=frozenset({"old"}))
 
 
 def test_what_costs_least_goes_first_and_steps_by_number() -> None:
@@ -116,13 +103,8 @@ def test_stored_judgements_go_last_and_oldest_first() -> None:
     assert plan_reclaim(full, 999 * MIB)[-1].rank is Rank.CODE, "none is given up in vain"
     assert plan_reclaim(full, None) == plan_reclaim(base, None), "not without a need"
     assert names(plan_reclaim(full, 19 * MIB))[-1] == "busy.live", "another one is begun then"
-    asked = plan_reclaim(full, None, caches=True, judgements=True)
-    assert names(asked)[-4:] == ["hub", *names_], "unless somebody asks for it"
-
-
-def test_caches_go_only_when_asked_for() -> None:
-    assert plan_reclaim(everything(), None, caches=True)[-1].rank is Rank.CACHE
-    assert not any(c.rank is Rank.CACHE for c in plan_reclaim(everything(), 999 * MIB))
+    asked = plan_reclaim(full, None, judgements=True)
+    assert names(asked)[-3:] == [*names_], "unless somebody asks for it"
 
 
 # ---------------------------------------------------------------- protections
@@ -132,8 +114,6 @@ def test_caches_go_only_when_asked_for() -> None:
     ("name", "change"),
     [
         ("unpublished", lambda f: replace(f, weights=WEIGHTS._replace(copy=None))),
-        ("unverified", lambda f: replace(f, weights=WEIGHTS._replace(verified=False))),
-        ("same quota", lambda f: replace(f, weights=WEIGHTS._replace(elsewhere=False))),
         ("pinned", lambda f: replace(f, pinned=True)),
         ("leased", lambda f: replace(f, leased=True)),
         ("needed", lambda f: replace(f, needed_by="evaluate-sft of run 3")),
@@ -146,30 +126,14 @@ def test_weights_stay_when_they_are(name: str, change: Callable[[StageFacts], St
     assert plan_reclaim(stock(sft_1=change(DONE)), None) == []
 
 
-def test_the_newest_complete_checkpoint_of_an_unfinished_stage_stays() -> None:
-    assert plan_reclaim(stock(checkpoint("grpo-1", 50), grpo_1=RUNNING), None) == []
-
-
-def test_the_last_complete_one_stays_while_its_successor_is_damaged() -> None:
-    older, damaged = checkpoint("grpo-1", 50), checkpoint("grpo-1", 100)
-    found = Stock((older, damaged), {"grpo-1": RUNNING}, frozenset({older.path}))
-    assert plan_reclaim(found, None) == []
-
-
 def test_a_stage_whose_records_cannot_be_read_is_left_alone() -> None:
     assert plan_reclaim(stock(checkpoint("grpo-1", 1), checkpoint("grpo-1", 2)), None) == []
 
 
-@pytest.mark.parametrize("what", ["older", "finished", "leftover", "superseded"])
-def test_nothing_of_a_pinned_stage_goes(what: str) -> None:
+def test_nothing_of_a_pinned_stage_goes() -> None:
     base = everything()
     pinned = {i: replace(f, pinned=True) for i, f in base.stages.items()}
-    assert [c.rank for c in plan_reclaim(replace(base, stages=pinned), None)] == [Rank.CODE], what
-
-
-def test_the_output_that_a_result_names_stays() -> None:
-    kept = item("outputs", "sft-1", "0002", attempt=2)
-    assert plan_reclaim(stock(kept, sft_1=replace(DONE, weights=None)), None) == []
+    assert [c.rank for c in plan_reclaim(replace(base, stages=pinned), None)] == [Rank.CODE]
 
 
 def test_the_output_of_an_attempt_at_work_stays() -> None:
@@ -220,8 +184,6 @@ facts = st.builds(
         files=st.just((FILE,)),
         gain=st.integers(0, 5),
         copy=st.none() | st.just(COPY),
-        verified=st.booleans(),
-        elsewhere=st.booleans(),
     ),
 )
 STAGES = ("sft-1", "grpo-1")
@@ -260,23 +222,9 @@ def test_whatever_lies_there_the_protected_stays(
             assert about.weights is not None
             assert about.done
             assert about.weights.copy
-            assert about.weights.verified
-            assert about.weights.elsewhere
             assert not about.leased
             assert not about.needed_by
         if about.leased:
             assert not any(c.rank in (Rank.WEIGHTS, Rank.SUPERSEDED) for c in own)
     kept = [i.path for i in found if i.kind in ("rollouts", "logs", "records")]
     assert not gone & set(kept)
-
-
-def test_a_process_that_lives_long_remembers_so_many_runs_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept: dict[tuple[str, ...], object] = {}
-    monkeypatch.setattr(stock_module, "_EDGES", kept)
-    monkeypatch.setattr(stock_module, "_MOST_EDGES", 3)
-    for number in range(8):
-        assert edges_of(replace(RUN, run=f"r{number}")) is None, "its record tells of no plan"
-        assert len(kept) <= 3
-    assert kept

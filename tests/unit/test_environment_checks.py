@@ -64,20 +64,6 @@ def test_impossible_values_of_an_agent_are_refused(changes: dict[str, Any], said
         check_config(config)
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("environment.max_turns", 30),
-        ("grpo.credit", "turn_rewards"),
-        ("grpo.curriculum.enabled", True),
-        ("evaluate.user.model", "gpt"),
-    ],
-)
-def test_an_option_of_agents_is_not_ignored_in_other_recipes(path: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match="the recipe has no environment"):
-        check_config(replace_fields(RecipeConfig(), {path: value}))
-
-
 def _quoted(protocol: dict[str, Any]) -> str:
     return json.dumps(json.dumps(protocol))
 
@@ -168,15 +154,6 @@ def test_domains_that_an_own_environment_does_not_keep_to_are_refused() -> None:
     assert load_own(replace(config, domains=("lamps",)), UserConfig()).domains() == ("lamps",)
 
 
-def test_a_file_of_tasks_that_is_not_there_is_named(tmp_path: Path) -> None:
-    config = replace_fields(
-        RecipeConfig(),
-        {"environment.name": f"{OWN}:Lamps", "environment.tasks": str(tmp_path / "no.jsonl")},
-    )
-    with pytest.raises(ConfigurationError, match=r"environment\.tasks=.*no\.jsonl cannot be read"):
-        resolve_sources(config)
-
-
 def test_partial_credit_of_no_domain_is_refused_also_where_the_data_is_there() -> None:
     """The data stage is skipped then, and the factor was for nobody."""
     config = replace_fields(
@@ -227,14 +204,6 @@ def test_environments_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -
     assert "orders (" in out
     assert "bookings" not in out
     assert "get_order(order)" in out
-
-
-def test_an_unknown_domain_is_refused_with_those_there_are(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code, _, err = run(capsys, "show", "desk", "environment.domains=[planes]")
-    assert code == 2
-    assert "orders" in err
 
 
 def test_an_environment_is_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import refiner_core.environments
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.environments.checking import check_environment
-from refiner_core.environments.desk import DeskEnvironment
 from refiner_core.environments.protocol import FAILURES
 from refiner_core.environments.registry import load_own
 
@@ -28,13 +26,6 @@ def test_the_shown_environment_does_what_the_protocol_asks(tmp_path: Path) -> No
     checked = check_environment(environment, ("train", "test"))
     assert not checked.errors
     assert checked.tasks == {"train": 5, "test": 5}
-
-
-def test_the_shown_task_is_one(tmp_path: Path) -> None:
-    file = tmp_path / "tasks.jsonl"
-    file.write_text(json.dumps(json.loads(block("json"))))
-    desk = DeskEnvironment(EnvironmentConfig(name="desk", tasks=str(file)), UserConfig())
-    assert [task.id for task in desk.tasks("train")] == ["my-1"]
 
 
 def test_all_classes_of_failure_are_explained() -> None:

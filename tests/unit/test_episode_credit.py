@@ -18,9 +18,6 @@ from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.model.loading import Loaded
 from refiner_core.training.rollouts.episodes import (
     form_episode_groups,
-    group_turn_advantages,
-    spread_over_tokens,
-    turn_rewards,
 )
 from refiner_core.training.rollouts.rollout import Sampled, TrainSample
 from refiner_core.training.updates import GrpoUpdate
@@ -52,83 +49,12 @@ def completion(turns: int) -> Completion:
     return Completion(tuple(range(5, 5 + 3 * turns)), logprobs, "stop", own, {})
 
 
-# ---------------------------------------------------------------- rewards of turns
-
-
-@pytest.mark.parametrize(
-    ("episode", "total", "expected"),
-    [
-        # alpha .4: progress .5, .5, 1 and a reward of 1 at the end.
-        (record(0.5, 0.5, 1.0), 1.4, [0.2, 0.0, 1.2]),
-        # Progress that is lost again costs what it gave.
-        (record(0.5, 0.0), 0.0, [0.2, -0.2]),
-        # What was done before it began is no turn's.
-        (record(0.5, 1.0, first=0.25), 1.4, [0.1, 1.2]),
-        # Worth nothing by rule: the last turn gives back what the others were credited with.
-        (record(0.5, 0.5, ended="no_call"), 0.0, [0.2, -0.2]),
-        # A task without checks has rewards at the end alone.
-        (record(None, None, first=None), 1.0, [0.0, 1.0]),
-        (record(1.0), 1.4, [1.4]),
-        (record(), 0.0, []),
-        (record(0.5), None, None),
-    ],
-)
-def test_a_turns_reward_is_the_progress_it_made_and_the_last_ones_also_the_outcome(
-    episode, total, expected
-):
-    found = turn_rewards(episode, total, 0.4)
-    assert found == (None if expected is None else pytest.approx(expected))
-
-
-def test_the_rewards_of_turns_add_up_to_the_episodes() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        progress = rng.random(4)
-        total = float(rng.random() + 0.4 * progress[-1])
-        episode = record(*progress[1:].tolist(), first=float(progress[0]))
-        found = turn_rewards(episode, total, 0.4)
-        assert found is not None
-        assert sum(found) == pytest.approx(total - 0.4 * progress[0])
-
-
-def test_a_turns_advantage_is_the_sum_of_normalised_rewards_from_it_on() -> None:
-    """Rewards 0, 1 | 0, 0, 0 | (no reward): mean .2, deviation .4 over the five turns."""
-    group, turns = group_turn_advantages([[0.0, 1.0], [0.0, 0.0, 0.0], None])
-    assert turns[0] == pytest.approx((1.5, 2.0), abs=1e-6)
-    assert turns[1] == pytest.approx((-1.5, -1.0, -0.5), abs=1e-6)
-    assert turns[2] is None
-    assert group.dropped is None
-    assert group.values[0] == pytest.approx(1.5, abs=1e-6)
-    assert group.values[2] is None
-
-
-def test_other_normalisations_are_taken_over_all_turns_too() -> None:
-    _, centered = group_turn_advantages([[0.0, 1.0], [0.0, 0.0, 0.0]], "centered")
-    assert centered == [pytest.approx((0.6, 0.8)), pytest.approx((-0.6, -0.4, -0.2))]
-    _, sample = group_turn_advantages([[0.0, 1.0], [0.0, 0.0, 0.0]], "sample_std")
-    assert sample[0] == pytest.approx((0.6 / math.sqrt(0.2), 0.8 / math.sqrt(0.2)), abs=1e-6)
-
-
-def test_groups_without_direction_or_comparison_are_dropped() -> None:
-    flat, turns = group_turn_advantages([[0.0, 0.0], [0.0]])
-    assert flat.dropped == "zero_std"
-    assert turns == [(0.0, 0.0), (0.0,)]
-    alone, none = group_turn_advantages([[0.0, 1.0], None])
-    assert alone.dropped == "too_few_scored"
-    assert none == [None, None]
-
-
-def test_tokens_have_their_own_turns_advantage_and_foreign_ones_none() -> None:
-    found = spread_over_tokens(record(0.5, 1.0), completion(2), (1.5, -2.0))
-    assert found == (0.0, 1.5, 1.5, 0.0, -2.0, -2.0)
-
-
 # ---------------------------------------------------------------- batches
 
 
-def batch(credit: str = "trajectory", weight: float = 1.0, **changes: Any) -> Any:
+def batch(weight: float = 1.0, **changes: Any) -> Any:
     """Two groups of one domain and one of another, of two episodes each."""
-    grpo = replace(GrpoConfig(), num_samples_per_prompt_rollout=2, credit=credit)
+    grpo = replace(GrpoConfig(), num_samples_per_prompt_rollout=2)
     prompts = [
         PromptRow(name, "q", "{}", ids, "")
         for name, ids in (("near/a", (1, 2)), ("far/b", (3,)), ("near/c", (1, 2)))
@@ -137,9 +63,7 @@ def batch(credit: str = "trajectory", weight: float = 1.0, **changes: Any) -> An
     totals = [0.0, 1.4, 0.2, None, 1.4, 0.0]
     samples = [Sampled(i // 2, i % 2, prompts[i // 2], completion(2), "") for i in range(6)]
     results = [RewardResult("scored", total, {}) for total in totals]
-    return form_episode_groups(
-        *(samples, results, records, grpo), alpha=lambda _: 0.4, weight=lambda _: weight
-    )
+    return form_episode_groups(samples, results, records, grpo, lambda _: weight)
 
 
 def test_episodes_carry_loss_on_own_tokens_and_those_of_a_domain_stand_together() -> None:
@@ -148,24 +72,12 @@ def test_episodes_carry_loss_on_own_tokens_and_those_of_a_domain_stand_together(
     assert [sample.group for sample in found] == [0, 0, 2, 2]
     assert [sample.advantage for sample in found] == pytest.approx([-1, 1, 1, -1], abs=1e-6)
     assert all(sample.loss_mask == (False, True, True) * 2 for sample in found)
-    assert all(sample.advantages is None for sample in found)
-
-
-def test_turns_are_credited_apart_where_the_recipe_says_so() -> None:
-    """Rewards of the first group: 0, 0 and 0, 1.4."""
-    found = batch("turn_rewards").train_samples(mask_truncated=False)
-    high, low = 1.4 * 0.75 / (1.4 * math.sqrt(3) / 4), 1.4 * 0.25 / (1.4 * math.sqrt(3) / 4)
-    assert found[0].advantages == pytest.approx([0, *[-2 * low] * 2, 0, *[-low] * 2], abs=1e-6)
-    assert found[1].advantages == pytest.approx([0, *[high - low] * 2, 0, *[high] * 2], abs=1e-6)
 
 
 def test_a_curriculums_weight_comes_after_the_statistics_of_the_group() -> None:
-    for credit in ("trajectory", "turn_rewards"):
-        whole, part = (batch(credit, w).train_samples(mask_truncated=False) for w in (1.0, 0.1))
-        for a, b in zip(whole, part, strict=True):
-            assert b.advantage == pytest.approx(0.1 * a.advantage)
-            if a.advantages is not None:
-                assert b.advantages == pytest.approx([0.1 * value for value in a.advantages])
+    whole, part = (batch(w).train_samples(mask_truncated=False) for w in (1.0, 0.1))
+    for a, b in zip(whole, part, strict=True):
+        assert b.advantage == pytest.approx(0.1 * a.advantage)
 
 
 def test_a_repaired_turn_has_no_sampler_that_it_could_be_held_against() -> None:
@@ -228,7 +140,6 @@ def episodes(groups: int = 3, size: int = 3, *, one_prompt: bool = False) -> lis
                     tuple(np.where(own, -3.5 + rng.normal(size=len(own)), NAN).tolist()),
                     float(rng.normal()),
                     loss_mask=tuple(mask),
-                    advantages=tuple(np.where(own, rng.normal(size=len(own)), 0.0).tolist()),
                     group=group,
                 )
             )
@@ -259,9 +170,7 @@ def expected(model: Any, reference: Any, samples: list[TrainSample], grpo: GrpoC
             held = distribution(reference, sample, grpo.temperature)[at][place]
             sampler = torch.tensor([sample.sampler_logprobs[i] for i in at], dtype=torch.float64)
             trust = (logprob - sampler).exp().clamp(max=1.5)
-        advantage = torch.tensor(
-            [sample.advantages[i] if sample.advantages else sample.advantage for i in at]
-        ).double()
+        advantage = torch.tensor(sample.advantage).double()
         ratio = (logprob - logprob.detach()).exp()
         d = (logprob - held).clamp(-40, 40)
         kl = (torch.expm1(-d) + d).sum()
@@ -290,12 +199,9 @@ def updated(samples: list[TrainSample], grpo: GrpoConfig, *, share: bool = True)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("per_token", [True, False])
-def test_foreign_tokens_have_no_part_in_loss_and_gradients(aggregation, per_token):
+def test_foreign_tokens_have_no_part_in_loss_and_gradients(aggregation):
     grpo = replace(GRPO, loss_aggregation=aggregation)
     samples = episodes()
-    if not per_token:
-        samples = [replace(sample, advantages=None) for sample in samples]
     metrics, gradients, model, reference = updated(samples, grpo)
     loss = expected(model, reference, samples, grpo)
     assert metrics["loss/total_avg"] == pytest.approx(float(loss.detach()), rel=1e-5)
@@ -303,20 +209,6 @@ def test_foreign_tokens_have_no_part_in_loss_and_gradients(aggregation, per_toke
     loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"old_logprobs": "sampler"},
-        {"num_mini_batches": 2, "num_epochs": 2, "learning_rate": 0.01},
-    ],
-)
-def test_log_probabilities_that_are_no_numbers_reach_nothing(changes):
-    metrics, gradients, *_ = updated(episodes(), replace(GRPO, **changes))
-    assert all(math.isfinite(value) for value in metrics.values())
-    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
 
 
 def test_a_domains_prompt_is_read_once_for_all_its_tasks_and_changes_no_number() -> None:
@@ -328,11 +220,3 @@ def test_a_domains_prompt_is_read_once_for_all_its_tasks_and_changes_no_number()
         assert shared[name] == pytest.approx(alone[name], rel=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, others[name], rtol=1e-3, atol=1e-4)
-
-
-def test_mini_batches_take_groups_apart_from_each_other_also_where_they_begin_alike() -> None:
-    """All tasks of a domain have one prompt: by it alone they would be one group, and every
-    mini-batch but the first would be empty."""
-    samples = episodes(groups=4, one_prompt=True)
-    metrics, *_ = updated(samples, replace(GRPO, num_mini_batches=2, pack_length=200))
-    assert metrics["optimizer_steps"] == 2

@@ -19,7 +19,7 @@ from refiner_core.contract.errors import (
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import PromptRow
-from refiner_core.environments.protocol import FAILURES, EpisodeRecord
+from refiner_core.environments.protocol import EpisodeRecord
 from refiner_core.evaluation.episodes import evaluate_episodes, failure_of
 from refiner_core.evaluation.metrics import (
     episode_metrics,
@@ -149,27 +149,11 @@ def test_a_yes_or_no_of_each_task_has_wilsons_interval_and_a_share_a_bootstrap(
     assert (first["numerator"], first["denominator"]) == (2.0, 4), "tasks, not attempts"
 
 
-def test_why_attempts_failed_is_counted_by_class_and_domain(results: dict[str, Any]) -> None:
-    told = results["episodes"]["sampled"]
-    assert told["attempts"] == 4
-    assert told["tasks"] == {B0: [3, 4], B1: [1, 4], O0: [0, 4], O1: [4, 4]}
-    for domain, found in told["domains"].items():
-        failed = sum(found["failures"].values())
-        assert found["asked"] == 8 == found["passed"] + failed + sum(found["errors"].values())
-        assert found["failures"]["no_call"] == 1, domain
-    shares = numbers(results, "sampled")
-    assert sum(shares[f"failure/{name}"]["numerator"] for name in FAILURES) == 8
-    assert shares["failure/no_call"]["value"] == 2 / 16
-
-
-def test_beside_the_model_stands_who_does_nothing(results: dict[str, Any]) -> None:
-    floor = numbers(results, "sampled", "reference")
-    assert {e["stage"] for e in floor.values()} == {"do_nothing"}
-    assert floor["pass@1"]["value"] == 0.0
-    assert floor["turns"]["value"] == 1.0
-    assert "pass@2" not in floor
-    same = numbers(results, "sampled")["pass@1"]["protocol"]
-    assert floor["pass@1"]["protocol"] == same
+def test_greedy_makes_one_attempt_at_a_task(results: dict[str, Any]) -> None:
+    found = numbers(results, "greedy")
+    assert found["pass@1"]["value"] == found["pass@1_first"]["value"] == 0.5
+    assert found["pass@1"]["interval"] == "wilson"
+    assert "pass@2" not in found
 
 
 @pytest.mark.usefixtures("results")
@@ -361,14 +345,6 @@ def test_what_does_not_leaves_it(bench: Bench, change: dict[str, Any]) -> None:
     assert one.fingerprint == other.fingerprint
 
 
-def test_weights_of_checks_are_part_of_what_they_weigh_alone(bench: Bench) -> None:
-    changed = replace_fields(bench.config, {"environment.shaping.weights": ["action=1"]})
-    one, other = protocol_of(bench.config, bench.rows), protocol_of(changed, bench.rows)
-    assert one.fingerprint == other.fingerprint
-    mine, theirs = one.with_reward(bench.config), other.with_reward(changed)
-    assert mine.fingerprint != theirs.fingerprint
-
-
 def test_protocols_of_answers_are_what_they_were() -> None:
     """Fingerprints that stand in published cards, recorded before there were agents, and before a
     claim counted once: no number of today has one of them."""
@@ -404,27 +380,7 @@ def test_tasks_of_other_domains_are_not_left_out_of_a_domains_number() -> None:
     assert (found.n, found.excluded) == (3, 0)
 
 
-# ---------------------------------------------------------------- names
-
-
 # ---------------------------------------------------------------- what reads them
-
-
-@pytest.mark.usefixtures("results")
-def test_reports_read_tasks_domains_and_the_first_attempts(bench: Bench) -> None:
-    reader = SamplesReader()
-    file = bench.root / "out" / "samples-sampled.parquet"
-    means = reader.means(file)
-    assert list(means.metrics) == [
-        m for m in episode_metrics(4, ("bookings", "orders")) if m in set(means.metrics)
-    ]
-    prompts, row = means.about("pass@4/orders")
-    assert prompts == (O0, O1)
-    assert row is not None
-    assert row.tolist() == [0.0, 1.0]
-    shown = reader.rows(file, [B1])
-    assert [r["sample_index"] for r in shown] == [0, 1, 2, 3]
-    assert reader.rubrics(file) is None
 
 
 def test_arms_of_agents_are_compared_by_domain_with_their_failures(

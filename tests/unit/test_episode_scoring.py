@@ -15,13 +15,11 @@ from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.sections.environment import (
     EnvironmentConfig,
     ShapingConfig,
-    check_shaping,
 )
 from refiner_core.contract.sections.training import CurriculumConfig
-from refiner_core.environments.protocol import Check, EpisodeRecord, TurnRecord, record_from_json
+from refiner_core.environments.protocol import Check, EpisodeRecord, TurnRecord
 from refiner_core.environments.scoring import (
     Curriculum,
-    alpha_of,
     check_weights,
     partial_score,
     require_episodes,
@@ -85,31 +83,11 @@ def test_partial_is_the_weighted_share_of_the_kinds_that_are_there(domain, kinds
     assert partial_score(checks(**kinds), check_weights(TAU2, domain)) == pytest.approx(expected)
 
 
-def test_the_seeds_own_number() -> None:
-    made = checks(action=(2, 4), communicate=(1, 1))
-    assert round(partial_score(made, check_weights(TAU2, "retail")) or 0, 4) == 0.6154
-
-
 def test_a_task_without_checks_that_count_has_no_partial_score() -> None:
     weights = check_weights(TAU2, "retail")
     assert partial_score((), weights) is None
     assert partial_score(checks(nl_assertion=(1, 2)), weights) is None
     assert partial_score(checks(nl_assertion=(0, 2), action=(1, 1)), weights) == 1.0
-
-
-def test_alpha_has_a_factor_by_domain() -> None:
-    found = [alpha_of(TAU2, domain) for domain in ("retail", "airline", "telecom", "another")]
-    assert found == pytest.approx([0.2, 0.25, 0.4, 0.25])
-
-
-def test_a_domain_keeps_the_general_weight_of_kinds_that_it_does_not_name() -> None:
-    shaping = ShapingConfig(weights_by_domain=("home.office.action=0.1",))
-    assert check_weights(shaping, "home.office") == {
-        "action": 0.1,
-        "communicate": 0.15,
-        "environment": 0.35,
-    }
-    assert check_weights(shaping, "home")["action"] == 0.5
 
 
 def with_fields(section: str, changes: dict[str, Any]) -> RecipeConfig:
@@ -142,11 +120,6 @@ def with_fields(section: str, changes: dict[str, Any]) -> RecipeConfig:
 def test_settings_that_cannot_be_meant_name_their_field(changes, named):
     with pytest.raises(ConfigurationError, match=named):
         check_config(with_fields("environment.shaping", changes))
-
-
-def test_the_settings_of_the_seed_are_taken() -> None:
-    check_shaping(TAU2)
-    check_shaping(ShapingConfig())
 
 
 @pytest.mark.parametrize(
@@ -190,12 +163,6 @@ def test_the_total_is_reward_and_alpha_times_partial_and_all_parts_are_told() ->
     assert shaped_reward(solved, EnvironmentConfig(shaping=TAU2)).total == pytest.approx(1.4)
 
 
-def test_a_task_without_checks_is_worth_its_reward() -> None:
-    found = shaped_reward(record(checks=(), reward=1.0), EnvironmentConfig(shaping=TAU2))
-    assert found.total == 1.0
-    assert "partial" not in found.components
-
-
 def test_a_last_turn_that_is_no_call_is_worth_nothing_whatever_was_done_before() -> None:
     """Otherwise a policy would be paid for calls that it cannot finish."""
     broken = record(ended="no_call", failure="no_call", reward=1.0)
@@ -224,12 +191,6 @@ def test_left_out_on_purpose_is_told_apart_from_errors() -> None:
         *("environment_outage", "resume"),
         7,
     )
-
-
-def test_a_stored_episode_can_be_scored_with_other_weights() -> None:
-    stored = json.loads(json.dumps(record().as_json()))
-    other = EnvironmentConfig(shaping=ShapingConfig(alpha=1.0, weights=("communicate=1",)))
-    assert shaped_reward(record_from_json(stored), other).total == 1.0
 
 
 # ---------------------------------------------------------------- curriculum
@@ -263,9 +224,3 @@ def test_counters_survive_a_checkpoint() -> None:
     assert again.weight("easy") == 0.1
     again.restore(None)
     assert again.state() == {}
-
-
-def test_a_curriculum_that_is_off_counts_and_weighs_nothing() -> None:
-    curriculum = Curriculum(CurriculumConfig())
-    curriculum.count("easy", 50, 50)
-    assert curriculum.weight("easy") == 1.0

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from refiner_core.contract.checks.recipe import check_config
-from refiner_core.contract.checks.training import check_training
-from refiner_core.contract.config import EnvironmentConfig, RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
-    DataError,
     EnvironmentOutage,
     Interrupted,
     UnsupportedError,
@@ -22,8 +18,6 @@ from refiner_core.contract.errors import (
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.sections.environment import ShapingConfig
 from refiner_core.contract.sections.training import CurriculumConfig
-from refiner_core.contract.types import Completion, PromptRow
-from refiner_core.data.prepared import load_prompts
 from refiner_core.environments.protocol import record_from_json
 from refiner_core.environments.scoring import shaped_reward
 from refiner_core.training.rollouts.pipeline import IN_FLIGHT
@@ -34,7 +28,6 @@ from tests.support.episode_training import (
     Troubled,
     recipe,
     save_inputs,
-    save_rows,
 )
 
 STEPS = 3
@@ -136,31 +129,15 @@ def test_the_sampler_and_the_trainer_speak_of_the_same_tokens(straight):
     assert max(gaps) < 1e-5
 
 
-def test_episodes_are_seeded_by_what_they_are(new, straight):
-    """A group is one task, and no two of its episodes are one."""
-    for rows in straight[2]["rollouts"].values():
-        for at in (0, 3):
-            group = rows[at : at + 3]
-            assert len({row["sample_id"] for row in group}) == 1
-            assert len({json.loads(row["episode"])["seed"] for row in group}) == 3
-    again = new(num_training_steps=1)
-    again()
-    assert again.io.rollouts()[1] == straight[2]["rollouts"][1]
-
-
-@pytest.mark.parametrize("credit", ["trajectory", "turn_rewards"])
-def test_partial_credit_gives_direction_where_no_episode_succeeds(new, credit):
+def test_partial_credit_gives_direction_where_no_episode_succeeds(new):
     """The user of this environment wants what cannot be done within the turns."""
     plain = new("plain", {"max_turns": 2, "shaping": ShapingConfig(alpha=0.0)})
-    shaped = new("shaped", {"max_turns": 2, "shaping": ShapingConfig(alpha=0.25)}, credit=credit)
+    shaped = new("shaped", {"max_turns": 2, "shaping": ShapingConfig(alpha=0.25)})
     plain()
     shaped()
     assert plain.column("episodes/successes") == shaped.column("episodes/successes") == [0] * STEPS
     assert plain.column("groups/kept") == [0] * STEPS
     assert sum(shaped.column("groups/kept")) > 0
-    rows = [row for rows in shaped.io.rollouts().values() for row in rows]
-    turns = {row["turn_advantages"] is None for row in rows}
-    assert turns == {credit == "trajectory"}
 
 
 def test_an_unparsable_end_fails_or_is_left_out_by_name(new):
@@ -209,7 +186,7 @@ def test_a_curriculum_weighs_by_the_attempts_before_and_counts_all(new):
         {},
         {"async_steps": 1},
         {"active_sampling": True},
-        {"credit": "turn_rewards", "num_mini_batches": 2, "async_steps": 2},
+        {"num_mini_batches": 2, "async_steps": 2},
         {"curriculum": CurriculumConfig(enabled=True, min_attempts=3, low=0.4)},
     ],
     ids=["plain", "async", "active", "turns-async", "curriculum"],
@@ -248,23 +225,6 @@ def test_broken_off_while_sampling_or_saving_it_ends_as_if_it_had_not_been(
     else:
         assert report == straight[1]
         assert run.outcome() == straight[2]
-
-
-def test_how_the_schedule_of_tools_falls_changes_nothing(new, straight, monkeypatch):
-    """Tools that are slow, and one thread for them instead of many."""
-    import time
-
-    step, n = CountingEpisode.step, [0]
-
-    def slowly(self: Any, call: Any) -> Any:
-        n[0] += 1
-        time.sleep(0.003 * (n[0] % 3))
-        return step(self, call)
-
-    monkeypatch.setattr(CountingEpisode, "step", slowly)
-    run = new(environment={"workers": 2})
-    assert run() == straight[1]
-    assert run.outcome() == straight[2]
 
 
 def test_what_is_in_flight_comes_back_with_whose_tokens_they_are(new):
@@ -328,32 +288,6 @@ def test_an_outage_ends_the_stage_with_nothing_trained_on_it_and_the_next_attemp
 # ---------------------------------------------------------------- refused before anything is done
 
 
-class _NoProgress:
-    """An episode of which nothing is known before its end."""
-
-    def __init__(self, episode: CountingEpisode) -> None:
-        for name in ("reset", "step", "outcome", "close"):
-            setattr(self, name, getattr(episode, name))
-
-
-class _Silent(Troubled):
-    name = "silent"
-
-    def episode(self, task: Any) -> Any:
-        return _NoProgress(super().episode(task))
-
-
-def test_credit_by_turns_needs_an_environment_that_tells_progress(new):
-    run = new(credit="turn_rewards")
-    run.environment = _Silent()
-    with pytest.raises(ConfigurationError, match=r"grpo.credit is turn_rewards.*silent"):
-        run()
-    assert run.environment.made == run.environment.closed == 1  # at the first domain
-    fine = new("fine", num_training_steps=1)
-    fine.environment = _Silent()
-    assert fine()["steps"] == 1
-
-
 def test_a_pack_that_is_shorter_than_an_episode_is_refused_when_planned() -> None:
     words = ["grpo.max_token_length=400", "grpo.pack_length=399"]
     with pytest.raises(ConfigurationError, match="pack_length >= 400"):
@@ -376,32 +310,6 @@ def test_what_cannot_work_is_refused_before_anything_is_sampled(
     assert run.environment.made == 0
 
 
-@pytest.mark.parametrize(
-    ("environment", "grpo", "says"),
-    [
-        ("desk", {"max_token_length": 16384}, "grpo.pack_length=16384"),
-        ("tau2", {"credit": "turn_rewards"}, "grpo.credit=trajectory"),
-    ],
-)
-def test_what_is_known_beforehand_is_refused_when_a_plan_is_made(environment, grpo, says):
-    config = replace(
-        RecipeConfig(),
-        stages=("data", "sft", "grpo"),
-        environment=replace(EnvironmentConfig(), name=environment),
-    )
-    check_training(replace(config, grpo=replace(config.grpo, credit="trajectory")))
-    with pytest.raises(ConfigurationError, match=says):
-        check_training(replace(config, grpo=replace(config.grpo, **grpo)))
-
-
-def test_rows_that_are_no_tasks_are_refused(tmp_path, inputs):
-    run = EpisodeRun(tmp_path, tmp_path / "run", recipe())
-    rows = load_prompts(inputs / "data" / "rl_train.parquet")
-    save_rows(tmp_path, [*rows, PromptRow("q", "q", "text", (5, 6), "{}")])
-    with pytest.raises(DataError, match="q is no task of an environment"):
-        run()
-
-
 def test_a_rank_that_samples_without_the_judge_of_its_environment_says_so():
     from refiner_core.training.grpo import open_lane
 
@@ -411,12 +319,3 @@ def test_a_rank_that_samples_without_the_judge_of_its_environment_says_so():
     lane = open_lane(config, judge=None, environment=None, samples=False)
     with pytest.raises(AssertionError, match="samples nothing"):
         lane.sample(object(), None, [], lambda *_: None)  # type: ignore[arg-type]
-
-
-def test_a_completion_without_a_record_is_no_episode() -> None:
-    from refiner_core.training.rollouts.episodes import record_of
-    from refiner_core.training.rollouts.rollout import Sampled
-
-    row = PromptRow("near/t0", "q", "{}", (1,), "")
-    with pytest.raises(ValueError, match="without the record"):
-        record_of(Sampled(0, 0, row, Completion((1,), (0.0,), "stop"), ""))

@@ -39,24 +39,6 @@ def all_of(workers: Workers, count: int) -> list[Any]:
     return ended
 
 
-def test_what_work_gives_and_raises_comes_back_with_its_key(
-    workers: Callable[[int], Workers],
-) -> None:
-    pool = workers(2)
-
-    def leave() -> None:
-        raise SystemExit(3)
-
-    pool.submit(1, lambda: "one", 30.0)
-    pool.submit(2, lambda: 1 / 0, 30.0)
-    pool.submit(3, leave, 30.0)
-    ended = {one.key: one for one in all_of(pool, 3)}
-    assert ended[1].value == "one"
-    assert isinstance(ended[2].error, ZeroDivisionError)
-    assert isinstance(ended[3].error, SystemExit), "a tool that leaves ends no thread silently"
-    assert pool.ended(0.0) == []
-
-
 def test_urgent_work_is_done_before_what_has_waited_longer(
     workers: Callable[[int], Workers],
 ) -> None:
@@ -82,14 +64,6 @@ def test_late_work_is_told_once_and_its_place_is_taken(workers: Callable[[int], 
     free.set()
     assert back.wait(30), "what comes back late is told so, to clean up after itself"
     assert pool.ended(0.2) == []
-
-
-def test_no_time_left_is_late_at_once_but_tells(workers: Callable[[int], Workers]) -> None:
-    pool, free = workers(1), threading.Event()
-    pool.submit(1, lambda: free.wait(30), 0.0)
-    (one,) = all_of(pool, 1)
-    free.set()
-    assert one.late
 
 
 def test_no_more_threads_than_asked_for_and_none_afterwards() -> None:

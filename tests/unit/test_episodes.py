@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, ShapingConfig
-from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage, StageFailed
+from refiner_core.contract.config import EnvironmentConfig, ShapingConfig
+from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import Completion, SamplingParams, TurnDesk
 from refiner_core.environments.conversation import Conversation, prompt_ids
@@ -27,7 +27,6 @@ from refiner_core.environments.episodes import (
     EpisodeRequest,
     EpisodeSettings,
     run_episodes,
-    settings_of,
 )
 from refiner_core.environments.protocol import EpisodeRecord, Message, Task, record_from_json
 from refiner_core.models import tiny_tokenizer
@@ -192,8 +191,6 @@ def test_an_episode_leaves_tokens_and_a_record_that_agree(ordered: bool) -> None
         assert (record.reward, record.partial, record.failure) == (1.0, 1.0, None)
         assert record.first_messages[0][0] == "user"
         assert [turn.text for turn in record.turns] == list(WINNING)
-        assert [turn.progress for turn in record.turns] == [0.5, 1.0, 1.0]
-        assert record.first_progress == 0.0
         assert [turn.messages for turn in record.turns[:2]] == [
             (("tool", "1"),),
             (("tool", "2"),),
@@ -294,27 +291,11 @@ def test_eager_does_not_wait_for_a_slow_tool() -> None:
     assert played.record(2).ended == "done"
 
 
-def test_eager_starts_others_while_a_reset_hangs() -> None:
-    environment = Counting()
-
-    def told(number: int, _: Completion) -> None:
-        if number == 3:
-            environment.release.set()
-
-    tasks = [task_of(n, hang=0 if n == 0 else None) for n in range(4)]
-    play(tasks, environment=environment, on_episode=told, ordered=False, workers=2, room=2)
-
-
 def test_tools_work_beside_each_other_up_to_the_workers() -> None:
     environment = Counting()
     tasks = [task_of(n, sleep=0.02) for n in range(8)]
     play(tasks, environment=environment, room=8, workers=3)
     assert environment.most == 3
-
-
-def test_a_hundred_episodes_through_little_room() -> None:
-    played = play([task_of(n) for n in range(100)], room=7, ordered=False)
-    assert all(played.record(n).success for n in range(100))
 
 
 # ---------------------------------------------------------------- turns that are none
@@ -366,19 +347,6 @@ def test_a_bad_turn_is_repaired_once_in_the_same_context(status: str) -> None:
     assert asked[1][1] == asked[2][1]
 
 
-def test_without_repairs_the_first_bad_turn_ends_it() -> None:
-    played = play([task_of(0)], always("no"), repairs=0)
-    record = played.record()
-    assert (record.ended, len(record.turns), record.turns[0].retried) == ("no_call", 1, None)
-    assert own_text(played[0]) == "no"
-
-
-def test_a_stop_token_that_was_sampled_is_no_part_of_the_text() -> None:
-    played = play([task_of(0)], always("no<|im_end|>"), repairs=0)
-    assert played.record().turns[0].text == "no"
-    assert own_text(played[0]) == "no<|im_end|>"
-
-
 @pytest.mark.parametrize(
     ("text", "error"),
     [(call("subtract", by=1), "wrong_tool"), (call(by="one"), "wrong_argument")],
@@ -391,32 +359,7 @@ def test_calls_that_the_environment_refuses_are_turns_like_others(text: str, err
     assert record.success
 
 
-def test_a_megabyte_of_arguments_is_refused_or_played_as_the_limit_says() -> None:
-    texts = ('<tool_call>{"name": "add", "arguments": {"by": "', "x", '"}}</tool_call>')
-    begin, letter, end = (TOKENIZER(text)["input_ids"] for text in texts)
-    long = (*begin, *(letter * 2**20), *end)
-    sampling = replace(SETTINGS.sampling, max_new_tokens=2**21)
-    context: Any = {"sampling": sampling, "context_tokens": 2**22}
-    script = always(long, *WINNING)
-    refused = play([task_of(0)], script, **context).record().turns[0]
-    assert refused.repaired is not None
-    assert len(refused.repaired) > 2**20
-    taken = play([task_of(0)], script, max_argument_bytes=2**21, **context).record()
-    assert [turn.tool_error for turn in taken.turns] == ["wrong_argument", "", "", ""]
-    assert taken.success
-
-
 # ---------------------------------------------------------------- limits
-
-
-def test_an_endless_loop_ends_at_the_limit_of_turns() -> None:
-    played = play([task_of(0, goal=99)], always(call(by=0)))
-    record = played.record()
-    assert (record.ended, record.failure, len(record.turns)) == ("turn_limit", "limit", 5)
-    assert played[0].finish_reason == "length"
-    assert record.turns[-1].messages == (("tool", "0"),)
-    assert played[0].own is not None
-    assert played[0].own[-1], "what nobody answers to is no part of the completion"
 
 
 def test_a_task_that_is_solved_at_a_limit_is_solved() -> None:
@@ -485,15 +428,6 @@ def test_a_turn_gets_the_room_that_is_left_and_is_not_repaired_for_want_of_it() 
     assert len(PROMPT) + len(played[0].token_ids) == context
 
 
-def test_room_for_one_token_is_room() -> None:
-    first = play([task_of(0)]).record().turns[0]
-    full = len(PROMPT) + first.start
-    assert play([task_of(0)], context_tokens=full)[0].token_ids == ()
-    one = play([task_of(0)], context_tokens=full + 1)
-    assert len(one[0].token_ids) == first.start + 1
-    assert one.record().ended == "context_limit"
-
-
 def test_a_task_that_does_not_fit_has_no_tokens() -> None:
     played = play([task_of(0, long_task=500), task_of(1)], context_tokens=len(PROMPT) + 300)
     assert played[0].token_ids == ()
@@ -552,36 +486,6 @@ def test_tools_that_hang_are_left_behind(ordered: bool) -> None:
     assert all(played.record(n).success for n in range(4, 9))
 
 
-def test_an_episode_s_own_time_counts_over_its_turns() -> None:
-    environment = Counting()
-
-    def told(number: int, _: Completion) -> None:
-        told_of.append(number)
-        if len(told_of) == 2:
-            let_go(environment)
-
-    told_of: list[int] = []
-    tasks = [task_of(0, sleep=0.1, hang=2), task_of(1)]
-    played = play(
-        tasks,
-        environment=environment,
-        on_episode=told,
-        turn_timeout_s=30.0,
-        episode_timeout_s=0.6,
-    )
-    record = played.record(0)
-    assert (record.status, record.error_kind) == ("error", "episode_timeout")
-    assert played.record(1).success
-
-
-def test_waiting_for_a_worker_is_no_time_of_an_episode() -> None:
-    """One worker, eight episodes: each waits longer than its limit, and works shorter."""
-    played = play(
-        [task_of(n, sleep=0.05) for n in range(8)], room=8, workers=1, episode_timeout_s=1.2
-    )
-    assert all(played.record(n).success for n in range(8))
-
-
 # ---------------------------------------------------------------- what ends the call
 
 
@@ -595,32 +499,6 @@ def test_a_bug_of_an_environment_names_task_and_turn(at: int, where: str) -> Non
         play(tasks, environment=environment)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     # An episode at work when another fails is closed by its own thread, a moment later.
-    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
-
-
-def test_a_reward_that_is_no_number_is_a_bug() -> None:
-    environment = Counting()
-    with pytest.raises(StageFailed, match="task t0"):
-        play([task_of(0, reward=math.nan)], environment=environment)
-    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
-
-
-def test_errors_that_say_what_to_do_pass_as_they_are() -> None:
-    """A judge's outage in an outcome is resumable, and no bug of the environment."""
-
-    class Judged(Counting):
-        def episode(self, task: Task) -> Any:
-            episode = super().episode(task)
-
-            def outcome() -> Any:
-                raise JudgeOutage("nobody answers")
-
-            episode.outcome = outcome  # type: ignore[method-assign]
-            return episode
-
-    environment = Judged()
-    with pytest.raises(JudgeOutage, match="nobody answers"):
-        play([task_of(n) for n in range(3)], environment=environment)
     wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
 
 
@@ -653,17 +531,6 @@ def test_a_stop_is_heard_while_a_tool_hangs() -> None:
     assert environment.closed == environment.made == 1
 
 
-def test_what_the_caller_raises_ends_it() -> None:
-    environment = Counting()
-
-    def told(number: int, _: Completion) -> None:
-        raise KeyError(number)
-
-    with pytest.raises(KeyError):
-        play([task_of(n) for n in range(9)], environment=environment, on_episode=told)
-    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
-
-
 class Broken:
     """A generator that raises, or returns, at its first turn."""
 
@@ -692,41 +559,7 @@ def test_a_generator_that_ends_early_closes_all(
     assert environment.closed == environment.made > 0
 
 
-@pytest.mark.parametrize(
-    "messages", [(), (Message("tool", "x"),), ("words",), (Message("system", "x"),)]
-)
-def test_first_messages_that_are_none_are_a_bug(messages: Any) -> None:
-    class Wrong(Counting):
-        def episode(self, task: Task) -> Any:
-            episode = super().episode(task)
-            episode.reset = lambda seed: messages  # type: ignore[method-assign]
-            return episode
-
-    with pytest.raises(StageFailed, match="reset"):
-        play([task_of(0)], environment=Wrong())
-
-
-def test_no_episodes_are_no_work() -> None:
-    assert play([]) == {}
-
-
 # ---------------------------------------------------------------- settings
-
-
-def test_settings_are_those_of_the_recipe() -> None:
-    config = RecipeConfig()
-    environment = Counting()
-    settings = settings_of(config, environment, SamplingParams(0.8, 1.0, 20))
-    assert settings.ordered, "a deterministic environment is played in order"
-    assert settings.sampling.max_new_tokens == config.grpo.response_length
-    assert settings.context_tokens == config.grpo.max_token_length
-    assert settings.section == config.environment
-    assert (settings.sampling.temperature, settings.sampling.top_k) == (0.8, 20)
-    environment.deterministic = False
-    assert not settings_of(config, environment, SamplingParams(0.8)).ordered
-    section = replace(config.environment, schedule="ordered")
-    forced = replace(config, environment=section)
-    assert settings_of(forced, environment, SamplingParams(0.8)).ordered
 
 
 def test_demonstrated_tokens_are_those_of_an_episode() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -113,16 +112,3 @@ def test_a_save_gives_up_in_the_end_and_says_why(
     with pytest.raises(NoSpaceError, match="full"):
         edge.save(50, {"step": 50})
     assert (edge.saved_step, engine.saved) == (0, [])
-
-
-def test_what_the_system_said_is_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    workspace = Workspace.open(tmp_path / "ws")
-    stage = claim(workspace, small_plan(), "data")
-    paths = workspace.layout.stage(stage.id)
-    io = AttemptIO(paths, 1, CheckpointStore(paths.checkpoints, 1), wait_for_room=lambda: True)
-    error = NoSpaceError("No room left while saving the checkpoint of step 100")
-    error.errno = errno.EDQUOT
-    assert io.room_again(error)
-    assert "step 100 [errno 122]; waiting for room" in caplog.text

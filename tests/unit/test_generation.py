@@ -19,7 +19,7 @@ from refiner_core.contract.errors import ConfigurationError, StageFailed, Unsupp
 from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams
 from refiner_core.generation import transformers_backend
 from refiner_core.generation.load import load_model, load_tokenizer
-from refiner_core.generation.sampling import draw, plan_batches, processed_logprobs, uniform_streams
+from refiner_core.generation.sampling import draw, plan_batches, processed_logprobs
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.models import tiny_model_dir
 from tests.support.tiny_training import BATCH_ROPES, tiny_model
@@ -154,13 +154,6 @@ def test_a_sample_does_not_depend_on_its_company(
     same_but_for_last_digits(together, small.generate(requests, params))
 
 
-def test_a_longer_limit_continues_the_same_sample(generator: TransformersGenerator) -> None:
-    requests = group(prompts(10)[0], 6)
-    short = generator.generate(requests, SamplingParams(max_new_tokens=5))
-    long = generator.generate(requests, SamplingParams(max_new_tokens=50))
-    assert [c.token_ids for c in short] == [c.token_ids[:5] for c in long]
-
-
 def test_eos_is_kept_and_ends_the_sample(generator: TransformersGenerator) -> None:
     completions = generator.generate(group(prompts(8)[0], 40), SamplingParams(max_new_tokens=60))
     for completion in completions:
@@ -169,21 +162,6 @@ def test_eos_is_kept_and_ends_the_sample(generator: TransformersGenerator) -> No
         assert completion.finish_reason == "stop" or len(completion.token_ids) == 60
         assert len(completion.logprobs) == len(completion.token_ids)
     assert {c.finish_reason for c in completions} == {"stop", "length"}
-
-
-def test_every_eos_of_the_generation_configuration_ends_a_sample(model: Any) -> None:
-    """Qwen3 declares two; a tokenizer alone knows one."""
-    before = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = [5, 6]
-    try:
-        generator = TransformersGenerator(model, LetterTokenizer())
-        completions = generator.generate(
-            group(prompts(8)[0], 60), SamplingParams(max_new_tokens=60)
-        )
-    finally:
-        model.generation_config.eos_token_id = before
-    ends = {c.token_ids[-1] for c in completions if c.finish_reason == "stop"}
-    assert ends == {EOS, 5, 6}
 
 
 def test_stop_strings_stay_in_the_text_and_may_span_tokens(
@@ -216,32 +194,6 @@ def test_samples_follow_the_model_s_distribution(
     assert np.abs(seen - expected).sum() < 0.1
 
 
-def test_the_model_is_left_as_it_was_found(model: Any) -> None:
-    generator = TransformersGenerator(model, LetterTokenizer())
-    model.train()
-    model.config._attn_implementation = "flash_attention_2"
-    try:
-        generator.generate(group(prompts(5)[0], 2), SamplingParams(max_new_tokens=3))
-        assert model.training
-        assert model.config._attn_implementation == "flash_attention_2"
-        assert torch.is_grad_enabled()
-    finally:
-        model.config._attn_implementation = "sdpa"
-        model.eval()
-
-
-def test_new_weights_count_at_the_next_call(generator: TransformersGenerator, model: Any) -> None:
-    requests = [GenerationRequest(p, seed=0) for p in prompts(6, 7)]
-    params = SamplingParams(temperature=0, max_new_tokens=4)
-    before = generator.generate(requests, params)
-    with torch.no_grad():
-        model.model.norm.weight.mul_(-1)
-        after = generator.generate(requests, params)
-        model.model.norm.weight.mul_(-1)
-    assert after != before
-    assert generator.generate(requests, params) == before
-
-
 def test_prompts_are_computed_in_pieces_with_the_same_result(
     generator: TransformersGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,18 +202,6 @@ def test_prompts_are_computed_in_pieces_with_the_same_result(
     whole = generator.generate(requests, params)
     monkeypatch.setattr(transformers_backend, "PREFILL_TOKENS", 50)
     same_but_for_last_digits(whole, generator.generate(requests, params))
-
-
-def test_a_long_call_gives_signs_of_life(model: Any) -> None:
-    """A stage without a heartbeat for minutes is taken for hung."""
-    seen: list[tuple[int, int]] = []
-    generator = TransformersGenerator(
-        model, LetterTokenizer(), batch_size=4, on_step=lambda *counts: seen.append(counts)
-    )
-    generator.generate(group(prompts(5)[0], 8), SamplingParams(max_new_tokens=9))
-    assert len(seen) >= 9
-    assert seen == sorted(seen)
-    assert seen[-1][1] == 8
 
 
 @pytest.mark.parametrize(("batch_size", "batches"), [(3, 6), (256, 1)])
@@ -285,14 +225,6 @@ def test_each_sample_is_handed_out_when_its_last_token_is_drawn(
     assert beginnings == sorted(beginnings)
 
 
-def test_whether_somebody_is_told_changes_no_bit(generator: TransformersGenerator) -> None:
-    requests = [r for p in prompts(9, 30) for r in group(p, 6)]
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature, max_new_tokens=20)
-        alone = generator.generate(requests, params)
-        assert generator.generate(requests, params, lambda *_: None) == alone
-
-
 def test_an_error_of_who_is_told_ends_the_call_and_leaves_the_model_as_it_was(
     generator: TransformersGenerator, model: Any
 ) -> None:
@@ -314,10 +246,6 @@ def test_too_long_a_request_is_refused_with_its_numbers(generator: TransformersG
         generator.generate(
             [GenerationRequest(prompts(200)[0], seed=0)], SamplingParams(max_new_tokens=100)
         )
-
-
-def test_no_requests_have_no_completions(generator: TransformersGenerator) -> None:
-    assert generator.generate([], SamplingParams()) == []
 
 
 def test_weights_that_are_not_a_number_stop_the_run(model: Any) -> None:
@@ -376,13 +304,6 @@ def test_batches_are_cut_before_their_cache_outgrows_memory() -> None:
     assert [len(batch) for batch in alone] == [1]
 
 
-def test_uniform_streams_belong_to_their_seed() -> None:
-    streams = uniform_streams([5, 2**63 - 1, 5], 8)
-    np.testing.assert_array_equal(streams[0], streams[2])
-    np.testing.assert_array_equal(streams[1, :3], uniform_streams([2**63 - 1], 3)[0])
-    assert not np.array_equal(streams[0], streams[1])
-
-
 @pytest.mark.parametrize("uniform", [0.0, 0.5, np.nextafter(1.0, 0.0)])
 def test_a_token_without_probability_is_never_drawn(uniform: float) -> None:
     logits = torch.full((1, 5), -torch.inf)
@@ -398,14 +319,6 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     np.testing.assert_allclose(kept[0], [0.625, 0.375, 0, 0], atol=1e-6)
     only = processed_logprobs(logits, SamplingParams(top_p=1e-9)).exp()
     np.testing.assert_allclose(only[0], [1, 0, 0, 0], atol=1e-6)
-
-
-def test_top_k_and_temperature_are_in_the_logprobs() -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.0]])
-    kept = processed_logprobs(logits, SamplingParams(temperature=0.5, top_k=2))
-    expected = torch.tensor([4.0, 2.0]).log_softmax(0)
-    np.testing.assert_allclose(kept[0, :2], expected, atol=1e-6)
-    assert kept[0, 2] == -torch.inf
 
 
 def test_text_shows_special_tokens_but_for_the_last() -> None:
@@ -446,13 +359,6 @@ def test_a_reference_to_nothing_says_what_is_possible(ref: str) -> None:
         load_tokenizer(ref, ModelConfig())
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"model of .* cannot be loaded"):
-        load_model(str(tmp_path), ModelConfig())
-    with pytest.raises(ConfigurationError, match=r"tokenizer of .* cannot be loaded"):
-        load_tokenizer(str(tmp_path), ModelConfig())
-
-
 def test_damaged_files_of_a_model_are_no_bug_of_ours(tmp_path: Path) -> None:
     for file in tiny_model_dir().iterdir():
         if file.is_file():
@@ -464,15 +370,6 @@ def test_damaged_files_of_a_model_are_no_bug_of_ours(tmp_path: Path) -> None:
         load_model(str(tmp_path), ModelConfig())
     with pytest.raises(ConfigurationError, match=r"tokenizer of .* cannot be loaded \(KeyError"):
         load_tokenizer(str(tmp_path), ModelConfig())
-
-
-def test_a_tokenizer_takes_the_configured_chat_template(tmp_path: Path) -> None:
-    from refiner_core.models import tiny_tokenizer
-
-    tiny_tokenizer().save_pretrained(tmp_path)
-    assert load_tokenizer(str(tmp_path), ModelConfig()).chat_template
-    named = ModelConfig(chat_template="{{ messages }}", tokenizer_name_or_path=str(tmp_path))
-    assert load_tokenizer("owner/name", named).chat_template == "{{ messages }}"
 
 
 def test_importing_the_loader_does_not_import_torch() -> None:

@@ -23,6 +23,7 @@ TOP_LEVEL = {
     ".ci",
     ".git",
     ".gitignore",
+    "CONTRIBUTING.md",
     "LICENSE",
     "Makefile",
     "README.md",

@@ -10,7 +10,12 @@ from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import replace_fields
-from refiner_core.contract.loading import apply_overrides, load_recipe, parse_config
+from refiner_core.contract.loading import (
+    apply_overrides,
+    load_recipe,
+    parse_config,
+    warn_former,
+)
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.records import to_json
@@ -275,3 +280,9 @@ def test_word_overlap_never_goes_under_a_models_name(overrides: list[str], says:
     """Who forgets one of the two fields would publish numbers of a judge that was never asked."""
     with pytest.raises(ConfigurationError, match=says):
         check_config(load_recipe("tiny", overrides))
+
+
+def test_a_way_of_weights_that_is_gone_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    warn_former.cache_clear()
+    load_recipe("refiner-gpt54", ["grpo.rollout_server.weight_transfer=nccl"])
+    assert "files in memory" in caplog.text

@@ -27,11 +27,6 @@ def test_kl_vectors(d, kl2, kl3):
     assert values == pytest.approx({"kl1": d, "kl2": kl2, "kl3": kl3, "kl4": 3 * d}, abs=1e-6)
 
 
-def test_kl_of_absurd_logprobs_stays_finite():
-    assert all(math.isfinite(value) for value in estimates(-1e6).values())
-    assert estimates(-1e6)["kl1"] == -40
-
-
 def test_kl3_is_the_unbiased_estimate_and_never_negative():
     logits = torch.tensor([0.3, -1.0, 0.7])
     policy, reference = torch.log_softmax(logits, 0), torch.log_softmax(-logits, 0)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from refiner_core.contract.config import JudgeConfig
-from refiner_core.contract.errors import ConfigurationError, JudgeOutage
 from refiner_core.contract.types import JudgeUsage
 from refiner_core.judges import build_judge
 from refiner_core.judges.surroundings import MemoryStore, Surroundings
@@ -126,10 +125,3 @@ def test_a_step_that_is_repeated_costs_no_calls_and_is_the_same_step(train, scri
     assert again.metrics()[0]["judge/stored"] == usage.asked
     assert again.rollouts() == first.rollouts()
     assert again.comparable_metrics() == first.comparable_metrics()
-
-
-def test_a_server_that_refuses_ends_the_step_with_what_it_said(train, script):
-    script.broken = True
-    # Whether the server or the step is given up first depends on how fast either is.
-    with pytest.raises((JudgeOutage, ConfigurationError), match="400"):
-        train("run", AnsweringSampler())

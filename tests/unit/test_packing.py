@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.training.batches import (
     Sample,
-    cheapest_units,
     collate,
     first_fit,
     pack_samples,
-    row_cost,
-    row_width,
     to_device,
 )
 from refiner_core.training.model.logprobs import token_scores
@@ -288,39 +285,11 @@ def test_layout_for_dense_attention_neither_drops_nor_doubles(
     )
 
 
-def test_rollouts_in_dense_rows_pad_little():
-    """Lengths of any spread: like stands beside like."""
-    rng = torch.Generator().manual_seed(0)
-    shape = [
-        (int(torch.randint(60, 200, (), generator=rng)),
-         torch.randint(10, 120, (8,), generator=rng).tolist())
-        for _ in range(32)
-    ]  # fmt: skip
-    samples = random_samples(shape)
-    for balance in (50.0, 450.0, 12_000.0):
-        packs = pack_samples(samples, 1024, share_prompts=True, balance=balance)
-        laid = [collate([pack], balance=balance) for pack in packs]
-        positions = sum(batch.input_ids_BL.numel() for batch in laid)
-        assert 1 - sum(batch.tokens for batch in laid) / positions <= 0.02
-
-
 def test_shared_prompts_are_computed_once():
     samples = random_samples([(20, [2, 2, 2, 2])])
     plain = sum(map(len, pack_samples(samples, 100)))
     shared = sum(map(len, pack_samples(samples, 100, share_prompts=True)))
     assert (plain, shared) == (88, 28)
-
-
-def test_rows_are_short_where_attention_is_dear_and_full_where_it_is_cheap():
-    lengths = [10, 3, 3, 3]
-    assert row_width(lengths, balance=1.0) == 10
-    assert row_width(lengths, balance=1e9) == 19
-    samples = random_samples([(2, [4])] * 6)
-    (pack,) = pack_samples(samples, 64)
-    short = collate([pack], balance=1.0)
-    assert short.input_ids_BL.shape == (6, 6)
-    assert short.attention_mask is None
-    assert collate([pack]).input_ids_BL.shape == (1, 36)
 
 
 def test_chunked_logprobs_are_the_same(monkeypatch):
@@ -334,142 +303,3 @@ def test_chunked_logprobs_are_the_same(monkeypatch):
     torch.testing.assert_close(chunked.entropy_T, whole.entropy_T)
     chunked.logprob_T.sum().backward()
     assert model.lm_head.weight.grad.isfinite().all()
-
-
-def test_first_fit_by_hand():
-    """The oldest pack is closed and not the newest, which would leave packs almost empty."""
-    assert first_fit([6, 6, 6, 4, 4, 4], 10) == [[0, 3], [1, 4], [2, 5]]
-    assert first_fit([4, 6, 6], 10) == [[0, 1], [2]], "in the order given"
-    assert first_fit([6, 6, 6, 4, 4, 4], 10, max_open=2) == [[0], [1, 3], [2, 4], [5]]
-    assert first_fit([6, 6, 4, 4], 10, max_open=1) == [[0], [1, 2], [3]]
-    assert first_fit([3, 5, 3, 5], 8, decreasing=True) == [[1, 0], [3, 2]]
-    assert first_fit([8, 1], 8) == [[0], [1]], "as long as a pack is not too long"
-    with pytest.raises(ConfigurationError, match="A sequence of 9 tokens does not fit in a pack"):
-        first_fit([1, 9], 8)
-
-
-SHARED = [
-    Sample((1, 2), (7, 8), (True, True), start=10),
-    Sample((1, 2), (9,), (True,), start=12),
-    Sample((3,), (4, 5), (False, True), start=13),
-    Sample((), (6, 11), (True, True), start=20),
-]
-
-
-def test_a_pack_of_shared_prompts_by_hand():
-    (pack,) = pack_samples(SHARED, 64, share_prompts=True)
-    assert pack.input_ids_L == [1, 2, 7, 8, 9, 3, 4, 5, 6, 11]
-    assert pack.position_ids_L == [0, 1, 2, 3, 2, 0, 1, 2, 0, 1]
-    assert pack.unit_L == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
-    assert pack.branch_L == [0, 0, 1, 1, 2, 0, 1, 1, 1, 1]
-    # The first token after a prompt is predicted at the prompt's last one, in every branch; the
-    # first token of a sample without a prompt by nothing.
-    assert pack.source_T == [1, 2, 1, 6, 8]
-    assert pack.target_T == [7, 8, 9, 5, 11]
-    assert pack.flat_T == [10, 11, 12, 14, 21]
-    assert pack.shared
-    assert pack_samples([Sample((1,), (2,), (True,))], 8)[0].flat_T == [0], "by default the first"
-    assert not pack_samples(SHARED[1:], 64, share_prompts=True)[0].shared
-
-
-def test_packs_in_one_row_by_hand():
-    first, second = pack_samples(SHARED[:2], 5, share_prompts=True)[0], pack_samples(SHARED[2:], 5)
-    batch = collate([first, *second], pad_id=99)
-    assert (batch.packs, batch.tokens) == (2, 10)
-    assert batch.input_ids_BL.tolist() == [[1, 2, 7, 8, 9, 3, 4, 5, 6, 11]]
-    assert batch.position_ids_BL.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2, 0, 1]]
-    assert batch.source_T.tolist() == [1, 2, 1, 6, 8]
-    assert batch.attention_mask is not None
-    seen = [
-        [k for k, visible in enumerate(row) if visible]
-        for row in batch.attention_mask[0, 0].tolist()
-    ]
-    assert seen == [
-        *([0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4]),
-        *([5], [5, 6], [5, 6, 7], [8], [8, 9]),
-    ]
-
-
-def test_packs_in_padded_rows_by_hand():
-    packs = pack_samples(SHARED, 64, share_prompts=True)
-    batch = collate(packs, pad_id=99, balance=1.0)  # attention so dear that no row holds two units
-    assert (batch.packs, batch.tokens) == (1, 10)
-    assert batch.input_ids_BL.tolist() == [[1, 2, 7, 8, 9], [3, 4, 5, 6, 11]]
-    assert batch.position_ids_BL.tolist() == [[0, 1, 2, 3, 2], [0, 1, 2, 0, 1]]
-    assert batch.source_T.tolist() == [1, 2, 1, 6, 8]
-    plain = collate(pack_samples(SHARED[2:3] + SHARED[:1], 64), pad_id=99, balance=1.0)
-    assert plain.input_ids_BL.tolist() == [[1, 2, 7, 8], [3, 4, 5, 99]]
-    assert plain.position_ids_BL.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]], "padding counts on"
-    assert plain.attention_mask is None
-    assert plain.source_T.tolist() == [1, 2, 5]
-    unsaid = collate(pack_samples(SHARED[2:3] + SHARED[:1], 64), balance=1.0)
-    assert unsaid.input_ids_BL.tolist() == [[1, 2, 7, 8], [3, 4, 5, 0]]
-    assert plain.flat_T.tolist() == [10, 11, 14]
-    padded = collate(pack_samples(SHARED[:3], 64, share_prompts=True), pad_id=99, balance=1.0)
-    mask = padded.attention_mask
-    assert mask is not None
-    assert padded.input_ids_BL[1].tolist() == [3, 4, 5, 99, 99]
-    assert not mask[1, 0, :3, 3:].any(), "nothing sees padding"
-    assert not mask[1, 0, 3:, :3].any(), "and padding sees nothing of a sample"
-
-
-@pytest.mark.parametrize(
-    ("width", "balance", "lengths"),
-    [
-        (100, 1e3, [100, 90, 80, 70, 60, 35, 30, 25, 25, 20, 20, 20]),
-        (125, 1e4, [100, 90, 90, 70, 70, 50, 50, 50, 40, 35, 30, 30, 30, 30, 25, 25]),
-        (150, 1e3, [100, 90, 90, 80, 80, 70, 60, 60, 35, 25, 20]),
-        (200, 1e3, [100, 90, 80, 80, 70, 70, 70, 60, 60, 50, 40, 35, 35, 35, 35, 30, 20]),
-        (300, 1e4, [100, 80, 80, 80, 60, 40, 40, 35, 30, 30, 25]),
-        (400, 1e4, [100, 90, 80, 80, 70, 60, 60, 50, 50, 40, 35, 30, 25, 20]),
-        (
-            *(800, 1e5),
-            [100, 90, 90, 90, 80, 80, 80, 80, 70, 70, 70, 70, 60, 60, 60, 60, 60, 50, 40, 40, 40]
-            + [30] * 5,
-        ),
-        (70, 1e9, [30, 20, 20]),
-    ],
-)
-def test_the_cheapest_width_of_rows_is_taken(width, balance, lengths):
-    assert row_width(lengths, balance) == row_width(lengths[::-1], balance) == width
-    packs = [pack_samples([Sample((1,), (2,) * (n - 1), (True,) * (n - 1))], 999)[0]
-             for n in lengths[::-1]]  # fmt: skip
-    rows = len(first_fit(lengths, width, decreasing=True))
-    assert len(collate(packs, balance=balance).input_ids_BL) == rows
-
-    def cost(row: int) -> float:
-        rows = len(first_fit(lengths, row, decreasing=True))
-        return rows * row * (1 + row / balance)
-
-    for factor in (1, 1.25, 1.5, 2, 3, 4, 8):
-        assert cost(width) <= cost(min(sum(lengths), int(factor * max(lengths))))
-
-
-def test_what_a_row_costs():
-    assert row_cost(10, None) == 10
-    assert row_cost(10, 5.0) == 30, "attention doubles what 5 tokens cost, and is 2/3 of 10"
-
-
-def test_a_group_is_cut_into_as_many_units_as_cost_least():
-    """Responses of 6, 6, 6 and 6 to a prompt of 4; a unit of n tokens costs n (1 + n / balance)."""
-    group = random_samples([(4, [6, 6, 6, 6])])
-
-    def units(pack_length, balance):
-        return [len(unit) for unit in cheapest_units(group, pack_length, balance)]
-
-    assert units(64, None) == [4]
-    assert units(64, 100.0) == [4]  # 28 x 1.28 = 35.8; two of 16: 37.1
-    assert units(64, 60.0) == [2, 2]  # 28 x 1.47 = 41.1; two of 16: 40.5; four of 10: 46.7
-    assert units(64, 10.0) == [1, 1, 1, 1]  # two of 16: 83.2; four of 10: 80
-    assert units(22, None) == [3, 1]
-    assert units(21, None) == [2, 2]
-    assert units(10, None) == [1, 1, 1, 1]
-    uneven = random_samples([(4, [9, 1, 1, 1])])
-    assert [len(u) for u in cheapest_units(uneven, 64, 5.0)] == [1, 3]
-
-
-def test_packs_for_dense_attention_hold_units_of_like_length():
-    samples = random_samples([(1, [n]) for n in (9, 2, 8, 3, 4)])
-    packs = pack_samples(samples, 15, balance=100.0)
-    assert [len(pack) for pack in packs] == [10, 14, 7]
-    assert [len(pack) for pack in pack_samples(samples, 15)] == [15, 13, 3]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pwd
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ import psutil
 import pytest
 
 from infra.host import processes
-from infra.host.processes import ProcessId, user_name
+from infra.host.processes import ProcessId
 from infra.jobs.dispatch import LocalDispatcher
 from infra.jobs.protocol import AttemptRef, OpenAttempt
 from infra.store.workspace import Workspace
@@ -139,12 +137,3 @@ def test_a_local_job_is_dead_only_if_it_ran_here(
     sleeper.kill()
     sleeper.wait()
     assert [sight(p) for p in (here, elsewhere, None)] == ["dead", "unknown", "unknown"]
-
-
-def test_a_user_without_a_name_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`docker run --user 12345`."""
-    assert user_name() == pwd.getpwuid(os.getuid()).pw_name
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 3_123_456_789)
-    assert user_name() == "user 3123456789"

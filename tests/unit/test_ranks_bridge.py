@@ -132,22 +132,6 @@ def test_metrics_go_on_while_a_checkpoint_is_written_by_another_thread(attempt: 
     assert latest.step == 1
 
 
-def test_many_threads_do_not_get_each_others_answers(attempt: Attempt) -> None:
-    io = attempt.remote()
-    for step in (1, 2):
-        with io.new_checkpoint(step) as folder:
-            (folder / "state").write_text(str(step))
-
-    def ask(number: int) -> bool:
-        if number % 2:
-            return io.should_stop() is False
-        found = io.latest_checkpoint()
-        return found is not None and found.step == 2
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(ask, range(200)))
-
-
 def test_a_connection_that_says_nothing_keeps_nobody_waiting(attempt: Attempt) -> None:
     with ExitStack() as stack:
         for _ in range(3):
@@ -172,13 +156,6 @@ def test_another_user_is_not_even_asked_for_the_key(attempt: Attempt) -> None:
     assert knock(address) != ""
 
 
-def test_rollouts_of_many_megabytes_go_through(attempt: Attempt) -> None:
-    rows = [{"text": f"{n}" * 200_000} for n in range(40)]
-    attempt.remote().save_rollouts(3, rows)
-    (file,) = attempt.io.paths.rollouts.glob("*")
-    assert read_rollouts(file) == rows
-
-
 def test_what_does_not_fit_is_a_full_disk_for_rank_0_too(attempt: Attempt) -> None:
     """The writer's own words (torch's here) are judged by the store, as in one process."""
     io = attempt.remote()
@@ -195,14 +172,6 @@ def test_what_does_not_fit_is_a_full_disk_for_rank_0_too(attempt: Attempt) -> No
     assert caught.value.fix.startswith("free some space")
     assert io.room_again(caught.value)
     assert list(attempt.store.folder.iterdir()) == []
-
-
-def test_an_error_in_a_save_that_is_none_of_the_disk_stays_itself(attempt: Attempt) -> None:
-    io = attempt.remote()
-    mine = ValueError("mine")
-    with pytest.raises(ValueError, match="mine") as caught, io.new_checkpoint(1):
-        raise mine
-    assert caught.value is mine
 
 
 def test_a_stale_attempt_is_told_when_it_begins_and_when_it_commits(attempt: Attempt) -> None:
@@ -296,22 +265,6 @@ def test_an_error_means_the_same_in_another_process(error: Exception) -> None:
     assert any("In rank 1" in note and "raised" in note for note in here.__notes__)
 
 
-def test_causes_travel_along() -> None:
-    there = raised(RuntimeError("could not write"), OSError(errno.EDQUOT, "Disk quota exceeded"))
-    assert classify(travelled(there)).failure == classify(there).failure == "disk_full"
-
-
-def test_the_same_mistake_in_two_places_is_two_mistakes() -> None:
-    def elsewhere() -> BaseException:
-        return raised(RuntimeError("x"))
-
-    try:
-        raise RuntimeError("x")
-    except RuntimeError as error:
-        one = travelled(error)
-    assert traceback_signature(one) != traceback_signature(travelled(elsewhere()))
-
-
 def test_an_event_is_found_whatever_a_rank_prints_and_however_long_its_error_is() -> None:
     long = raised(ConfigurationError("w" * 100_000, fix='"\\' * 50_000), ValueError("v" * 99_999))
     line = event_line("mark", {"event": "error", "rank": 3, "error": encode(long)})
@@ -338,11 +291,6 @@ def test_a_consequence_is_not_the_cause_though_it_is_told_first() -> None:
     assert error_of(ended) is cause
 
 
-def test_the_first_of_two_causes_counts() -> None:
-    first, second = NotFiniteError("first"), ConfigurationError("second")
-    assert error_of(Ended(errors=[(1, first), (0, second)])) is first
-
-
 def test_a_request_to_stop_is_the_reason_only_where_there_is_no_other() -> None:
     stopped, cause = Interrupted("stopped"), NotFiniteError("nan")
     assert error_of(Ended(errors=[(0, stopped), (1, GONE)])) is stopped
@@ -366,18 +314,6 @@ def test_a_rank_that_was_killed_afterwards_is_not_the_cause() -> None:
 def test_a_kill_while_the_kernel_was_short_of_memory_is_that() -> None:
     ended = Ended(failures={1: failure(-9)}, oom_kills=1)
     assert classify(error_of(ended)).failure == "out_of_memory"
-
-
-def test_what_a_library_said_before_it_gave_up_is_told() -> None:
-    lines = [
-        "[rank 1] starting",
-        "[rank 1] [E1] NCCL error: unhandled system error, NCCL version 2.29",
-        "[rank 1] terminate called",
-        "something of rank 0",
-    ]
-    error = error_of(Ended(failures={1: failure(-6)}, lines=lines))
-    assert "NCCL error" in str(error)
-    assert "Rank 1" in str(error)
 
 
 def test_nodes_that_do_not_meet_are_tried_again() -> None:

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 
 from flows.proving.planning import (
     PHASES,
-    Asked,
     Trained,
     draw_points,
     exit_code,
@@ -29,11 +28,11 @@ from flows.proving.runs import as_they_were
 from infra.store.provenance import keep_scratch, new_scratch, read_proof, write_proof
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
-from refiner_core.cards.evidence import evidence_text, load_evidence
+from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.lint import check_card
 from refiner_core.cards.public import public_proof
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, WorkspaceError
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof, verdict_of
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.equality import (
@@ -69,7 +68,7 @@ def test_the_last_bit_of_one_number_is_found_with_its_step() -> None:
     other = trace(grad_norm=math.nextafter(2.0, 3.0))
     found = compare_traces(trace(), other)
     assert (found.differing, found.first_step) == (1, 4)
-    assert found.first.startswith("grad_norm: 2.0 straight, 2.0000000000000004 interrupted")
+    assert "grad_norm: 2.0 straight, 2.0000000000000004 interrupted" in found.first
     assert verdict_of([found], 0.0) == "diverged"
     assert verdict_of([found], 1e-9) == "within tolerance"
 
@@ -132,19 +131,15 @@ def test_a_nan_in_both_is_no_difference(tmp_path: Path) -> None:
     assert compare_weights(one, two, 1e-3).differing == 0
 
 
-def checkpoint(folder: Path, world: int = 1, **changes: Any) -> Path:
+def checkpoint(folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True)
     values: dict[str, Any] = {"momentum": 0.5, "random": 3, "cursor": 8, "attempt": 1, "asked": 5}
     values |= changes
     save_file({"w": torch.ones(4)}, folder / "model.safetensors")
-    names = [f"exp_avg.{name}" for name in "abcd"]
-    for rank in range(world):
-        share = f"rank{rank:05d}-of-{world:05d}"
-        states = {name: torch.full((4,), values["momentum"]) for name in names[rank::world]}
-        save_file(states, folder / f"state-{share}.safetensors")
-        torch.save({"python": [3, [values["random"]] * 4, None]}, folder / f"rng-{share}.pt")
+    states = {f"exp_avg.{name}": torch.full((4,), values["momentum"]) for name in "abcd"}
+    save_file(states, folder / "state-rank00000-of-00001.safetensors")
+    torch.save({"python": [3, [values["random"]] * 4, None]}, folder / "rng-rank00000-of-00001.pt")
     progress = {"step": 6, "cursor": values["cursor"], "judge": {"asked": values["asked"]}}
-    progress["written_by"] = {"world": world, "engine": "plain"}
     (folder / "progress.json").write_text(json.dumps(progress))
     (folder / "COMPLETE.json").write_text(json.dumps({"attempt": values["attempt"]}))
     return folder
@@ -163,23 +158,10 @@ def test_states_are_told_apart(
     changes: dict[str, Any], quantity: str | None, sized: bool, tmp_path: Path
 ) -> None:
     one, two = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2", **changes)
-    found = compare_checkpoints(one, two, 1e-3, same_layout=True)
+    found = compare_checkpoints(one, two, 1e-3)
     assert all(c.compared for c in found)
     assert [c.quantity for c in found if c.differing] == ([quantity] if quantity else [])
     assert all((c.largest is not None) is sized for c in found if c.differing)
-
-
-def test_checkpoints_of_other_ranks_are_compared_by_the_names_of_what_they_hold(
-    tmp_path: Path,
-) -> None:
-    one, two = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2", world=2, random=9)
-    found = compare_checkpoints(one, two, 1e-3, same_layout=False)
-    assert [(c.quantity, c.differing) for c in found] == [("data cursor", 0), ("optimiser", 0)]
-    assert found[1].compared == 5
-    near = checkpoint(tmp_path / "3", world=2, momentum=0.5001)
-    _, optimiser = compare_checkpoints(one, near, 1e-3, same_layout=False)
-    assert optimiser.differing == 4
-    assert optimiser.largest == pytest.approx(2e-4, rel=0.01)
 
 
 # ------------------------------------------------------------ what came about
@@ -199,19 +181,14 @@ def test_a_stop_that_came_with_the_last_step_was_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 @pytest.mark.parametrize("seed", range(20))
 def test_points_lie_before_the_last_step_and_cover_every_phase(kind: Trained, seed: int) -> None:
-    asked = Asked("tiny", steps=12, interruptions=8, seed=seed)
-    points = draw_points(kind, asked, save_freq=3)
-    assert points == draw_points(kind, asked, save_freq=3), "the seed decides"
+    points = draw_points(kind, 12, 8, seed, save_freq=3)
+    assert points == draw_points(kind, 12, 8, seed, save_freq=3), "the seed decides"
     assert len(points) == 8
     assert all(1 <= p.step < 12 for p in points)
     assert {p.phase for p in points} == set(PHASES[kind])
     assert {p.how for p in points} == {"kill", "stop"}
     assert all(p.step % 3 == 0 for p in points if p.phase == "save")
     assert [p.step for p in points] == sorted(p.step for p in points)
-
-
-def test_more_points_than_steps_are_possible() -> None:
-    assert len(draw_points("sft", Asked("tiny", steps=2, interruptions=5), save_freq=1)) == 5
 
 
 # ------------------------------------------------------------ verdict, record, card
@@ -264,15 +241,6 @@ def test_resumed_on_other_processes_it_is_at_best_within_tolerance() -> None:
     assert "and resumed on another number of processes, was the same up to 0 where 0.01" in card
 
 
-def test_a_damaged_record_says_what_to_do(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path / "runs")
-    path = workspace.layout.proof("grpo-1")
-    path.parent.mkdir(parents=True)
-    path.write_text('{"version": 1}')
-    with pytest.raises(WorkspaceError, match="prove-resume"):
-        read_proof(workspace, "grpo-1")
-
-
 def test_scratch_of_the_dead_goes_and_what_was_kept_stays(tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "runs")
     dead, kept, alive = (new_scratch(workspace, name) for name in ("dead", "kept", "alive"))
@@ -323,13 +291,6 @@ def test_a_card_says_what_was_proven_and_its_linter_makes_it_again(
     assert "/home/me" not in evidence
 
 
-def test_a_card_without_a_proof_is_what_it_was() -> None:
-    facts = full_facts()
-    assert "Resume" not in build_card(facts)
-    assert '"proof"' not in evidence_text(facts, [])
-    assert load_evidence(evidence_text(facts, [])).facts.proof == {}
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -347,34 +308,13 @@ def test_a_verdict_that_does_not_follow_is_found(change: dict[str, Any], says: s
 
 
 def test_impossible_options_are_refused_before_anything_runs() -> None:
-    for recipe, asked, says in (
-        ("tiny", {"steps": 1}, "--steps"),
-        ("tiny", {"interruptions": 0}, "--interruptions"),
-        ("tiny", {"resume_processes": 0}, "--resume-processes"),
-        ("tiny-zero3", {"stage": "sft", "resume_processes": 3}, "3 packs a step for 3 processes"),
-        ("tiny-zero3", {"stage": "grpo", "resume_processes": 99}, "for each of 99 processes"),
-        ("tiny", {"tolerance": math.nan}, "--tolerance"),
-        ("tiny", {"overrides": ["stages=[data,sft]"], "stage": "grpo"}, "no stage grpo"),
+    for asked, says in (
+        ({"steps": 1}, "--steps"),
+        ({"interruptions": 0}, "--interruptions"),
+        ({"overrides": ["stages=[data,sft]"], "stage": "grpo"}, "no stage grpo"),
     ):
         with pytest.raises(ConfigurationError, match=says):
-            plan_resume_proofs(recipe, **asked)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "asked", "processes", "other"),
-    [
-        ("tiny-zero3", {"stage": "sft", "resume_processes": 1}, 2, 1),
-        ("tiny-zero3", {"stage": "sft", "resume_processes": 2}, 2, None),
-        ("tiny-zero3", {"stage": "sft", "processes": 1, "resume_processes": 2}, 1, 2),
-        ("tiny", {"stage": "grpo", "resume_processes": 1}, 1, None),
-    ],
-)
-def test_the_recipes_own_number_of_processes_is_no_other_one(
-    recipe: str, asked: dict[str, Any], processes: int, other: int | None
-) -> None:
-    [one] = plan_resume_proofs(recipe, **asked).stages
-    assert (one.processes, one.resumed_on) == (processes, other)
-    assert one.tolerance == (0.0 if other is None else 0.01)
+            plan_resume_proofs("tiny", **asked)  # type: ignore[arg-type]
 
 
 def test_two_processes_begin_with_the_same_random_states(monkeypatch: pytest.MonkeyPatch) -> None:

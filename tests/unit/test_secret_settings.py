@@ -20,14 +20,14 @@ from infra.host.secrets import mask_keys_of, masked, without_secrets
 from infra.slurm.profiles import load_profile
 from infra.store.provenance import masked_command
 from refiner_core.cards.build import build_card
-from refiner_core.cards.evidence import evidence_text, published_facts
+from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.public import public_body, public_command
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.checks.secrets import given_secrets, has_secret, is_secret_name
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import apply_overrides, load_recipe
-from tests.support.card_facts import CONFIG, full_facts
+from tests.support.card_facts import CONFIG, full_facts, published_facts
 
 VALUE = "Zq7opaque9value"
 TOKEN = "hf_" + "aB3dE6gH9j" * 3

@@ -6,11 +6,9 @@ import errno
 import json
 import logging
 import math
-import os
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from infra.tracking import TrackedRun, Tracker
 from refiner_core.contract.config import TrackingConfig
-from refiner_core.contract.errors import Interrupted, NoSpaceError, WorkspaceError
+from refiner_core.contract.errors import NoSpaceError, WorkspaceError
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.types import Progress
 from tests.support.plans import claim, small_plan
@@ -75,15 +73,6 @@ def test_a_resumed_attempt_tells_the_whole_story_without_a_step_twice(
         f"step-{n:08d}" for n in range(1, 10)
     ]
     assert json.loads(paths.started.read_text())["resumed"] == {"step": 6, "from_attempt": 2}
-
-
-def test_an_attempt_that_resumes_from_nothing_begins_anew(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
-    train(make_io(workspace, stage.id, 1), 1)
-    train(make_io(workspace, stage.id, 2), 3)
-    lines = read_metrics(workspace.layout.attempt(stage.id, 2).metrics)
-    assert [(m.step, m.metrics["attempt"]) for m in lines] == [(1, 2), (2, 2), (3, 2)]
 
 
 def test_the_maker_of_the_checkpoint_is_asked_and_not_the_attempt_before(
@@ -140,13 +129,6 @@ def test_rollouts_come_back_as_they_went_in(workspace: Workspace, stage: Planned
     back = read_rollouts(list_rollouts(workspace.layout.attempt(stage.id, 1).rollouts)[0])
     assert back[0] == {**rows[0], "mixed": None}
     assert back[1] == {**rows[1], "empty": None}
-
-
-def test_a_step_without_rollouts_is_a_file_without_rows(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
-    make_io(workspace, stage.id, 1).save_rollouts(1, [])
-    assert read_rollouts(list_rollouts(workspace.layout.attempt(stage.id, 1).rollouts)[0]) == []
 
 
 # ---------------------------------------------------------------- tracking
@@ -269,36 +251,6 @@ def test_an_attempt_runs_once(workspace: Workspace, stage: PlannedStage) -> None
             continue
         with pytest.raises(AttemptClosed, match="given up before it started"):
             second.__enter__()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_only_raises_a_flag(running: AttemptRun, number: int) -> None:
-    assert not running.io.should_stop()
-    os.kill(os.getpid(), number)
-    assert running.io.should_stop()
-    outcome = running.fail(Interrupted("stopped on request"))
-    assert (outcome.failure, outcome.decision, outcome.exit_code) == ("interrupted", "resume", 6)
-
-
-def test_progress_with_numbers_that_are_not_finite_is_no_end_of_the_heartbeat(
-    workspace: Workspace, stage: PlannedStage, running: AttemptRun
-) -> None:
-    running.io.progress(Progress(1, 2, "steps", {"loss": math.nan}))
-    running.heartbeat.stop()
-    beat = workspace.read_heartbeat(stage.id, 1)
-    assert beat is not None
-    assert beat["progress"]["values"] == {"loss": None}
-
-
-def test_the_number_of_checkpoints_kept_is_the_stages_own(workspace: Workspace) -> None:
-    plan = small_plan("data", "grpo")
-    config = replace(plan.config, grpo=replace(plan.config.grpo, keep=7))
-    plan = replace(plan, config=config)
-    data = claim(workspace, plan, "data")
-    with AttemptRun(workspace, data.id, 1, own_log=False) as attempt:
-        attempt.finish({})
-    grpo = claim(workspace, plan, "grpo")
-    assert AttemptRun(workspace, grpo.id, 1).io.checkpoints.keep == 7
 
 
 def test_no_room_for_the_last_word_does_not_undo_a_finished_stage(

@@ -21,7 +21,6 @@ from sweeps.forecast import (
     passed_limits,
     refuse_what_cannot_fit,
     shape_of,
-    wall_seconds,
     work_of,
 )
 from sweeps.values import Limits, SweepFile, SweepPlan, Trial
@@ -51,12 +50,10 @@ def plan() -> SweepPlan:
 def _measured(stage: PlannedStage, plan: Plan, **known: Any) -> Measured:
     """A finished stage, exactly like one that is planned."""
     prompts = 10 if stage.kind == "evaluate" else None
-    section = getattr(plan.config, stage.kind, None)
-    freq = getattr(section, "save_freq", 0)
     model = stage.sources.get("model", "")
     return Measured(
         shape=shape_of(stage.kind, stage.identity, model, stage.resources.gpus),
-        work=work_of(stage.kind, stage.identity, prompts=prompts, save_freq=freq),
+        work=work_of(stage.kind, stage.identity, prompts=prompts),
         identity=stage.identity,
         **known,
     )
@@ -67,9 +64,9 @@ def _of(forecast: SweepForecast, kind: str, trial: str) -> Any:
 
 
 def test_a_stage_takes_what_one_like_it_took(plan: SweepPlan) -> None:
-    """20 steps of 3 s, 2 saves of 5 s and 30 s to begin: 100 s on 4 GPUs."""
+    """20 steps of 3 s, and 40 s besides: 100 s on 4 GPUs."""
     one = plan.trials[0].plan
-    history = History((_measured(one.by_name["grpo"], one, unit_s=3.0, save_s=5.0, start_s=30.0),))
+    history = History((_measured(one.by_name["grpo"], one, unit_s=3.0, start_s=40.0),))
     forecast = forecast_sweep(plan, history, set())
     found = _of(forecast, "grpo", "a/seed1")
     assert found.seconds == pytest.approx(100.0)
@@ -102,7 +99,7 @@ def test_what_nobody_has_measured_has_no_number_and_says_so(plan: SweepPlan) -> 
     forecast = forecast_sweep(plan, History(), set())
     assert {s.seconds for s in forecast.stages} == {None}
     assert forecast.wall_seconds is None
-    assert len(forecast.unknown) == len(forecast.stages)
+    assert len(forecast.unknown()) == len(forecast.stages)
     text = "\n".join(forecast_lines(forecast))
     assert "not known" in text
     assert "unknown: no grpo stage of this model has been measured" in text
@@ -162,29 +159,23 @@ def _hours(plan: SweepPlan, each: float) -> SweepForecast:
 
 def test_a_sweep_that_passes_its_limit_is_refused_with_what_fits(plan: SweepPlan) -> None:
     forecast = _hours(plan, 10.0)
-    assert passed_limits(forecast, Limits(gpu_hours=40)) == ()
+    assert not list(passed_limits(forecast, Limits(gpu_hours=40)))
     (passed,) = passed_limits(forecast, Limits(gpu_hours=25))
-    assert passed.fits == 2
     assert "limit 25; what fits: the first 2 of 4 trials" in passed.text
     with pytest.raises(ConfigurationError, match="needs 40 GPU-hours, limit 25"):
         refuse_what_cannot_fit((passed,))
     # What an earlier version has used counts.
-    assert passed_limits(forecast, Limits(gpu_hours=45), {"gpu_hours": 10})[0].fits == 3
+    (more,) = passed_limits(forecast, Limits(gpu_hours=45), {"gpu_hours": 10})
+    assert more.what_fits == "the first 3 of 4 trials"
 
 
-def test_the_wall_clock_knows_what_is_shared_and_how_many_run_at_a_time() -> None:
-    trials = [
-        [("data", 1, ()), (f"sft{i}", 5, ("data",)), (f"grpo{i}", 10, (f"sft{i}",))]
-        for i in range(2)
-    ]
-    assert wall_seconds(trials) == 16
-    assert wall_seconds(trials, trials=1) == 31
-    assert wall_seconds(trials, jobs=1) == 31
-    assert wall_seconds([[("grpo", 3, ("sft",))]]) == 3, "what is done already is not waited for"
-    assert wall_seconds([]) == 0
-
-
-def test_a_forecast_of_thousands_of_trials_is_linear() -> None:
-    """Each job is begun and ended once: no step looks at all trials."""
-    trials = [[("data", 1, ()), (f"g{i}", 1, ("data",))] for i in range(5000)]
-    assert wall_seconds(trials, trials=10) == 501
+def test_the_wall_clock_knows_the_longest_chain_and_how_many_run_at_a_time(
+    plan: SweepPlan,
+) -> None:
+    single = replace(plan, sweep=replace(plan.sweep, limits=Limits(1)))
+    one = plan.trials[0].plan
+    history = History((_measured(one.by_name["grpo"], one, unit_s=3.0),))
+    done = {i for i in plan.stages() if not i.startswith("grpo")}
+    at_once = plan.config.dispatch.max_parallel
+    assert forecast_sweep(plan, history, done).wall_seconds == pytest.approx(4 * 60 / at_once)
+    assert forecast_sweep(single, history, done).wall_seconds == pytest.approx(4 * 60)

@@ -207,16 +207,8 @@ def test_thousands_of_trials_take_no_longer_each() -> None:
             r"beta=0\+kl_estimator=kl3.*`grpo.kl_estimator`.*`grpo.beta` is 0",
         ),
         (
-            {"factors": {"reward.static_rubrics": ["v3", "grounded-v1"]}},
-            r"`reward.static_rubrics` has no effect: `reward.rubric_source`",
-        ),
-        (
             {"arms": {"a": [], "b": [f"{WEIGHTS}=0.2"]}},
             r"Arm b.*changes nothing against the baseline a.*same fields to the same values",
-        ),
-        (
-            {"arms": {"a": [f"{WEIGHTS}=0"], "b": [], "c": [f"{WEIGHTS}=0.2"]}},
-            r"Arms b and c of sweep mine are the same",
         ),
         (
             {"overrides": NO_PUBLISH, "factors": {"publish.license": ["mit", "apache-2.0"]}},
@@ -234,15 +226,9 @@ def test_thousands_of_trials_take_no_longer_each() -> None:
             r"do not reach arm recipe: `command.run` does not name \{seed\}",
         ),
         (
-            {"overrides": ["publish.repo_id=me/one"], "factors": {WEIGHTS: [0, 1]}},
-            r"Trials paper_citation_weight=0/seed1 and paper_citation_weight=0/seed2.*"
-            r"one repository, 'me/one'.*\{fingerprint\}",
-        ),
-        (
             {"overrides": ["publish.repo_id=me/{seed}"], "factors": {WEIGHTS: [0, 1]}},
-            r"paper_citation_weight=0/seed1 and paper_citation_weight=1/seed1.*'me/1'",
+            r"paper_citation_weight=0/seed1 and paper_citation_weight=1/seed1.*'me/1'.*fingerprint",
         ),
-        ({"factors": {"grpo.temperature": [1, 0]}}, r"Arm temperature=0 .*`grpo.temperature` is 0"),
         ({"overrides": ["grpo.bta=1"]}, r"The recipe of sweep mine: .*'grpo.bta'.*'grpo.beta'"),
         ({"question": {"metric": "orakle"}}, r"`question: metric`.*'orakle'.*'oracle'"),
         ({"question": {"decoding": "beam"}}, r"`question: decoding`.*'beam'.*greedy, sampled"),
@@ -259,10 +245,6 @@ def test_thousands_of_trials_take_no_longer_each() -> None:
         (
             {"factors": {WEIGHTS: [0, 0.5]}, "question": {"metric": "reward"}},
             r"differ in `reward.paper_citation_weight`.*how reward is measured",
-        ),
-        (
-            {"factors": {"data.held_out_fraction": [0.1, 0.2]}},
-            r"differ in `data.held_out_fraction`",
         ),
         (
             {
@@ -310,18 +292,6 @@ def test_a_field_of_the_command_line_may_not_be_one_that_is_varied() -> None:
 )
 def test_what_is_only_doubtful_is_a_warning(keys: dict[str, Any], said: str) -> None:
     assert any(said in warning for warning in planned(**keys).warnings)
-
-
-def test_arms_that_change_their_judge_are_compared_under_a_protocol_file() -> None:
-    assert (
-        planned(
-            overrides=["evaluate.protocols=[held-out-reader-v1]"],
-            factors={"judge.model": ["lexical-1", "lexical-loose-1"]},
-            question={"metric": "rubric_score", "protocol": "held-out-reader-v1"},
-            seeds=3,
-        ).warnings
-        == ()
-    )
 
 
 # ---------------------------------------------------------------- what is shown

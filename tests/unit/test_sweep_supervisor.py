@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from flows.running.following import SweepFollower, inputs_of
-from flows.sweeping.forecasting import used_before
-from flows.sweeping.launching import record_version, suspend_sweep
-from flows.sweeping.status import SweepWatcher, status_lines
+from flows.running.following import Follower
+from flows.sweeping.launching import record_version
+from flows.sweeping.status import SweepWatcher
 from infra.jobs.protocol import AttemptRef, JobRequest
 from infra.orchestrator.members import Member
 from infra.orchestrator.timeline import read_events
@@ -24,8 +23,8 @@ from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.sweep_records import read_sweep, trial_run
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
-from refiner_core.contract.errors import ConfigurationError, NoSpaceError
-from refiner_core.contract.records import RunRecord, StageRecord, SweepRecord
+from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.records import RunRecord, SweepRecord
 from sweeps.forecast import History, Passed, SweepForecast, forecast_sweep
 from sweeps.values import Limits, SweepPlan
 from tests.support.sweeping import TRAINED, Bench, Jobs, bench, small_sweep
@@ -83,21 +82,6 @@ def test_shared_stages_run_once_and_every_trial_ends(workspace: Workspace) -> No
     assert (kinds.count("data"), kinds.count("sft"), kinds.count("grpo")) == (1, 2, 4)
 
 
-@pytest.mark.parametrize("unknown", [0, 3])
-def test_what_is_used_is_held_against_what_all_of_it_was_expected_to_take(
-    workspace: Workspace, unknown: int
-) -> None:
-    """A forecast is of what was left when the sweep was launched."""
-    plan = small_sweep()
-    bench(workspace, plan, SCRIPT).run()
-    used = used_before(plan, workspace)
-    assert used["seconds"] > 0
-    forecast = {"seconds": 500.0, "used": {"seconds": 100.0}, "unknown": {"stages": unknown}}
-    record_version(plan, workspace, (), forecast)
-    said = "\n".join(status_lines(SweepWatcher(workspace, "small").look(), workspace))
-    assert ("used of 10 CPU-minutes forecast" in said) is (unknown == 0), "or it is of a part only"
-
-
 def test_every_trial_is_a_run_that_knows_its_place(workspace: Workspace) -> None:
     plan = small_sweep()
     bench(workspace, plan, SCRIPT).run()
@@ -133,22 +117,6 @@ def test_jobs_that_several_trials_begin_at_once_are_submitted_together(
     assert set(bench(workspace, plan, SCRIPT, jobs=jobs).run().values()) == {"done"}
     assert sum(sizes) == len(jobs.begun) == 1 + 4 + 8
     assert max(sizes) >= 4
-
-
-def test_one_that_is_refused_among_them_is_told_to_its_own_trial(workspace: Workspace) -> None:
-    class Picky(Jobs):
-        def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
-            bad = [r for r in requests if "seed2/grpo" in self.name_of(r.stage_id)]
-            super().submit([r for r in requests if r not in bad])
-            error = ConfigurationError("no such partition", expected="one", fix="name it")
-            return {r.ref: error for r in bad}
-
-    plan = small_sweep(limits=Limits(concurrency=8))
-    told = bench(workspace, plan, jobs=Picky(workspace, plan, SCRIPT, executor="slurm"))
-    states = told.run()
-    assert {name for name, state in states.items() if state == "failed"} == {
-        name for name in states if "seed2" in name
-    }
 
 
 def test_no_more_trials_run_at_once_than_the_sweep_allows(workspace: Workspace) -> None:
@@ -198,28 +166,7 @@ def test_a_trial_whose_stages_are_others_by_now_is_another_run(workspace: Worksp
         assert dict(run.stages) == {s.name: s.id for s in trial.plan.stages}
 
 
-def test_another_seed_runs_what_is_new_alone(workspace: Workspace) -> None:
-    bench(workspace, small_sweep(), SCRIPT).run()
-    more = small_sweep(seeds=(1, 2, 3))
-    again = bench(workspace, more, SCRIPT)
-    assert set(again.run().values()) == {"done"}
-    assert {name.rpartition("/")[0] for name in again.jobs.begun} == {
-        t.name for t in more.trials if t.seed == 3
-    }
-
-
 # ---------------------------------------------------------------- what fails
-
-
-def test_a_trial_that_fails_stops_no_other(workspace: Workspace) -> None:
-    plan = small_sweep()
-    bad = plan.trials[1].name
-    told = bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
-    states = told.run()
-    assert states.pop(bad) == "failed"
-    assert set(states.values()) == {"done"}
-    assert told.admission.exit_code == 1
-    assert "told to end" in told.admission.standing()[bad].reason
 
 
 def test_a_shared_stage_that_fails_fails_those_that_need_it_and_is_not_tried_by_each(
@@ -244,18 +191,6 @@ def test_what_failed_is_tried_again_by_the_next_call_as_a_new_run(workspace: Wor
     assert set(again.run().values()) == {"done"}
     assert again.jobs.begun == [f"{bad}/grpo"]
     assert trial_run(workspace, "small", bad) != before
-
-
-def test_an_error_in_one_trials_records_is_its_own_trouble(workspace: Workspace) -> None:
-    plan = small_sweep()
-    told = bench(workspace, plan, SCRIPT)
-    bad = plan.trials[2]
-    damaged = workspace.layout.stage(bad.plan.by_name["grpo"].id)
-    damaged.control.mkdir(parents=True)
-    damaged.spec.write_text("{ half")
-    states = told.run()
-    assert states.pop(bad.name) == "failed"
-    assert set(states.values()) == {"done"}
 
 
 # ---------------------------------------------------------------- the canary
@@ -293,21 +228,13 @@ def test_a_canary_that_fails_releases_nothing(workspace: Workspace) -> None:
     assert "nothing else was begun" in told.admission.held
 
 
-def test_past_the_canary_the_others_go_on_whatever_it_shows(workspace: Workspace) -> None:
-    plan = small_sweep()
-    first = plan.trials[0].name
-    script = {**SCRIPT, f"{first}/grpo": ("bad_configuration",)}
-    states = bench(workspace, plan, script, past_canary=True).run()
-    assert states.pop(first) == "failed"
-    assert set(states.values()) == {"done"}
-
-
-def test_a_canary_whose_loss_is_not_finite_says_nothing_of_the_others(
-    workspace: Workspace,
+@pytest.mark.parametrize(("ends", "past"), [("bad_configuration", True), ("not_finite", False)])
+def test_past_the_canary_or_where_its_arm_is_why_it_failed_the_others_go_on(
+    workspace: Workspace, ends: str, past: bool
 ) -> None:
     plan = small_sweep()
     first = plan.trials[0].name
-    states = bench(workspace, plan, {**SCRIPT, f"{first}/grpo": ("not_finite",)}).run()
+    states = bench(workspace, plan, {**SCRIPT, f"{first}/grpo": (ends,)}, past_canary=past).run()
     assert states.pop(first) == "failed"
     assert set(states.values()) == {"done"}
 
@@ -329,7 +256,11 @@ def test_a_forecast_that_passes_a_limit_by_what_the_canary_has_shown_holds_the_s
     plan = small_sweep()
 
     def passed(forecast: SweepForecast) -> list[Passed]:
-        return [Passed("gpu_hours", "GPU-hours", 200, 310, False, 0, "")] if forecast.canary else []
+        return (
+            [Passed("gpu_hours", "GPU-hours", 200, 310, False, "not one")]
+            if forecast.canary
+            else []
+        )
 
     script = {**SCRIPT, "grpo": ("step", "step", "save", "wait", "wait", "wait", "done")}
     told = bench(workspace, plan, script, passed=passed)
@@ -340,22 +271,6 @@ def test_a_forecast_that_passes_a_limit_by_what_the_canary_has_shown_holds_the_s
     assert "needs 310 GPU-hours" in told.admission.held
     again = bench(workspace, plan, SCRIPT, passed=passed)
     assert set(again.run().values()) == {"done"}, "it is measured now, and was agreed to"
-
-
-def test_a_limit_that_is_newly_passed_holds_the_sweep_though_another_was_passed_before(
-    workspace: Workspace,
-) -> None:
-    disk = Passed("disk_gb", "GiB", 5, 9, False, None, "")
-    time_ = Passed("gpu_hours", "GPU-hours", 200, 310, False, 0, "")
-
-    def passed(forecast: SweepForecast) -> list[Passed]:
-        return [disk, time_] if forecast.canary else [disk]
-
-    script = {**SCRIPT, "grpo": ("step", "step", "save", "wait", "wait", "done")}
-    told = bench(workspace, small_sweep(), script, passed=passed)
-    told.run()
-    assert "310 GPU-hours" in told.admission.held
-    assert "GiB" not in told.admission.held
 
 
 # ---------------------------------------------------------------- limits
@@ -391,27 +306,12 @@ def test_what_is_under_way_counts_by_its_forecast(workspace: Workspace) -> None:
         assert len(told.admission.live) <= 2
 
 
-def test_judge_calls_and_disk_are_limits_too(workspace: Workspace) -> None:
+def test_judge_calls_are_a_limit_too(workspace: Workspace) -> None:
     plan = small_sweep(limits=Limits(judge_calls=50))
     budget = bench(workspace, plan, SCRIPT).admission.budget
     budget.expect(hours(plan, 0.0))
     why = budget.why_held(plan.trials[0], (), ())
     assert why == "limits.judge_calls is 50 judge calls: 0 used, 300 forecast for it"
-    small = small_sweep(limits=Limits(disk_gb=0.5))
-    held = bench(workspace, small, SCRIPT).admission.budget.why_held(small.trials[0], (), ())
-    assert held == "limits.disk_gb is 0.5 GiB: 0 used, 1 forecast for it"
-
-
-def test_trials_under_way_count_with_the_room_that_they_will_take(workspace: Workspace) -> None:
-    """What they have written when the next one begins is next to nothing."""
-    plan = small_sweep(limits=Limits(disk_gb=2.5, concurrency=4))
-    script = {"grpo": ("step", "step", "save", *["wait"] * 20, "done")}
-    told = bench(workspace, plan, script)
-    told.orchestrator.begin()
-    for _ in range(20):
-        told.orchestrator.step()
-        assert len(told.admission.live) <= 2
-    assert len(told.admission.live) == 2
 
 
 def test_what_is_left_of_a_stopped_trial_counts_before_it_goes_on(workspace: Workspace) -> None:
@@ -465,27 +365,6 @@ def test_a_wish_to_end_the_sweep_is_heard(workspace: Workspace) -> None:
     assert asked["failure"] == "cancelled"
 
 
-def test_suspended_a_sweep_begins_nothing_more_and_what_runs_ends_by_itself(
-    workspace: Workspace,
-) -> None:
-    plan = small_sweep()
-    recorded(workspace, plan)
-    told = bench(workspace, plan, SCRIPT)
-    told.admission.concurrency = 1
-    told.orchestrator.begin()
-    while not any(name.endswith("sft") for name in told.jobs.begun):
-        told.orchestrator.step()
-    suspend_sweep(workspace, "small")
-    while not told.orchestrator.step():
-        pass
-    assert set(told.states().values()) == {"interrupted", "held"}
-    begun = {name.rpartition("/")[2] for name in told.jobs.begun}
-    assert begun == {"data", "sft"}, "no further stage was begun"
-    assert workspace.read_result(plan.trials[0].plan.by_name["sft"].id), "what ran has ended"
-    workspace.withdraw_cancel(sweep_call("small"))
-    assert set(bench(workspace, plan, SCRIPT).run().values()) == {"done"}
-
-
 def test_who_ends_a_sweep_ends_no_job_that_a_run_of_its_own_waits_for(
     workspace: Workspace,
 ) -> None:
@@ -530,30 +409,16 @@ def test_anybody_can_read_how_trials_stand_and_what_they_took(workspace: Workspa
     assert found[bad].use.incidents == 1
 
 
-def follower(workspace: Workspace, plan: SweepPlan, most: int = 200) -> SweepFollower:
-    return SweepFollower(workspace, recorded(workspace, plan), most)
-
-
-def test_who_follows_a_sweep_sees_every_stage_once_and_how_it_ended(workspace: Workspace) -> None:
+def test_who_follows_a_sweep_sees_how_every_trial_ended(workspace: Workspace) -> None:
     plan = small_sweep()
     bad = plan.trials[1].name
     told = bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
-    sees = follower(workspace, plan)
-    assert len(sees.nodes) == 1 + 2 + 4
+    sees = Follower(workspace, sweep_call("small"), {t.name: "" for t in plan.trials})
     assert {view.state for view in sees.look().values()} == {"waiting"}
     told.run()
     views = sees.look()
     assert all(view.terminal for view in views.values())
-    assert views[f"{bad}/grpo"].state == "failed"
-    assert views["data"].state == "done"
-    assert inputs_of(workspace, sees.nodes, f"{bad}/grpo")
-    states = {event["state"] for event in sees.news() if event["event"] == "trial"}
-    assert {"done", "failed"} <= states
-
-
-def test_a_large_sweep_is_followed_by_its_trials(workspace: Workspace) -> None:
-    plan = small_sweep(seeds=(1, 2, 3))
-    assert list(follower(workspace, plan, most=8).nodes) == [t.name for t in plan.trials]
+    assert views[bad].state == "failed"
 
 
 # ---------------------------------------------------------------- what one trial does to others
@@ -601,49 +466,6 @@ def test_a_stage_goes_on_for_the_trial_that_still_wants_it_when_another_is_cance
     assert told.jobs.stopped == []
     assert told.states() == {first: "done", second: "interrupted"}
     assert told.jobs.begun == [f"{first}/{stage}" for stage in ("data", "sft", "grpo")]
-
-
-def test_what_every_trial_has_cancelled_is_ended(workspace: Workspace) -> None:
-    plan = small_sweep(seeds=(1,), limits=Limits(concurrency=2))
-    told = bench(workspace, plan, {**SCRIPT, "sft": ("wait",) * 99})
-    told.admission.canary = None
-    told.orchestrator.begin()
-    while not any(name.endswith("sft") for name in told.jobs.begun):
-        told.orchestrator.step()
-    for member in tuple(told.admission.live.values()):
-        workspace.ask_cancel(member.run.run, "somebody")
-    while not told.orchestrator.step():
-        pass
-    assert set(told.states().values()) == {"interrupted"}
-    (stopped,) = told.jobs.stopped
-    assert stopped.stage_id == plan.trials[0].plan.by_name["sft"].id
-
-
-def test_what_cannot_be_read_of_one_trial_pauses_it_alone(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = small_sweep(seeds=(1,), limits=Limits(concurrency=2))
-    first, second = plan.trials
-    told = bench(workspace, plan, SCRIPT)
-    told.admission.canary = None
-    real, gone = workspace.read_record, [second.plan.by_name["grpo"].id]
-
-    def read_record(stage_id: str) -> StageRecord | None:
-        if stage_id in gone:
-            raise OSError(errno.ESTALE, "Stale file handle", stage_id)
-        return real(stage_id)
-
-    monkeypatch.setattr(workspace, "read_record", read_record)
-    told.orchestrator.begin()
-    while told.states()[first.name] != "done":
-        assert not told.orchestrator.step()
-    views = told.admission.live[second.name].views()
-    assert "paused" in {view.state for view in views.values()}
-    assert any("Stale file handle" in view.message for view in views.values())
-    gone.clear()
-    while not told.orchestrator.step():
-        pass
-    assert set(told.states().values()) == {"done"}
 
 
 def test_a_trial_ends_while_others_still_need_the_judges_server_that_they_share(

@@ -22,7 +22,6 @@ import pytest
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
 from refiner_core.contract.fields import replace_fields
-from refiner_core.contract.sections.environment import alpha_of, check_weights
 from refiner_core.data.conversations import read_conversations
 from refiner_core.environments.protocol import (
     InfrastructureError,
@@ -32,7 +31,7 @@ from refiner_core.environments.protocol import (
 )
 from refiner_core.environments.scoring import partial_score
 from refiner_core.environments.tau2 import Tau2Environment, missing_tau2, package, tau2_digest
-from refiner_core.environments.tau2.tasks import failure_of, read_reward_info
+from refiner_core.environments.tau2.tasks import read_reward_info
 from refiner_core.models import tiny_tokenizer
 from tests.support.judge_server import JudgeServer, Reply
 from tests.support.tau2_contract import (
@@ -137,16 +136,6 @@ def test_the_agent_reads_results_and_words_exactly(helpful: str) -> None:
     assert (end.messages, end.done) == ((), True)
 
 
-def test_words_that_look_like_a_call_are_said(helpful: str) -> None:
-    """The gym reads such an answer as a call; a model would be punished for quoting one."""
-    environment = environment_at(helpful, "kiosk")
-    episode = environment.episode(task_of(environment, "0"))
-    for text in ("set_seat(ticket_id='T1', seat='1A')", '{"name": "set_seat", "arguments": {}}'):
-        episode.reset(1)
-        assert episode.step(say(text)).messages == (Message("user", "Thank you."),)
-    assert not any(check.passed for check in episode.outcome().checks if check.kind == "action")
-
-
 def test_the_user_acts_on_their_side_and_the_agent_cannot() -> None:
     press = {"name": "press_button", "arguments": '{"button": "green"}'}
     with JudgeServer(Talk("The lamp is off.", said(None, [press]), "It is green now.")) as server:
@@ -181,18 +170,6 @@ def test_a_task_may_begin_in_the_middle_of_a_conversation(helpful: str) -> None:
     assert outcome.success
     assert outcome.excluded == ()  # there are no assertions to be left out
     assert record.tools == ("set_seat", "done")
-
-
-def test_the_simulated_user_gets_the_settings(helpful: str) -> None:
-    with JudgeServer(Talk("Hello.")) as server:
-        user = user_at(server.base_url, temperature=0.7, max_tokens=99)
-        environment = Tau2Environment(EnvironmentConfig(name="tau2", domains=("kiosk",)), user)
-        environment.episode(task_of(environment, "0")).reset(2**40 + 5)
-        body, headers = server.bodies[0], server.headers[0]
-    assert (body["model"], body["temperature"], body["max_tokens"]) == ("user", 0.7, 99)
-    assert body["seed"] == 5
-    assert headers["Authorization"] == f"Bearer {KEY}"
-    assert "seat at the window" in body["messages"][0]["content"]
 
 
 # ---- how episodes fail
@@ -232,23 +209,6 @@ def test_its_own_limit_ends_an_episode(helpful: str) -> None:
     assert outcome.info["simulation"]["termination_reason"] == "max_steps"
     passed = {check.name: check.passed for check in outcome.checks}
     assert (passed["seat_0"], passed["find_0"], passed["7F"]) == (True, False, True)
-
-
-def test_errors_without_end_end_an_episode(helpful: str) -> None:
-    environment = environment_at(helpful, "kiosk")
-    record, outcome = play(environment, task_of(environment, "0"), [ToolCall("fly", {})] * 50)
-    assert len(record.turns) == 10
-    assert outcome.failure == "limit"
-
-
-def test_a_user_may_end_an_episode() -> None:
-    with JudgeServer(Talk("Seat 7F, please.", f"Thanks. {STOP}")) as server:
-        environment = environment_at(server.base_url, "kiosk")
-        calls = [ToolCall("find_ticket", {"ticket_id": "T1"}), SEAT, say("It is 7F."), DONE]
-        record, outcome = play(environment, task_of(environment, "0"), calls)
-    assert len(record.turns) == 3
-    assert outcome.success
-    assert record.turns[-1].messages == (("user", f"Thanks. {STOP}"),)
 
 
 # ---- the user simulator's faults
@@ -291,16 +251,6 @@ def test_a_user_that_takes_too_long_is_slow() -> None:
     assert caught.value.kind == "user_slow"
 
 
-def test_a_user_may_fall_silent_later() -> None:
-    with JudgeServer(Talk("Hello.", said(""))) as server:
-        environment = environment_at(server.base_url, "kiosk")
-        episode = environment.episode(task_of(environment, "0"))
-        episode.reset(1)
-        with pytest.raises(InfrastructureError) as caught:
-            episode.step(say("Hello."))
-    assert caught.value.kind == "user_off_script"
-
-
 # ---- assertions in plain language
 
 
@@ -326,7 +276,6 @@ def test_assertions_are_asked_of_the_judge(score: float, reward: float, helpful:
     asked = judge.requests
     assert asked[0].reference == "The agent says which seat it is."
     assert "assistant: Your seat is 7F." in asked[0].text
-    assert outcome.info["reward_info"]["reward_breakdown"]["NL_ASSERTION"] == reward
     assert environment.describe()["excluded"] == []
 
 
@@ -376,14 +325,6 @@ def test_reward_info_is_taken_apart(as_text: bool) -> None:
     assert partial_score(without, weights) == pytest.approx(0.4 / 0.65, abs=1e-4)  # .6154
 
 
-def test_reward_info_without_checks_and_with_assertions() -> None:
-    early = read_reward_info(shape("early"))
-    assert (early.reward, early.components, early.checks) == (0.0, {}, ())
-    judged = read_reward_info(shape("nl"))
-    assert judged.components == {"db": 1.0, "nl": 1.0}
-    assert [check.kind for check in judged.checks] == ["db", "nl"]
-
-
 @pytest.mark.parametrize(
     "broken",
     [
@@ -403,14 +344,6 @@ def test_no_number_is_made_up_for_another_shape(broken: Any) -> None:
     with pytest.raises(InfrastructureError) as caught:
         read_reward_info(broken)
     assert caught.value.kind == "unreadable_reward"
-
-
-def test_a_hand_over_that_was_wanted_is_no_giving_up() -> None:
-    values = shape("full")
-    values["action_checks"][2]["action"] = {"name": "transfer_to_human_agents", "arguments": {}}
-    measured = read_reward_info(values)
-    tools = ["transfer_to_human_agents"]
-    assert failure_of(measured, reason="user_stop", tools=tools, errors=()) == "incomplete"
 
 
 # ---- tasks
@@ -470,14 +403,6 @@ def test_what_is_not_there_is_named(helpful: str, monkeypatch: pytest.MonkeyPatc
         environment_at(helpful, "kiosk").tasks("train")
 
 
-def test_there_is_no_user_without_a_model() -> None:
-    config = EnvironmentConfig(name="tau2", domains=("kiosk",))
-    environment = Tau2Environment(config, UserConfig())
-    task = task_of(environment, "0")
-    with pytest.raises(ConfigurationError, match=r"environment\.user\.model"):
-        environment.episode(task)
-
-
 # ---- the package itself
 
 
@@ -501,12 +426,6 @@ def test_the_package_for_chemistry_is_refused_unread(
     with pytest.raises(UnsupportedError, match="not tau2-bench"):
         Tau2Environment(EnvironmentConfig(name="tau2"), UserConfig()).tasks("train")
     assert tau2_digest(EnvironmentConfig(name="tau2")) == package.ABSENT
-
-
-def test_a_version_without_what_is_needed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tau2.gym.gym_agent", None)
-    with pytest.raises(UnsupportedError, match=r"tau2\.gym"):
-        Tau2Environment(EnvironmentConfig(name="tau2"), UserConfig()).tasks("train")
 
 
 def test_the_digest_follows_the_data_and_imports_nothing(
@@ -546,32 +465,6 @@ def test_the_recipe_is_planned_without_the_package(
     assert not any("not installed" in note for note in planning_notes(there))
     prints = [{s.name: s.fingerprint for s in made.stages} for made in (plan, there)]
     assert prints[0]["data"] != prints[1]["data"]
-
-
-def test_the_recipe_has_the_values_of_the_card() -> None:
-    from flows.api import make_recipe_plan
-
-    config = make_recipe_plan("tau2").config
-    grpo, evaluate, environment = config.grpo, config.evaluate, config.environment
-    assert (grpo.num_unique_prompts_rollout, grpo.num_samples_per_prompt_rollout) == (16, 4)
-    assert (grpo.temperature, grpo.learning_rate, grpo.beta) == (0.7, 1e-6, 0.01)
-    assert (grpo.clip_lower, grpo.clip_higher, grpo.entropy_coefficient) == (0.2, 0.28, 0.001)
-    assert (grpo.kl_estimator, grpo.save_freq, grpo.num_training_steps) == ("kl3", 10, 21)
-    curriculum = grpo.curriculum
-    assert (curriculum.enabled, curriculum.min_attempts) == (True, 5)
-    assert (curriculum.high, curriculum.high_weight) == (0.75, 0.1)
-    assert (curriculum.low, curriculum.low_weight) == (0.25, 0.5)
-    assert (evaluate.num_samples, evaluate.temperature, evaluate.top_p) == (4, 0.8, 1.0)
-    assert (evaluate.top_k, environment.max_turns) == (20, 100)
-    assert (evaluate.user.model, evaluate.user.temperature) == ("gpt-4.1-mini", 0.7)
-    assert environment.user.model == config.model.name_or_path == "Qwen/Qwen3-4B-Instruct-2507"
-    assert (config.sample.temperature, config.sample.min_partial) == (0.8, 0.6)
-    assert 4 <= config.sample.attempts <= 8
-    shaping = environment.shaping
-    alphas = [alpha_of(shaping, domain) for domain in ("retail", "airline", "telecom")]
-    assert alphas == pytest.approx([0.2, 0.25, 0.4])
-    telecom = {"action": 0.35, "communicate": 0.35, "environment": 0.3}
-    assert check_weights(shaping, "telecom") == telecom
 
 
 def test_published_rows_are_read_and_held_out_tasks_left_out(helpful: str, tmp_path: Path) -> None:

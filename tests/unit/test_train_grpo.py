@@ -18,11 +18,9 @@ from refiner_core.contract.errors import (
     Interrupted,
     JudgeOutage,
     StageFailed,
-    UnsupportedError,
 )
-from refiner_core.contract.types import Completion, Judgement, PromptRow, RewardResult
+from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.data.prepared import write_prompts
-from refiner_core.generation.completions import completion_text
 from refiner_core.judges import LexicalJudge
 from refiner_core.training.batches import prompt_batch
 from refiner_core.training.model import loading
@@ -35,7 +33,6 @@ from refiner_core.training.rollouts.rollout import (
 from tests.support.stage_io import FolderStageIO
 from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
-    BATCH_ROPES,
     EOS,
     AnsweringSampler,
     LiveSampler,
@@ -104,33 +101,6 @@ def run(tmp_path, monkeypatch):
     return Run(tmp_path, monkeypatch)
 
 
-def test_a_step_logs_the_names_that_dashboards_use(run):
-    run(num_training_steps=1)
-    (row,) = run.io.metrics()
-    expected = {
-        *(f"objective/kl{i}_avg" for i in (1, 2, 3, 4)),
-        *(f"loss/{part}_avg" for part in ("policy", "kl", "total")),
-        *("policy/clipfrac_avg", "policy/entropy_avg", "val/ratio", "val/sequence_lengths"),
-        *("val/stop_rate", "scores", "objective/low_reward", "packed_ratio", "grad_norm"),
-        *("tokens_per_second", "episode", "training_step", "epoch", "learning_rate"),
-        *("time/generate_s", "time/judge_s", "time/update_s"),
-        *("groups/kept", "groups/dropped_zero_std", "groups/dropped_too_few_scored"),
-        *("samples/unscored", "samples/malformed"),
-    }
-    assert expected <= row.keys()
-    assert row["episode"] == 12
-    assert all(math.isfinite(value) for value in row.values())
-
-
-def test_samples_that_would_change_each_others_positions_are_refused(run):
-    """Prompts have 4 to 9 tokens, and the model's first window 16."""
-    save_tiny_model(run.root / "model", **BATCH_ROPES["longrope"])
-    with pytest.raises(UnsupportedError, match=r"longrope.*17.*grpo\.response_length"):
-        run(response_length=8)
-    run(response_length=7, num_training_steps=1)
-    run("capped", response_length=40, max_token_length=16, num_training_steps=1)
-
-
 def test_the_first_step_is_on_policy(run):
     """Ratio exactly 1, no distance from the reference, and the sampler's log-probs are ours."""
     run(num_training_steps=1, temperature=0.7)
@@ -167,15 +137,6 @@ def test_the_reward_rises(run):
     report = run(num_training_steps=16, beta=0.0, num_samples_per_prompt_rollout=8)
     scores = [value for _, value in report["curves"]["scores"]]
     assert sum(scores[-4:]) / 4 > sum(scores[:4]) / 4 + 0.1
-
-
-def test_without_kl_there_is_no_reference_and_no_kl_metric(run, monkeypatch):
-    loads = []
-    load_model = loading.load_model
-    monkeypatch.setattr(loading, "load_model", lambda *a: loads.append(a) or load_model(*a))
-    run(num_training_steps=1, beta=0.0)
-    assert len(loads) == 1
-    assert not any("kl" in name for name in run.io.metrics()[0])
 
 
 def test_kl_holds_the_policy_near_the_reference(run):
@@ -312,46 +273,6 @@ def test_the_judge_has_the_first_sample_while_the_second_is_decoded(run):
     assert all(later - earlier in (0, 1) for earlier, later in pairwise(had))
 
 
-def test_what_judging_took_is_logged_per_step_and_summed(run):
-    run.answer(ThreadedJudge())
-    report = run(num_training_steps=3)
-    rows = run.io.metrics()
-    for name in ("asked", "stored", "shared", "failed", "calls", "retries", "prompt_tokens",
-                 "completion_tokens", "latency_mean_s", "paused_s"):  # fmt: skip
-        assert all(f"judge/{name}" in row for row in rows), name
-    assert all(row["judge/asked"] > 0 for row in rows)
-    assert rows[0]["judge/latency_mean_s"] == 0.5
-    assert report["judge"]["asked"] == sum(row["judge/asked"] for row in rows)
-    assert report["judge"]["prompt_tokens"] == 10 * report["judge"]["asked"]
-    assert report["judge"]["answers"] == {"200": report["judge"]["calls"]}
-
-
-class OutAfter:
-    """A judge without a count that is gone after some calls."""
-
-    def __init__(self, calls: int) -> None:
-        self.left = calls
-
-    def judge(self, requests):
-        self.left -= 1
-        if self.left < 0:
-            raise JudgeOutage("nobody is there")
-        return LexicalJudge().judge(requests)
-
-
-def test_a_checkpoint_from_before_usage_was_kept_goes_on(run):
-    run.answer(LexicalJudge())
-    whole = run("whole", num_training_steps=4)
-    run.judge = OutAfter(2)
-    with pytest.raises(JudgeOutage):
-        run(num_training_steps=4)
-    run.answer(ThreadedJudge())
-    resumed = run(num_training_steps=4)
-    usage = resumed.pop("judge")
-    assert resumed == whole
-    assert usage["asked"] == sum(row.get("judge/asked", 0) for row in run.io.metrics()) > 0
-
-
 @pytest.mark.parametrize("error", [JudgeOutage("nobody is there"), Interrupted("asked to stop")])
 def test_a_judge_that_ends_in_the_middle_of_a_step_costs_that_step_alone(run, error):
     run.answer(ThreadedJudge())
@@ -370,50 +291,6 @@ def test_a_judge_that_ends_in_the_middle_of_a_step_costs_that_step_alone(run, er
 
 def _malformed(rows) -> int:
     return sum(row["status"] == "malformed" for row in rows)
-
-
-def test_a_stop_for_failed_judgements_names_what_the_judge_answered(run):
-    class Broken:
-        def judge(self, requests):
-            return [Judgement("failed", None, "HTTP 500") for _ in requests]
-
-    run.answer(ThreadedJudge(Broken()))
-    with pytest.raises(JudgeOutage, match=r"rollouts of a step: HTTP 500 \(\d+ times\)"):
-        run()
-    assert run.io.metrics() == []
-
-
-def test_a_step_of_which_nothing_could_be_scored_is_logged_with_what_there_is(run):
-    """Where the share allows it, such a step changes nothing and says so in finite numbers."""
-    run.rewards = fail_some(range(12))
-    config = recipe(grpo={"num_training_steps": 2})
-    report = run(config=replace(config, judge=replace(config.judge, max_failed_share=1.0)))
-    row = run.io.metrics()[0]
-    assert row["samples/unscored"] == 12
-    assert row["groups/dropped_too_few_scored"] == 3
-    assert row["optimizer_steps"] == row["groups/kept"] == row["samples/trained"] == 0
-    assert not {"scores", "objective/low_reward"} & row.keys()
-    assert all(math.isfinite(value) for value in row.values())
-    assert report["counts"]["samples/unscored"] == 24
-    assert "scores" not in report["curves"]
-    assert not run.moved()
-
-
-def test_every_part_of_the_reward_is_logged_under_its_name(run):
-    run.answer(LexicalJudge())
-    run(num_training_steps=1)
-    row = run.io.metrics()[0]
-    parts = ("rubric", "citation", "citation_precision", "citation_recall", "citation_f1",
-             "citation_format", "citation_applicable", "format_bonus", "format_valid",
-             "no_rubrics", "total")  # fmt: skip
-    assert {f"objective/{part}_reward" for part in parts} <= row.keys()
-    assert {"val/claims_per_answer", "val/uncited_per_answer"} <= row.keys()
-
-
-def test_tokens_that_were_sampled_during_a_save_are_not_counted_as_free() -> None:
-    from refiner_core.training.steps.boundary import Clock
-
-    assert Clock().metrics(100, beside=50.0)["tokens_per_second"] == pytest.approx(2.0)
 
 
 def test_a_long_step_says_how_far_it_is(run, monkeypatch):
@@ -466,25 +343,6 @@ def sampled(sampler: Saying, *, indices: Sequence[int] = (0,), step: int = 1, se
     wanted = lane.wanted(prompts(9), step, indices)
     lane.sample(sampler, tokenizer, wanted, made.__setitem__)
     return [lane.read(tokenizer, one, made[place]) for place, one in enumerate(wanted)]
-
-
-def test_rewards_read_the_text_that_evaluation_reads():
-    """A special token inside an answer is visible to both; a skipping decoder would hide it."""
-    sampler = Saying(5, 0, EOS, 6, EOS)
-    sample = sampled(sampler)[0]
-    assert sample.text == completion_text(tiny_tokenizer(), sampler.completion) == "w5 w0 w1 w6"
-
-
-def test_seeds_follow_from_what_is_sampled_and_not_from_when():
-    one, two, other_step, other_run = Saying(5), Saying(5), Saying(5), Saying(5)
-    sampled(one, indices=(2, 5))
-    sampled(two, indices=(5, 3, 2))
-    sampled(other_step, indices=(2, 5), step=2)
-    sampled(other_run, indices=(2, 5), seed=8)
-    size = recipe().grpo.num_samples_per_prompt_rollout
-    assert one.seeds == two.seeds[2 * size :] + two.seeds[:size]
-    every = one.seeds + two.seeds[size : 2 * size] + other_step.seeds + other_run.seeds
-    assert len(set(every)) == len(every)
 
 
 @pytest.mark.parametrize(
@@ -549,21 +407,6 @@ def test_truncated_completions_are_masked_after_the_group_statistics():
     assert len(batch.train_samples(mask_truncated=False)) == 4
 
 
-def test_importance_weights_shrink_what_the_sampler_overrated(run):
-    class Boastful(LiveSampler):
-        def generate(self, requests, params, on_completion):
-            def boasting(i, c):
-                on_completion(i, replace(c, logprobs=tuple(x + 1 for x in c.logprobs)))
-
-            return super().generate(requests, params, boasting)
-
-    run.sampler = Boastful()
-    run(num_training_steps=1)
-    assert run.io.metrics()[0]["val/importance_weight"] == pytest.approx(math.exp(-1), rel=1e-3)
-    run("off", num_training_steps=1, truncated_importance_sampling_ratio_cap=0.0)
-    assert run.io.metrics()[0]["val/importance_weight"] == 1.0
-
-
 def test_prompts_come_once_an_epoch_and_epochs_differ():
     steps = [prompt_batch(3, 7, 2, step) for step in range(6)]
     assert [(epoch, cursor) for epoch, cursor, _ in steps] == [
@@ -600,10 +443,3 @@ def test_a_loss_that_is_not_finite_stops_the_stage(run):
     ]
     with pytest.raises(StageFailed, match="grpo step 1"):
         run()
-
-
-def test_servers_that_nobody_starts_are_not_replaced_by_something_else(run):
-    run.sampler = None
-    with pytest.raises(AssertionError, match="servers"):
-        run(generation_backend="vllm")
-    assert run.io.metrics() == []

@@ -14,7 +14,6 @@ from refiner_core.contract.errors import (
     ConfigurationError,
     DataError,
     StageFailed,
-    UnsupportedError,
 )
 from refiner_core.contract.types import DemonstrationRow
 from refiner_core.data.prepared import write_demonstrations
@@ -22,7 +21,6 @@ from refiner_core.training.batches import sft_steps
 from refiner_core.training.sft import train_sft
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import (
-    BATCH_ROPES,
     demonstrations,
     recipe,
     save_data,
@@ -49,16 +47,6 @@ def run(tmp_path):
 
     train.root = tmp_path
     return train
-
-
-def test_metrics_have_the_names_that_dashboards_use(run):
-    report, io = run()
-    first = io.metrics()[0]
-    names = {"loss/train_avg", "learning_rate", "grad_norm", "tokens_per_second", "training_step"}
-    assert names | {"epoch"} <= first.keys()
-    validated = [row["step"] for row in io.metrics() if "loss/validation" in row]
-    assert validated == sorted({*range(2, report["steps"], 2), report["steps"]})
-    assert report["validation_loss"]["final"] == io.metrics()[-1]["loss/validation"]
 
 
 def test_it_learns_what_can_be_learnt(run):
@@ -106,27 +94,11 @@ def test_how_often_it_validates_changes_no_weight(run):
     assert pick[0] == pick[1]
 
 
-def test_a_validation_set_is_not_needed(run):
-    (run.root / "data/sft_val.parquet").unlink()
-    report, io = run()
-    assert report["validation_loss"] is None
-    assert not any("loss/validation" in row for row in io.metrics())
-
-
 def test_a_demonstration_longer_than_a_pack_is_refused(run):
     row = DemonstrationRow("giant", (5,) * 60, (False,) + (True,) * 59)
     write_demonstrations(run.root / "data/sft_train.parquet", [*demonstrations(3), row])
     with pytest.raises(ConfigurationError, match="does not fit in a pack"):
         run()
-
-
-def test_demonstrations_that_would_change_each_others_positions_are_refused(run):
-    save_tiny_model(run.root / "model", **BATCH_ROPES["longrope"])
-    with pytest.raises(UnsupportedError, match="longrope"):
-        run()  # demonstrations of up to 20 tokens
-    short = [row for row in demonstrations(40) if len(row.input_ids) <= 16]
-    write_demonstrations(run.root / "data/sft_train.parquet", short)
-    run()
 
 
 def test_no_demonstrations_is_an_error_of_the_data(run):
@@ -164,12 +136,3 @@ def test_an_epoch_shows_every_row_once(lengths, packs_per_step, epochs):
     for epoch in range(int(epochs)):
         seen = [i for at, packs in steps if at == epoch for pack in packs for i in pack]
         assert sorted(seen) == list(range(len(lengths)))
-
-
-def test_epochs_are_shuffled_differently_and_fractions_are_cut():
-    plan = sft_steps(1, [5] * 20, pack_length=10, packs_per_step=1, epochs=2.5)
-    epochs = [[packs for at, packs in plan if at == e] for e in range(3)]
-    assert [len(epoch) for epoch in epochs] == [10, 10, 5]
-    assert epochs[0] != epochs[1]
-    limited = sft_steps(1, [5] * 20, pack_length=10, packs_per_step=1, epochs=1000, max_steps=13)
-    assert limited == plan[:13]

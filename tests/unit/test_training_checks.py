@@ -101,16 +101,6 @@ def tiny(fields: dict[str, Any]) -> RecipeConfig:
             "active_sampling_max_rounds` is 1.*at least 2",
         ),
         # rollout servers
-        ({**VLLM, "grpo.rollout_server.weight_transfer": "nccl"}, "one of auto, reload:"),
-        (
-            {**VLLM, "grpo.rollout_server.weight_transfer": "nccl", "grpo.resources.gpus": 2}
-            | {"grpo.rollout_server.colocate": True},
-            "one of auto, reload, ipc:",
-        ),
-        (
-            {**VLLM, "grpo.rollout_server.weight_transfer": "ipc", "grpo.resources.gpus": 2},
-            "one of auto, reload, nccl:",
-        ),
         ({**VLLM, "grpo.rollout_server.weights_dir": "shm"}, r"'shm'.*an absolute path"),
         # ranges
         ({"sft.nproc_per_node": 0}, r"`sft\.nproc_per_node` is 0.*at least 1"),

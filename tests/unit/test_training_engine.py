@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from refiner_core.contract.config import DispatchConfig, ModelConfig, RecipeConfig, Resources
+from refiner_core.contract.config import DispatchConfig, ModelConfig, RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
     DamagedCheckpoint,
@@ -20,13 +20,10 @@ from refiner_core.contract.errors import (
     WorkspaceError,
 )
 from refiner_core.contract.placement import refuse_unsupported
-from refiner_core.generation.completions import check_positions
-from refiner_core.generation.load import device_for
-from refiner_core.training.batches import Sample, build_pack, collate
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.engines.protocol import PROGRESS
 from refiner_core.training.model import loading
-from tests.support.tiny_training import BATCH_ROPES, save_tiny_model, tiny_model, tiny_tokenizer
+from tests.support.tiny_training import save_tiny_model, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -59,12 +56,6 @@ def test_a_machine_without_deepspeed_refuses_it_by_the_field(monkeypatch):
         refuse_unsupported(elsewhere, "sft")
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnsupportedError, match="no CUDA"):
-        device_for(Resources(gpus=1))
-
-
 def test_demonstrations_longer_than_the_models_window_are_refused_with_both_numbers(tmp_path):
     model = loading.load_for_training(str(save_tiny_model(tmp_path)), ModelConfig(), CPU).model
     window = model.config.max_position_embeddings
@@ -87,43 +78,12 @@ def test_a_model_whose_packs_leak_is_refused(tmp_path, monkeypatch):
         loading.check_model(loaded)
 
 
-@pytest.mark.parametrize("kind", BATCH_ROPES)
-def test_positions_that_follow_the_longest_of_a_pack_are_refused_from_where_they_do(kind):
-    """Beyond its first window such a model reads a short sample otherwise beside a long one; the
-    probe of packs is far shorter."""
-    loaded = loading.Loaded(tiny_model(**BATCH_ROPES[kind]), tiny_tokenizer(), True, None)
-    loading.check_model(loaded)
-    config = loaded.model.config
-
-    def beside(length: int) -> torch.Tensor:
-        samples = [Sample((), tuple(range(3, 3 + n)), (True,) * n) for n in (6, length)]
-        with torch.no_grad():
-            hidden = loading.hidden_states(
-                loaded.model, collate([build_pack([[s] for s in samples])])
-            )
-        return hidden[:5]  # of the first sample
-
-    assert torch.allclose(beside(16), beside(9), atol=1e-4)
-    check_positions(config, 16)
-    assert not torch.allclose(beside(17), beside(9), atol=1e-2)
-    with pytest.raises(UnsupportedError, match=rf"'{kind}'.*more than 16 tokens.*17"):
-        check_positions(config, 17)
-    check_positions(tiny_model().config, 10**6)
-
-
 def test_a_model_with_more_than_a_plain_head_is_refused(tmp_path, monkeypatch):
     loaded = loading.load_for_training(str(save_tiny_model(tmp_path)), ModelConfig(), CPU)
     head = torch.nn.Linear(32, 48, bias=False)
     monkeypatch.setattr(loaded.model, "get_output_embeddings", lambda: head)
     with pytest.raises(UnsupportedError, match="head"):
         loading.check_model(loaded)
-
-
-def test_sliding_windows_get_no_shared_prompts(tmp_path):
-    windowed = save_tiny_model(
-        tmp_path, use_sliding_window=True, sliding_window=4, max_window_layers=1
-    )
-    assert not loading.load_for_training(str(windowed), ModelConfig(), CPU).share_prompts
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -26,7 +26,7 @@ from refiner_core.generation import turns as turns_module
 from refiner_core.generation.completions import LockstepTurns, turn_generator
 from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.transformers_backend import TransformersGenerator
-from refiner_core.generation.turns import _SlotCache, common_prefix, prefill_parts
+from refiner_core.generation.turns import _SlotCache
 from refiner_core.models import tiny_model_dir
 from refiner_core.training.rollouts.policies import Cancelled, CopyPolicy
 from tests.support.tiny_training import VOCABULARY, tiny_model, tiny_tokenizer
@@ -155,20 +155,6 @@ def test_memory_makes_fewer_slots_and_other_samples_of_none(
     assert widest[-1][1] > 192  # one conversation alone is more than the memory: it goes on alone
 
 
-def test_a_slot_that_was_wide_is_narrow_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One long conversation does not leave the others without company for the rest of a call."""
-    monkeypatch.setattr(turns_module, "max_cache_entries", lambda _: 4 * 64)
-    script = Script(12, 1, params=lambda c, _: SamplingParams(max_new_tokens=3))
-    long = tuple(3 + i % 40 for i in range(200))
-    script.fresh[0] = (0, long)
-    generator = continuous(model, 4)
-    with counted(model) as passes:
-        generator.turns(script)
-    agrees(model, script, 12)
-    assert script.most > 1
-    assert 4 in passes  # four decode together
-
-
 class Tries(Script):
     """Greedy tries at three tasks, each told the same after the same turn, but not at once."""
 
@@ -224,13 +210,6 @@ def test_what_is_cached_is_not_computed_again(model: Any) -> None:
     assert sum(passes) < 2 * 200 + 6 * (20 + 4) + told
 
 
-def test_few_that_are_left_decode_in_a_small_batch(model: Any) -> None:
-    script = Script(8, 1, params=lambda c, _: replace(GREEDY, max_new_tokens=40 if c == 5 else 4))
-    with counted(model) as passes:
-        continuous(model).turns(script)
-    assert passes[-30:] == [1] * 30
-
-
 def test_tools_hold_up_nobody_else(model: Any) -> None:
     """Others go on decoding until an answer is there; the desk is told to wait only where nobody
     decodes."""
@@ -275,26 +254,6 @@ def test_what_the_desk_raises_ends_the_call_and_leaves_the_model_as_it_was() -> 
     assert model.training
 
 
-def test_a_sign_of_life_may_end_a_call(model: Any) -> None:
-    """A stage that ends must not wait for its rollouts."""
-    seen: list[tuple[int, int]] = []
-
-    def step(finished: int, begun: int) -> None:
-        seen.append((finished, begun))
-        if len(seen) == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        continuous(model, on_step=step).turns(Script())
-    assert seen[0] == (0, 7)
-
-
-def test_a_desk_without_turns_is_no_work(model: Any) -> None:
-    with counted(model) as passes:
-        continuous(model).turns(Script(0))
-    assert passes == []
-
-
 # ---------------------------------------------------------------- round by round
 
 
@@ -317,25 +276,7 @@ def test_lockstep_samples_the_same(model: Any) -> None:
     assert few.most == 2
 
 
-def test_a_generator_that_samples_turns_is_used_as_it_is(model: Any) -> None:
-    generator = continuous(model)
-    assert turn_generator(generator) is generator
-
-
 # ---------------------------------------------------------------- plans
-
-
-def test_common_prefixes() -> None:
-    assert common_prefix([], [1]) == 0
-    assert common_prefix([2, 3], [1, 3]) == 0
-    assert common_prefix([1, 2, 3, 4, 5], [1, 2, 3, 9, 5]) == 3
-    assert common_prefix([1, 2, 3], [1, 2, 3, 4]) == 3
-
-
-def test_prefills_pad_little() -> None:
-    parts = prefill_parts([20, 600, 25, 19, 590])
-    assert parts == [[1, 4], [2, 0, 3]]
-    assert all(len(part) * 3000 <= 8192 for part in prefill_parts([3000] * 7))
 
 
 def test_the_shipped_models_turns_agree() -> None:

@@ -5,15 +5,13 @@ A wrong answer here makes a model's mistake look like success, or lets its text 
 
 from __future__ import annotations
 
-import json
 import sys
-from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refiner_core.environments.protocol import ToolCall, TurnStatus
+from refiner_core.environments.protocol import ToolCall
 from refiner_core.environments.turns import MAX_DEPTH, call_text, parse_turn
 
 MOST = 1000
@@ -44,20 +42,6 @@ def with_argument(text: str) -> str:
 )
 def test_one_call_is_a_turn(text: str) -> None:
     assert parse_turn(text, MOST).call == ToolCall("f", {"a": 1})
-
-
-def test_every_status_can_come() -> None:
-    texts = {
-        "ok": wrapped('{"name": "f", "arguments": {}}'),
-        "no_call": "Hello",
-        "many_calls": wrapped("{}") * 2,
-        "bad_json": wrapped("{'name': 'f'}"),
-        "bad_shape": wrapped("[]"),
-        "too_long": with_argument('"' + "x" * MOST + '"'),
-        "cut": '<tool_call>{"name": "f"',
-    }
-    assert {name: status(text) for name, text in texts.items()} == {name: name for name in texts}
-    assert set(texts) == set(get_args(TurnStatus))
 
 
 @pytest.mark.parametrize(
@@ -160,19 +144,6 @@ def test_deep_nesting_is_bad_json_however_deep_the_stack_is(opening: str, deep: 
     assert {parse(0), parse(sys.getrecursionlimit() // 2)} == {"bad_json"}
 
 
-def test_nesting_up_to_the_limit_is_sound() -> None:
-    inner = MAX_DEPTH - 2  # the call and its arguments
-    assert status(with_argument("[" * inner + "]" * inner)) == "ok"
-    assert status(with_argument("[" * (inner + 1) + "]" * (inner + 1))) == "bad_json"
-
-
-def test_many_keys_take_no_quadratic_time() -> None:
-    keys = ",".join(f'"{number}":1' for number in range(100_000))
-    turn = parse_turn(with_argument("{" + keys + ',"99999":2}'), 10**7)
-    assert turn.status == "bad_json"
-    assert "99999" in turn.why
-
-
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -192,12 +163,6 @@ def test_what_is_written_is_read(name: str, arguments: dict[str, object]) -> Non
     text = call_text(ToolCall(name, arguments))
     assert text.count("</tool_call>") == 1, "sampling would stop at the first"
     assert parse_turn(text, 10**6).call == ToolCall(name, arguments)
-
-
-def test_the_end_tag_within_a_written_call_is_escaped() -> None:
-    text = call_text(ToolCall("say", {"text": "a </tool_call> b"}))
-    inner = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
-    assert json.loads(inner)["arguments"] == {"text": "a </tool_call> b"}
 
 
 @given(st.text(alphabet='<>/tool_call{}[]":,name arguments\\u0d8\n-1e9', max_size=80))

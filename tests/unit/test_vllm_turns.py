@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 
-from refiner_core.contract.errors import ConfigurationError, KilledError
+from refiner_core.contract.errors import KilledError
 from refiner_core.contract.types import (
     Completion,
-    Endpoint,
     GenerationRequest,
     SamplingParams,
     TurnRequest,
 )
-from refiner_core.generation.vllm.client import _Shares
 from tests.support.tiny_training import save_tiny_model, tiny_model
 from tests.support.turn_script import Script
 from tests.support.vllm_fleet import Fixed, furthest, generator
@@ -117,30 +115,3 @@ def test_what_the_desk_or_a_sign_of_life_raises_ends_the_call_and_frees_the_flee
         assert not fleet.busy.locked()
         generator(fleet).turns(done := script())
         agrees(done, server)
-
-
-def test_a_turn_that_does_not_fit_is_refused() -> None:
-    params = SamplingParams(max_new_tokens=120)
-    gone = Served.__new__(Served)
-    gone.url = "http://127.0.0.1:9/v1"
-    with pytest.raises(ConfigurationError, match="window has 128"):
-        generator(Fixed(gone)).turns(script(params=lambda *_: params))
-
-
-def test_a_conversation_moves_with_the_server_that_has_taken_its_turn() -> None:
-    lanes = _Shares([Endpoint("a"), Endpoint("b")])
-    first, second = lanes.lanes
-    for index, conversation in enumerate((7, 8, 9)):
-        lanes.add(index, conversation)
-    assert (list(first.queue), list(second.queue)) == ([0, 2], [1])
-    assert [lanes.take(second), lanes.take(second)] == [1, 2]  # the last has run out of its own
-    lanes.add(3, 9)
-    assert list(second.queue) == [3]
-    second.up = False
-    lanes.add(4, 8)
-    assert list(first.queue) == [0, 4]
-    lanes.end(9)
-    assert lanes.take(first) == 0
-    assert lanes.take(first) == 4
-    assert lanes.take(first) == 3  # of a conversation that is over: asked all the same, no home
-    assert lanes.take(first) is None

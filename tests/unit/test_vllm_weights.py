@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from refiner_core.contract.errors import KilledError, NoSpaceError, StageFailed, UnsupportedError
+from refiner_core.contract.errors import KilledError, NoSpaceError, StageFailed
 from refiner_core.contract.types import Completion
 from refiner_core.generation.vllm import extension
 from refiner_core.generation.vllm.sync import WeightSync
-from refiner_core.generation.vllm.transfer import (
-    open_transfer,
-)
 from tests.support.tiny_training import save_tiny_model, tiny_model, tiny_tokenizer
 from tests.support.vllm_fleet import (
     PLAIN,
@@ -197,16 +193,3 @@ def test_nobody_samples_when_sending_weights_has_failed(
         fleet.sync(whole(changed()), "1")  # there is room again
         assert furthest(changed(), requests(), generator(fleet).generate(requests(), PLAIN)) < 1e-4
         assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_nobody_samples_before_there_are_weights(tmp_path: Path) -> None:
-    with fleet_of(InThreads(1), tmp_path) as fleet, pytest.raises(RuntimeError, match="sync"):
-        generator(fleet).generate(requests(), PLAIN)
-
-
-@pytest.mark.parametrize("way", ["nccl", "ipc"])
-def test_weights_go_from_gpu_to_gpu_only_where_there_is_one(way: Any) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this process has a GPU")
-    with pytest.raises(UnsupportedError, match="weight_transfer=reload"):
-        open_transfer(way, 1.0)

@@ -35,7 +35,7 @@ from refiner_core.contract.protocols import protocol_name
 from refiner_core.evaluation.metric_names import base_of
 from refiner_core.evaluation.metrics import EPISODE_METRICS, METRICS, higher_is_better
 from refiner_core.evaluation.results import compare_results, load_results
-from refiner_core.report.drawing import kept_places
+from refiner_core.report.charts import kept_places
 from refiner_core.report.printing import finite
 from refiner_core.report.run.document import Row
 from refiner_core.report.sweep.comparing import SHOWN

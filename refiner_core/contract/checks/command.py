@@ -75,7 +75,7 @@ def check_command(config: RecipeConfig) -> None:
 
 
 def _groups(pattern: str) -> int:
-    """The number of groups of a regular expression; -1 of what is none."""
+    """Number of groups of a regular expression; -1 if it is invalid."""
     try:
         return re.compile(pattern).groups
     except re.error:

@@ -30,7 +30,7 @@ _OF_AGENTS = tuple(p for p in _DEFAULTS if p.startswith(ONLY_OF_AGENTS))
 
 
 def check_environment(config: RecipeConfig) -> None:
-    """Refuse what cannot be meant.
+    """Refuse an invalid environment.
 
     Raises
     ------

@@ -65,7 +65,7 @@ _check_once = functools.lru_cache(maxsize=64)(check_config)
 
 
 def _check_ranges(config: RecipeConfig) -> None:
-    """Numbers that are none, or do not lie in the range that their declaration says."""
+    """Refuse numbers outside their declared range, NaN and infinity."""
     for (path, info), value in zip(_FIELDS.items(), _VALUES(config), strict=True):
         finite = not isinstance(value, float) or math.isfinite(value)
         # None, where a field allows it, is "no limit" and not a number.
@@ -149,8 +149,8 @@ def _is_extra_body(text: str) -> bool:
 
 
 def _check_server(section: str, variable: str, addresses: Iterable[str]) -> None:
-    """Where a server is asked, and the name of its key's variable. Wrong ones are not repeated:
-    they may be secrets."""
+    """Check a server's addresses and the variable of its key. Refusals do not repeat the values,
+    which may be secrets."""
     if not VARIABLE.fullmatch(variable):
         raise ConfigurationError(
             f"`{section}.api_key_env` is no name of an environment variable.",

@@ -1,4 +1,4 @@
-"""Secrets, told by their names and their looks, and the check that no setting holds one.
+"""Detection of secrets by name and by form, and the check that no setting holds one.
 
 In: names, texts, a configuration. Out: whether a name is one of a secret, where a text gives a
 value to such a name, and a refusal that names the field. Settings are recorded, shown and
@@ -62,8 +62,8 @@ _LOGIN = re.compile(r"(?<=://)[^/\s@]++@")
 
 
 class Given(NamedTuple):
-    """A value that a text gives to a name of a secret, and where it stands. ``is_set``: by ``=``,
-    ``:`` or a flag, not only by standing beside it."""
+    """A value assigned to a secret's name in a text, and its position. ``is_set``: assigned by
+    ``=``, ``:`` or a flag, not only adjacent."""
 
     name: str
     value: str
@@ -146,7 +146,7 @@ def check_secrets(config: RecipeConfig) -> None:
 
 @functools.cache
 def _text_fields() -> tuple[str, ...]:
-    """All but protocols, whose settings are checked as those of a recipe are."""
+    """Fields of text; protocols are left out, since their settings are checked as recipes are."""
     texts = (path for path, info in walk(RecipeConfig) if info.type in _TEXTS)
     return tuple(path for path in texts if path != "evaluate.protocols")
 

@@ -50,7 +50,7 @@ def check_training(config: RecipeConfig) -> None:
 
 
 def training_notes(config: RecipeConfig) -> list[str]:
-    """Give what works, and is hardly meant: said when a plan is made, and by nobody refused."""
+    """Notes on settings that work but are probably unintended; shown with the plan."""
     notes = []
     for stage in STAGES:
         if stage not in config.stages:
@@ -88,8 +88,8 @@ def _idle_samplers(config: RecipeConfig) -> list[str]:
 
 
 def _training_judge(config: RecipeConfig) -> list[str]:
-    """A policy learns to please the judge that pays it: what that one says of it alone is no gain
-    yet. The lexical judge reads words and is named a stand-in everywhere."""
+    """Note that only the training judge evaluates: a policy learns to please its judge, so its
+    score alone is no evidence of a gain. The lexical judge is a stand-in and gets no note."""
     judge = config.judge
     asked = asks_judge(config, "grpo") and judge.kind == "openai"
     if not asked or not {"grpo", "evaluate"} <= {*config.stages}:
@@ -132,7 +132,7 @@ def _check_shared(config: RecipeConfig, stage: TrainingStage) -> None:
 
 
 def _check_kernel(config: RecipeConfig, stage: str) -> None:
-    """FlashAttention and FlexAttention where a stage that runs the model cannot have them."""
+    """Refuse FlashAttention and FlexAttention in stages that cannot use them."""
     refuse = functools.partial(refuse_fields, config)
     kernel, gpus = config.model.attn_implementation, f"{stage}.resources.gpus"
     refuse(
@@ -167,7 +167,7 @@ def _check_pack(config: RecipeConfig, stage: TrainingStage) -> None:
 
 
 def _check_sft(config: RecipeConfig, stage: TrainingStage) -> None:
-    """SFT, on demonstrations or on attempts that were kept."""
+    """Check SFT, on demonstrations or on kept attempts."""
     refuse = functools.partial(refuse_fields, config)
     sft, world = section_of(config, stage), placement_of(config, stage).world
     assert isinstance(sft, SftConfig)
@@ -214,10 +214,9 @@ def _check_samples(config: RecipeConfig) -> None:
     )
     _check_pack(config, "grpo")
     refuse(
-        config.environment.name == "tau2" and grpo.credit == "turn_rewards",
-        "environment.name grpo.credit",
-        "an environment that tells progress between turns, as `desk` does; tau2-bench says only at "
-        "the end of an episode how much of it is done",
+        grpo.credit == "turn_rewards",
+        "grpo.credit",
+        "credit by whole episodes: that by turns was taken out",
         "set grpo.credit=trajectory",
     )
 
@@ -254,7 +253,7 @@ def _check_batch(config: RecipeConfig) -> None:
 
 
 def _check_off_policy(config: RecipeConfig) -> None:
-    """Samples of older policies, and what corrects for them."""
+    """Check off-policy samples and their correction."""
     refuse = functools.partial(refuse_fields, config)
     grpo, cap = config.grpo, "grpo.truncated_importance_sampling_ratio_cap"
     refuse(
@@ -280,22 +279,11 @@ def _check_off_policy(config: RecipeConfig) -> None:
 
 
 def _check_servers(config: RecipeConfig) -> None:
-    """Rollout servers, and how weights get to them."""
-    refuse = functools.partial(refuse_fields, config)
-    grpo, servers = config.grpo, config.grpo.rollout_server
-    if grpo.generation_backend != "vllm":
-        return
-    between = "ipc" if servers.colocate else "nccl"
-    ways = ("auto", "reload", *((between,) if grpo.resources.gpus else ()))
-    refuse(
-        servers.weight_transfer not in ways,
-        "grpo.rollout_server.weight_transfer grpo.rollout_server.colocate grpo.resources.gpus",
-        f"one of {', '.join(ways)}: `nccl` goes from GPU to GPU, `ipc` within one that servers and "
-        "trainer share",
-        "set grpo.rollout_server.weight_transfer=auto",
-    )
-    refuse(
-        not servers.weights_dir.startswith("/"),
+    """Check the folder of the rollout servers' weights."""
+    grpo = config.grpo
+    refuse_fields(
+        config,
+        grpo.generation_backend == "vllm" and not grpo.rollout_server.weights_dir.startswith("/"),
         "grpo.rollout_server.weights_dir",
         "an absolute path, in memory, which server and trainer both find",
         "set grpo.rollout_server.weights_dir=/dev/shm",

@@ -59,8 +59,7 @@ def model_order(model: str) -> tuple[int, int, str]:
 
 
 def card_words(name: str) -> CardWords:
-    """What cards say of a model that a kind has made; of one that says nothing, what its name
-    tells."""
+    """Card wording for a model of this kind; derived from the name if the kind has none."""
     own = KINDS[name].card if name in KINDS else None
     if own is not None:
         return own
@@ -68,10 +67,10 @@ def card_words(name: str) -> CardWords:
 
 
 def section_name(kind: str) -> str:
-    """The section of a recipe that has the resources of a kind, known or not."""
+    """Section of a recipe with a kind's resources; the kind may be unknown."""
     return KINDS[kind].section if kind in KINDS else kind
 
 
 def kinds_of(stages: Collection[str]) -> list[Kind]:
-    """The kinds that come with entries of a recipe's ``stages``, in the order of work."""
+    """Kinds that entries of a recipe's ``stages`` imply, in order."""
     return [kind for kind in KINDS.values() if kind.entry in stages]

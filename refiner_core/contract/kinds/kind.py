@@ -1,4 +1,4 @@
-"""A kind of stage: all that planner, forecast, cards and worker want to know of it.
+"""Description of a kind of stage, for planner, forecast, cards and worker.
 
 In: nothing. Out: :class:`Kind`, of which each module beside this one makes one. What a kind does is
 in the function that :attr:`Kind.run` names, in ``flows/stages``.
@@ -58,7 +58,7 @@ MODEL_READS = ("model", "tokenizer")
 
 
 class CardWords(NamedTuple):
-    """What a card says of a model that a kind of stage has made.
+    """Wording of a card about a model of one kind of stage.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class CardWords(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What a stage depends on: identity fields (dotted prefixes), and names of sources."""
+    """Dependencies of a stage: identity fields (dotted prefixes), and names of sources."""
 
     fields: tuple[str, ...]
     sources: tuple[str, ...]

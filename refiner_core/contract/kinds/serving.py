@@ -1,4 +1,4 @@
-"""Kinds that others wait for, and read nothing of by path."""
+"""Kinds that other stages wait for without reading their output."""
 
 from refiner_core.contract.kinds.kind import Kind
 

@@ -87,7 +87,7 @@ class ServeConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class JudgeConfig:
-    """Who scores rubrics and citations."""
+    """The judge of rubrics and citations."""
 
     kind: Literal["lexical", "openai"] = identity(
         "lexical",

@@ -18,7 +18,7 @@ from refiner_core.contract.marks import STRICT, execution, section
 
 @dataclass(frozen=True, config=STRICT)
 class Resources:
-    """What a stage's job asks for. Execution only: the same numbers come out of any of it."""
+    """Resources of a stage's job. Execution only: they do not change results."""
 
     gpus: int = execution(0, ge=0, doc="GPUs per node")
     nodes: int = execution(1, ge=1, doc="number of nodes")
@@ -83,7 +83,7 @@ class RetryConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class DispatchConfig:
-    """Where jobs run and how patient the orchestrator is."""
+    """Where jobs run, and the orchestrator's time-outs and retries."""
 
     executor: Literal["local", "slurm"] = execution(
         "local", doc="this machine, or Slurm through submitit"
@@ -115,12 +115,12 @@ class DispatchConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class DiskConfig:
-    """Room for what a run writes: how it is measured, and what happens when there is too little."""
+    """Disk space: how it is measured, and what happens when it runs short."""
 
     probe: str = execution(
         "auto",
-        doc="how room is measured: `auto`, `statvfs`, `quota`, `repquota`, `xfs`, `btrfs`, "
-        "`lustre`, or `command:PROGRAM ARGUMENTS`",
+        doc="how room is measured: `auto`, `statvfs`, `quota`, `xfs`, `btrfs`, "
+        "`lustre`, `gpfs`, or `command:PROGRAM ARGUMENTS`",
     )
     pattern: str | None = execution(
         None,
@@ -153,14 +153,14 @@ class DiskConfig:
     )
     watch_caches: tuple[str, ...] = execution(
         ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "WANDB_DIR"),
-        doc="environment variables (or paths) of caches that fill the same quota; shown, and "
-        "reclaimed by `refiner disk --reclaim --caches` only",
+        doc="environment variables (or paths) of caches that fill the same quota; `refiner disk` "
+        "shows them, their own tools empty them (`hf cache prune`)",
     )
 
 
 @dataclass(frozen=True, config=STRICT)
 class NotifyConfig:
-    """Who hears of a run or sweep, and of what. Quiet as long as no channel is named."""
+    """Notifications of runs and sweeps. None are sent unless a channel is named."""
 
     on: tuple[Literal["finished", "failed", "paused", "stopped"], ...] = execution(
         ("finished", "failed", "paused"),

@@ -81,11 +81,10 @@ class RolloutServerConfig:
     )
     weight_transfer: Literal["auto", "reload", "nccl", "ipc"] = execution(
         "auto",
-        doc="how weights get there: files in memory (`reload`), NCCL between GPUs, CUDA IPC on one "
-        "GPU; `auto` is `nccl` with GPUs and `reload` without",
+        doc="of older recipes: weights go by files in memory (`weights_dir`), whatever it says",
     )
     weights_dir: str = execution(
-        "/dev/shm", doc="with reload: folder in memory for the weights, not on the quota"
+        "/dev/shm", doc="folder in memory by which weights get there, not on the quota"
     )
     colocate: bool = execution(
         False, doc="servers share the GPUs of the trainer instead of having their own"
@@ -264,9 +263,7 @@ class GrpoConfig:
     )
     credit: Literal["trajectory", "turn_rewards"] = added(
         "trajectory",
-        doc="what the tokens of an episode are credited with: `trajectory`, all of them with the "
-        "advantage of the whole; `turn_rewards`, each turn with the sum of the rewards, normalised "
-        "over all turns of the group, from it on (process supervision of DeepSeekMath)",
+        doc="what the tokens of an episode are credited with: the advantage of the whole",
     )
     mask_truncated_completions: bool = identity(
         False, doc="completions that hit the length limit carry no loss (after group statistics)"

@@ -1,8 +1,8 @@
 """The shipped environment: an invented service desk with real state and rules.
 
 ===================== ==========================================================================
-:mod:`.environment`   the protocol's side: domains, tasks, policy, tools, digest; tasks from a file,
-                      checked line by line; demonstrations, right and flawed
+:mod:`.environment`   the protocol's side: domains, tasks, policy, tools, digest; demonstrations,
+                      right and flawed
 :mod:`.episode`       one episode: calls, checks, rewards, classes of failure
 :mod:`.user`          the scripted user and its own device: what its lamp shows and what helps
 :mod:`.tasks`         the domains bookings, orders and devices, and tasks from a pinned seed
@@ -12,6 +12,6 @@
 """
 
 from refiner_core.environments.desk.environment import DeskEnvironment, desk_digest
-from refiner_core.environments.desk.tasks import VERSION, draw_tasks
+from refiner_core.environments.desk.tasks import VERSION
 
-__all__ = ["VERSION", "DeskEnvironment", "desk_digest", "draw_tasks"]
+__all__ = ["VERSION", "DeskEnvironment", "desk_digest"]

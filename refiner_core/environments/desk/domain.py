@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from refiner_core.environments.desk import words
 from refiner_core.environments.protocol import ToolSpec
-from refiner_core.words import World, draw_id, draw_name, draw_value
+from refiner_core.words import draw_id, draw_name, draw_value
 
 #: Tables of records, by table and key.
 Tables = dict[str, dict[str, dict[str, Any]]]
@@ -94,15 +94,14 @@ Draft = tuple[str, dict[str, Any]]
 class Draw:
     """Draws for one task; nothing is drawn twice while ``used`` is the same set."""
 
-    def __init__(self, rng: random.Random, used: set[str], world: World = "task") -> None:
-        self.rng, self._used, self._world = rng, used, world
+    def __init__(self, rng: random.Random, used: set[str]) -> None:
+        self.rng, self._used = rng, used
 
-    def _new(self, draw: Callable[[random.Random, World], str]) -> str:
-        while True:
-            text = draw(self.rng, self._world)
-            if text not in self._used:
-                self._used.add(text)
-                return text
+    def _new(self, draw: Callable[[random.Random], str]) -> str:
+        while (text := draw(self.rng)) in self._used:
+            pass
+        self._used.add(text)
+        return text
 
     def name(self) -> str:
         """A person."""

@@ -6,12 +6,10 @@ In: the configuration of the environment and of its user. Out: :class:`DeskEnvir
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError, DataError
@@ -20,7 +18,7 @@ from refiner_core.environments.desk import user as scripted
 from refiner_core.environments.desk import words
 from refiner_core.environments.desk.domain import FINISH, HAND_OVER, SPEAK
 from refiner_core.environments.desk.episode import DeskEpisode, solution_of
-from refiner_core.environments.desk.tasks import DOMAINS, VERSION, own_tasks
+from refiner_core.environments.desk.tasks import COUNTS, DOMAINS, VERSION, own_tasks
 from refiner_core.environments.protocol import Task, ToolCall, ToolSpec
 from refiner_core.words import draw_id
 
@@ -114,100 +112,20 @@ FLAWS: dict[str, Callable[[Task, Calls, random.Random], Calls | None]] = {
 }
 
 
-@functools.cache
-def _columns(domain: str) -> dict[str, dict[str, type]]:
-    """Columns of the records of each table, as the desk's own tasks have them."""
-    found: dict[str, dict[str, type]] = {}
-    for task in own_tasks():
-        for table, records in task.data["state"].items() if task.domain == domain else ():
-            kinds = [{k: type(v) for k, v in record.items()} for record in records.values()]
-            found[table] = next(iter(kinds), found.get(table, {}))
-    return found
-
-
-def read_tasks(path: str) -> tuple[Task, ...]:
-    """The tasks of a file, one JSON object a line; blank lines are skipped.
-
-    Raises
-    ------
-    DataError
-        The file cannot be read, or a line is no task that can be solved: file, line and what is
-        wrong.
-    """
-    fix = "correct it, or leave environment.tasks out for the desk's own tasks"
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"environment.tasks={path} cannot be read: {error}",
-            expected="a file of tasks, JSON lines in UTF-8",
-            fix=fix,
-        ) from error
-    tasks: dict[str, Task] = {}
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            task = Task(**json.loads(line))
-            json.dumps(task.__dict__, ensure_ascii=False).encode()  # no half of a character
-            _check_task(task)
-            if task.id in tasks:
-                raise ValueError(f"the id {task.id!r} stands in another line, too")
-        except Exception as error:  # whatever playing it meets in what it was not made for
-            raise DataError(
-                f"{path}:{number} is no task that can be played: {type(error).__name__}: {error}",
-                expected="a task as refiner_core/environments/README.md describes it",
-                fix=fix,
-            ) from error
-        tasks[task.id] = task
-    if not tasks:
-        raise DataError(
-            f"environment.tasks={path} holds no task", expected="a JSON object a line", fix=fix
-        )
-    return tuple(sorted(tasks.values(), key=lambda task: list(DOMAINS).index(task.domain)))
-
-
-def _check_task(task: Task) -> None:
-    """Play the solution: every call is taken, the last one ends it, and it is worth 1."""
-    if task.domain not in DOMAINS:
-        raise ValueError(f"there is no domain {task.domain!r}, only {', '.join(DOMAINS)}")
-    columns, state = _columns(task.domain), task.data["state"]
-    for table in {**columns, **state}:
-        for key, record in state[table].items():
-            if {k: type(v) for k, v in record.items()} != columns[table]:
-                raise ValueError(
-                    f"data.state.{table}.{key} has other keys or types than the desk's"
-                )
-    calls = solution_of(task)
-    episode = DeskEpisode(task)
-    episode.reset(0)
-    for index, call in enumerate(calls):
-        step = episode.step(call)
-        if step.tool_error or step.done != (index == len(calls) - 1):
-            how = step.messages[0].content if step.tool_error else "the last call ends an episode"
-            raise ValueError(f"data.solution[{index}] ({call.name}) {step.tool_error}: {how}")
-    outcome = episode.outcome()
-    missed = [f"{c.kind} {c.name} {c.detail}".strip() for c in outcome.checks if not c.passed]
-    if missed or all(check.kind == "environment" for check in outcome.checks):
-        raise ValueError(f"data.solution solves nothing: {'; '.join(missed) or 'nothing is asked'}")
-
-
 class DeskEnvironment:
     """A service desk of our own; see :class:`refiner_core.environments.protocol.Environment`.
 
     Parameters
     ----------
     config
-        ``domains`` and ``tasks`` are used here.
+        ``domains`` is used here.
     user
         Must name no model: the desk's user is scripted.
 
     Raises
     ------
     ConfigurationError
-        A domain does not exist or stands twice, or a model is to be the user.
-    DataError
-        The task file cannot be used.
+        A domain does not exist or stands twice, a model is to be the user, or a file names tasks.
     """
 
     name = "desk"
@@ -217,17 +135,22 @@ class DeskEnvironment:
     finish = FINISH
 
     def __init__(self, config: EnvironmentConfig, user: UserConfig) -> None:
-        if user.model:
+        if user.model or config.tasks is not None:
             raise ConfigurationError(
-                f"The environment `desk` cannot have {user.model!r} as its user",
-                expected="no model: its user is scripted, so that episodes repeat",
-                fix="leave environment.user.model and evaluate.user.model empty",
+                f"The environment `desk` has a scripted user and tasks of its own, and no other "
+                f"({user.model or config.tasks})",
+                expected="no model and no file: its episodes repeat",
+                fix="leave environment.user.model, evaluate.user.model and environment.tasks empty",
             )
-        self._domains = _domains(config)
-        self._from_file = config.tasks is not None
-        tasks = own_tasks() if config.tasks is None else read_tasks(config.tasks)
+        self._domains = config.domains or tuple(DOMAINS)
+        if not set(self._domains) <= set(DOMAINS) or len({*self._domains}) != len(self._domains):
+            raise ConfigurationError(
+                f"environment.domains={','.join(self._domains)} is not possible with `desk`",
+                expected=f"any of {', '.join(DOMAINS)}, each once",
+                fix="correct environment.domains, or leave it empty for all",
+            )
         self._tasks = tuple(
-            task for domain in self._domains for task in tasks if task.domain == domain
+            task for domain in self._domains for task in own_tasks() if task.domain == domain
         )
 
     def domains(self) -> tuple[str, ...]:
@@ -238,11 +161,10 @@ class DeskEnvironment:
         """The tasks of a split, domain by domain."""
         chosen = tuple(task for task in self._tasks if task.split == split)
         if not chosen:
-            splits = sorted({task.split for task in self._tasks})
             raise DataError(
                 f"There are no tasks of the split {split!r} in {', '.join(self._domains)}",
-                expected=f"one of {', '.join(splits)}" if splits else "tasks of these domains",
-                fix="correct environment.train_split or environment.test_split, or add tasks of it",
+                expected=f"one of {', '.join(sorted(COUNTS))}",
+                fix="correct environment.train_split or environment.test_split",
             )
         return chosen
 
@@ -268,22 +190,11 @@ class DeskEnvironment:
             "name": self.name,
             "version": self.version,
             "domains": list(self._domains),
-            "tasks": "file" if self._from_file else "own",
+            "tasks": "own",
             "digest": _digest(self._tasks),
             "user": "scripted",
             "excluded": [],
         }
-
-
-def _domains(config: EnvironmentConfig) -> tuple[str, ...]:
-    unknown = [name for name in config.domains if name not in DOMAINS]
-    if unknown or len(set(config.domains)) != len(config.domains):
-        raise ConfigurationError(
-            f"environment.domains={','.join(config.domains)} is not possible with `desk`",
-            expected=f"any of {', '.join(DOMAINS)}, each once",
-            fix="correct environment.domains, or leave it empty for all",
-        )
-    return config.domains or tuple(DOMAINS)
 
 
 def _digest(tasks: Sequence[Task]) -> str:
@@ -303,7 +214,7 @@ def desk_digest(config: EnvironmentConfig) -> str:
 
     Raises
     ------
-    ConfigurationError, DataError
+    ConfigurationError
         As of :class:`DeskEnvironment`.
     """
     environment = DeskEnvironment(config, UserConfig())

@@ -1,6 +1,6 @@
 """The desk's domains, and its own tasks, generated from a pinned seed.
 
-In: nothing; or a domain, a number and a seed for further tasks. Out: :data:`DOMAINS`, and
+In: nothing. Out: :data:`DOMAINS`, and
 :class:`Task` values.
 
 ``bookings``: rooms by the day. Tables ``bookings`` (name, room, day, terms, fee, state) and
@@ -56,7 +56,6 @@ from refiner_core.environments.desk.domain import (
     spec,
 )
 from refiner_core.environments.protocol import Task
-from refiner_core.words import World
 
 # ---------------------------------------------------------------- bookings
 
@@ -603,34 +602,13 @@ COUNTS: Mapping[str, int] = {"train": 120, "test": 30}
 @functools.lru_cache(maxsize=1)
 def own_tasks() -> tuple[Task, ...]:
     """All tasks of the desk's own, domain by domain, ``train`` before ``test``."""
-    used: set[str] = set()
-    return tuple(
-        _drawn(domain, split, index, f"desk-{VERSION}", Draw(random.Random(), used))
-        for domain in DOMAINS
-        for split, count in COUNTS.items()
-        for index in range(count)
-    )
-
-
-def draw_tasks(
-    domain: str, count: int, seed: int, *, split: str = "extra", world: World = "task"
-) -> tuple[Task, ...]:
-    """Further tasks, as many as one likes.
-
-    With ``world="pretrain"`` they are of names, ids and values that no task of the desk's own has;
-    with ``"task"`` single ones may be the same. Within a task nothing stands twice.
-    """
-    return tuple(
-        _drawn(domain, split, index, f"extra-{seed}", Draw(random.Random(), set(), world))
-        for index in range(count)
-    )
-
-
-def _drawn(domain: str, split: str, index: int, root: str, draw: Draw) -> Task:
-    families = list(DOMAINS[domain].families.items())
-    name, family = families[index % len(families)]
-    draw.rng.seed(f"{root}/{domain}/{split}/{index}")
-    summary, data = family(draw)
-    stem = f"{domain}-{split}" if split in COUNTS else f"{domain}-{split}-{root}"
-    data = json.loads(json.dumps({"family": name, **data}, ensure_ascii=False))
-    return Task(f"{stem}-{index:03d}", domain, split, summary, data)
+    draw, tasks = Draw(random.Random(), set()), []
+    for name, domain in DOMAINS.items():
+        families = list(domain.families.items())
+        for split, index in ((split, i) for split, count in COUNTS.items() for i in range(count)):
+            draw.rng.seed(f"desk-{VERSION}/{name}/{split}/{index}")
+            family, make = families[index % len(families)]
+            summary, data = make(draw)
+            data = json.loads(json.dumps({"family": family, **data}, ensure_ascii=False))
+            tasks.append(Task(f"{name}-{split}-{index:03d}", name, split, summary, data))
+    return tuple(tasks)

@@ -44,53 +44,29 @@ _FAULTS = {
 
 
 def user_fault(error: BaseException, user: UserConfig) -> InfrastructureError:
-    """The error of the infrastructure that stands for ``error``: the simulated user is down, slow
-    or off-script."""
-    kind, detail = _kind(error)
-    words = {
-        "user_down": "could not be asked",
-        "user_slow": f"did not answer within {user.timeout_s:g} s",
-        "user_off_script": "gave no usable answer",
-    }[kind]
-    return _of_user(user, f"{words} ({detail}, after {user.max_retries} more tries)", kind)
-
-
-def off_script(what: str, user: UserConfig) -> InfrastructureError:
-    """A user that answers, but not as a user does."""
-    return _of_user(user, what, "user_off_script")
-
-
-def _of_user(user: UserConfig, what: str, kind: str) -> InfrastructureError:
-    fixes = {
-        "user_down": f"check its base_url, model and key ({user.api_key_env}), and its server",
-        "user_slow": "raise the user's timeout_s, or give its server more room",
-        "user_off_script": "use a model that follows instructions (and calls its tools, on a "
-        "server that reads calls), or raise the user's max_tokens",
-    }
-    return InfrastructureError(
-        f"The simulated user {user.model} {what}.",
-        kind=kind,
-        expected="what a customer says whom the scenario tells of, or calls of the user's tools",
-        fix=fixes[kind],
-    )
-
-
-def _kind(error: BaseException) -> tuple[str, str]:
-    """Kind of the first error that is known, of this one and what it came from; and what it is."""
+    """The error of the infrastructure that stands for ``error``, by the first that is known of it
+    and what it came from: the simulated user is down, slow or off-script."""
     one: BaseException | None = error
     while one is not None:
         names = " ".join(base.__name__ for base in type(one).__mro__)
         for kind, known in _FAULTS.items():
             if re.search(known, names):
-                return kind, _shown(one)
+                status = getattr(one, "status_code", None) or ""
+                said = f"gave no answer ({type(one).__name__} {status}".rstrip()
+                return off_script(f"{said}, after {user.max_retries} more tries)", user, kind)
         one = one.__cause__
-    return "user_off_script", _shown(error)
+    return off_script(f"gave no usable answer ({type(error).__name__})", user)
 
 
-def _shown(error: BaseException) -> str:
-    status = getattr(error, "status_code", None)
-    code = f" {status}" if isinstance(status, int) and status else ""
-    return f"{type(error).__name__}{code}"
+def off_script(what: str, user: UserConfig, kind: str = "user_off_script") -> InfrastructureError:
+    """A user that does not answer as a user does."""
+    return InfrastructureError(
+        f"The simulated user {user.model} {what}.",
+        kind=kind,
+        expected="what a customer says whom the scenario tells of, or calls of the user's tools",
+        fix=f"check its base_url, model, key ({user.api_key_env}) and server, raise its timeout_s "
+        "or max_tokens, or use a model that follows instructions and calls tools",
+    )
 
 
 SPEAK, FINISH = "respond", "done"
@@ -333,8 +309,7 @@ class Tau2Episode:
         if judge is None:
             return replace(measured, excluded=("nl",)), info
         transcript = "\n".join(lines_of(simulation.messages))
-        measured = with_judged(measured, assertions, transcript, judge)
-        return measured, {**info, **_judged_info(measured, info)}
+        return with_judged(measured, assertions, transcript, judge), info
 
 
 def _agent_class(parts: Parts) -> type[Any]:
@@ -365,22 +340,6 @@ def _user_tools(environment: Any, task: Any) -> list[Any] | None:
     except ValueError:  # "not available", says it
         return None
     return list(tools) or None
-
-
-def _judged_info(measured: EpisodeWorth, info: Mapping[str, Any]) -> dict[str, Any]:
-    """What its reward_info says of assertions that our judge was asked about."""
-    judged = [check for check in measured.checks if check.kind == "nl"]
-    return {
-        "nl_assertions": [
-            {"nl_assertion": c.name, "met": c.passed, "justification": f"judge's score {c.detail}"}
-            for c in judged
-        ],
-        "reward_basis": [*(info.get("reward_basis") or ()), NL_BASIS],
-        "reward_breakdown": {
-            **(info.get("reward_breakdown") or {}),
-            NL_BASIS: measured.components["nl"],
-        },
-    }
 
 
 def _crashed(what: str, error: Exception) -> InfrastructureError:

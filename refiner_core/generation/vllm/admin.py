@@ -6,13 +6,12 @@ In: an endpoint. Out: what it answered, or :class:`Failed`. They exist with
 
 from __future__ import annotations
 
-import http.client
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import urljoin
 
+import httpx
 import torch
 from torch import Tensor
 
@@ -118,42 +117,33 @@ class Admin:
 
     def difference(self, canary: Canary, version: str) -> float:
         """How far its log-probabilities of the canary are from the trainer's."""
-        raw = self._ask("POST", "/v1/completions", scoring_body(canary.prompt_ids, version))
+        answer = self._ask("/v1/completions", content=scoring_body(canary.prompt_ids, version))
         try:
-            return canary.difference(*read_scores(raw, canary.prompt_ids))
+            return canary.difference(*read_scores(answer.content, canary.prompt_ids))
         except Unusable as error:
             raise Failed(f"its answer to the canary cannot be used: {error}") from error
 
-    def world_size(self) -> int:
-        """Number of its workers, over all of its GPUs."""
-        found = json.loads(self._ask("GET", "/get_world_size", None))
-        return int(found["world_size"])
-
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What a route answers."""
-        raw = self._ask("POST", route, None if body is None else json.dumps(body).encode())
+        answer = self._ask(route) if body is None else self._ask(route, json=body)
         try:
-            found = json.loads(raw) if raw else {}
+            found = answer.json() if answer.content else {}
         except ValueError as error:
-            raise Failed(f"{route} answered {said(raw, self.endpoint)}") from error
+            raise Failed(f"{route} answered {said(answer.content, self.endpoint)}") from error
         return found if isinstance(found, dict) else {}
 
-    def _ask(self, method: str, route: str, data: bytes | None) -> bytes:
-        parts = urlsplit(self.endpoint.url)
-        headers = {"Content-Type": "application/json"} if data else {}
-        if self.endpoint.key:
-            headers["Authorization"] = f"Bearer {self.endpoint.key}"
-        connection = http.client.HTTPConnection(
-            parts.hostname or "", parts.port, timeout=self._timeout_s
-        )
+    def _ask(self, route: str, **body: Any) -> httpx.Response:
+        key = self.endpoint.key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if "content" in body:
+            headers["Content-Type"] = "application/json"
+        body |= {"headers": headers, "timeout": self._timeout_s, "trust_env": False}
         try:
-            connection.request(method, route, data, headers)
-            response = connection.getresponse()
-            raw = response.read()
-        except (OSError, http.client.HTTPException) as error:
+            answer = httpx.post(urljoin(self.endpoint.url, route), **body)
+        except httpx.HTTPError as error:
             raise Failed(f"no answer to {route}: {error or type(error).__name__}") from error
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise Failed(f"HTTP {response.status} for {route}: {said(raw, self.endpoint)}")
-        return raw
+        if answer.status_code != 200:
+            raise Failed(
+                f"HTTP {answer.status_code} for {route}: {said(answer.content, self.endpoint)}"
+            )
+        return answer

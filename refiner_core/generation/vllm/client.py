@@ -26,15 +26,14 @@ bfloat16 a sample may differ from some token on.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import count
+from functools import partial
 from typing import Any
 from urllib.parse import urljoin
 
@@ -47,6 +46,7 @@ from refiner_core.contract.types import (
     SamplingParams,
     TurnDesk,
     TurnRequest,
+    Turns,
 )
 from refiner_core.generation.completions import check_window
 from refiner_core.generation.vllm.sync import WeightSync
@@ -122,9 +122,12 @@ class _Shares:
         """It has to be asked again, of whoever is free first."""
         self._back.append(index)
 
-    def end(self, key: Hashable) -> None:
-        """There are no further requests of it."""
-        self._home.pop(key, None)
+    def change(self, new: Iterable[tuple[int, Hashable]], ended: Iterable[Hashable]) -> None:
+        """Add requests with their keys; of others there are no further ones."""
+        for key in ended:
+            self._home.pop(key, None)
+        for index, key in new:
+            self.add(index, key)
 
     def _moved(self, index: int, lane: _Lane) -> int:
         if (key := self._of.get(index)) in self._home:
@@ -356,6 +359,34 @@ def _answers(call: _Call) -> Iterator[tuple[int, Completion]]:
         wait_s = 0.0
 
 
+class _Batch:
+    """A desk of requests, each a conversation of one turn."""
+
+    def __init__(
+        self,
+        requests: Sequence[GenerationRequest],
+        params: SamplingParams,
+        on_completion: OnCompletion | None,
+    ) -> None:
+        self._waiting = tuple(
+            TurnRequest(index, request.prompt_ids, request.seed, params)
+            for index, request in enumerate(requests)
+        )
+        self._on_completion = on_completion
+        self.found: dict[int, Completion] = {}
+
+    def take(self, room: int, *, wait: bool) -> Turns:
+        """All of them, at the first call."""
+        begin, self._waiting = self._waiting, ()
+        return Turns(begin, (), False)
+
+    def finished(self, request: TurnRequest, completion: Completion) -> None:
+        """Keep it, and tell of it."""
+        self.found[request.conversation] = completion
+        if self._on_completion is not None:
+            self._on_completion(request.conversation, completion)
+
+
 class VllmGenerator:
     """A :class:`~refiner_core.contract.types.Generator` over a fleet of vLLM servers.
 
@@ -412,23 +443,9 @@ class VllmGenerator:
         """
         if not requests:
             return []
-        check_window(requests, params, self._window)
-        with self.fleet.busy:
-            rest = (params, self.fleet.stop_ids, self.fleet.version)
-            shares = _Shares(self.fleet.endpoints())
-            for index, request in enumerate(requests):
-                shares.add(index, request.prompt_ids)
-            found: dict[int, Completion] = {}
-            with self._call(shares, lambda index: Question(requests[index], *rest)) as call:
-                while len(found) < len(requests):
-                    with contextlib.suppress(queue.Empty):
-                        index, completion = call.next(_TICK_S)
-                        found[index] = completion
-                        if on_completion is not None:
-                            on_completion(index, completion)
-                    if self.on_step is not None:
-                        self.on_step(len(found), len(requests))
-        return [found[index] for index in range(len(requests))]
+        batch = _Batch(requests, params, on_completion)
+        self._serve(batch, lambda request: request.context_ids)
+        return [batch.found[index] for index in range(len(requests))]
 
     def turns(self, desk: TurnDesk) -> None:
         """Sample the turns of conversations, each as soon as it may begin.
@@ -437,56 +454,42 @@ class VllmGenerator:
         to one server, whose prefix cache has what came before. Errors as of :meth:`generate`, and
         those of the desk.
         """
+        self._serve(desk, lambda request: request.conversation)
+
+    def _serve(self, desk: TurnDesk, key: Callable[[TurnRequest], Hashable]) -> None:
+        """Work until the desk has no more; requests of one key go to one server."""
         with self.fleet.busy:
-            lanes = _Shares(self.fleet.endpoints())
+            weights = (self.fleet.stop_ids, self.fleet.version)
+            shares = _Shares(self.fleet.endpoints())
+            room = self._in_flight * len(shares.lanes)
             questions: dict[int, Question] = {}
-            self._serve(self._call(lanes, questions.__getitem__), lanes, questions, desk)
-
-    def _serve(
-        self, call: _Call, lanes: _Shares, questions: dict[int, Question], desk: TurnDesk
-    ) -> None:
-        """Work until the desk has no more. The call asks the numbers that ``lanes`` is told of, and
-        looks them up in ``questions``."""
-        room = self._in_flight * len(lanes.lanes)
-        numbers = count()
-        known: set[int] = set()
-        flying: dict[int, TurnRequest] = {}
-        begun = finished = 0
-        told_at = time.monotonic()
-
-        def ask(request: TurnRequest) -> None:
-            sample = GenerationRequest(request.context_ids, request.seed)
-            check_window([sample], request.params, self._window)
-            index, conversation = next(numbers), request.conversation
-            rest = (request.params, self.fleet.stop_ids, self.fleet.version)
-            questions[index] = Question(sample, *rest)
-            flying[index] = request
-            known.add(conversation)
-            call.change(lambda: lanes.add(index, conversation))
-
-        def end(conversation: int) -> None:
-            known.discard(conversation)
-            call.change(lambda: lanes.end(conversation))
-
-        with call:
-            while True:
-                turns = desk.take(max(0, room - len(known)), wait=not flying)
-                for conversation in turns.ended:
-                    end(conversation)
-                for request in turns.begin:
-                    ask(request)
-                begun += len(turns.begin)
-                if not flying and not turns.more:
-                    return
-                before = finished
-                for index, completion in _answers(call) if flying else ():
-                    del questions[index]
-                    finished += 1
-                    desk.finished(flying.pop(index), completion)
-                now = time.monotonic()
-                if self.on_step is not None and (finished > before or now - told_at >= _TICK_S):
-                    told_at = now
-                    self.on_step(finished, begun)
-
-    def _call(self, shares: _Shares, question: Callable[[int], Question]) -> _Call:
-        return _Call(self.fleet, shares, question, self._in_flight, self._silence_s)
+            flying: dict[int, TurnRequest] = {}
+            known: set[int] = set()
+            begun = finished = 0
+            told_at = time.monotonic()
+            get = questions.__getitem__
+            with _Call(self.fleet, shares, get, self._in_flight, self._silence_s) as call:
+                while True:
+                    turns = desk.take(max(0, room - len(known)), wait=not flying)
+                    known.difference_update(turns.ended)
+                    known.update(request.conversation for request in turns.begin)
+                    new = list(enumerate(turns.begin, start=begun))
+                    begun += len(new)
+                    for index, request in new:
+                        sample = GenerationRequest(request.context_ids, request.seed)
+                        check_window([sample], request.params, self._window)
+                        questions[index] = Question(sample, request.params, *weights)
+                        flying[index] = request
+                    keys = [(index, key(request)) for index, request in new]
+                    call.change(partial(shares.change, keys, turns.ended))
+                    if not flying and not turns.more:
+                        return
+                    before = finished
+                    for index, completion in _answers(call) if flying else ():
+                        del questions[index]
+                        finished += 1
+                        desk.finished(flying.pop(index), completion)
+                    now = time.monotonic()
+                    if self.on_step is not None and (finished > before or now - told_at >= _TICK_S):
+                        told_at = now
+                        self.on_step(finished, begun)

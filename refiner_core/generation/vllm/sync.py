@@ -5,7 +5,7 @@ have them, proven by a canary (:mod:`refiner_core.generation.vllm.admin`).
 
 ::
 
-    sync ── trainer scores the canary, weights are written or sent
+    sync ── trainer scores the canary, weights are written to a folder in memory
       │        each server: pause ─ load ─ version ─ drop prefixes ─ resume ─ canary
       │                       └────── anything fails ──────┘            │
       │                                     v                           v wrong
@@ -16,13 +16,12 @@ last canary: that is what a rollout waits for. The server's own pause is lifted 
 canary, because a paused server answers nobody. One whose load has failed is never resumed: it may
 say 200 and be wrong. It is ended, and another one started in its place.
 
-Under ``reload`` and at every start, weights go by a folder in memory; ``nccl`` and ``ipc`` send
-them from GPU to GPU (:mod:`refiner_core.generation.vllm.transfer`). The folder of the current
-version stays while servers may have to be started on it.
+The folder of the current version stays, since servers may have to be started on it.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import threading
@@ -32,15 +31,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from refiner_core.contract.errors import KilledError, StageFailed
+from safetensors import SafetensorError
+
+from refiner_core.contract.errors import KilledError, NoSpaceError, StageFailed
 from refiner_core.contract.types import Endpoint, RolloutServers
 from refiner_core.generation.completions import stop_ids
 from refiner_core.generation.vllm.admin import Admin, Canary, Failed, make_canary
-from refiner_core.generation.vllm.transfer import Transfer, write_folder
 
 log = logging.getLogger(__name__)
 #: Take up no request from now on. Nobody's is under way: the fleet's lock sees to that.
 _PAUSE = "/pause?mode=keep"
+#: Largest file of weights; host memory holds about one beside what is written.
+_PART_SIZE = "2GB"
+#: What configuration and tokenizer may need beside the weights, bytes.
+_SMALL_FILES = 64 << 20
 
 
 class WeightSync:
@@ -58,10 +62,17 @@ class WeightSync:
         How far a canary may be off.
     window
         Tokens that the servers were started for.
-    transfer
-        Sends weights to servers that run; none is by folders.
     timeout_s
         How long one step of a server may take: loading, or compiling before its first answer.
+
+    Attributes
+    ----------
+    busy
+        Held while somebody samples, or sends weights.
+    version
+        That of the weights that all servers have; empty where nothing is known of them.
+    stop_ids
+        Tokens that end a text, by the model that was sent last.
     """
 
     def __init__(
@@ -72,31 +83,17 @@ class WeightSync:
         *,
         tolerance: float,
         window: int,
-        transfer: Transfer | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         self.busy = threading.Lock()
+        self.version = self._coming = ""
+        self.stop_ids: frozenset[int] = frozenset()
         self._servers, self._folder, self._tokenizer = servers, folder, tokenizer
-        self._tolerance, self._window = tolerance, window
-        self._transfer, self._timeout_s = transfer, timeout_s
+        self._tolerance, self._window, self._timeout_s = tolerance, window, timeout_s
         self._endpoints: list[Endpoint] = []
-        self._version = self._coming = ""
-        self._stop_ids: frozenset[int] = frozenset()
-        self._current: Path | None = None
         self._written = 0
-        self._canary: Canary | None = None
-
-    # ---- what the generator sees
-
-    @property
-    def version(self) -> str:
-        """The version that all servers have."""
-        return self._version
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Tokens that end a text, by the model that was sent last."""
-        return self._stop_ids
+        self._current = folder / "weights-0"
+        self._canary: Canary
 
     def endpoints(self) -> Sequence[Endpoint]:
         """The servers' addresses, in order.
@@ -106,7 +103,7 @@ class WeightSync:
         RuntimeError
             No weights were sent yet, or sending the last ones failed.
         """
-        if not self._version:
+        if not self.version:
             raise RuntimeError("a sync() that succeeds comes before rollouts: no weights are known")
         return list(self._endpoints)
 
@@ -116,26 +113,18 @@ class WeightSync:
         Raises
         ------
         KilledError
-            Its weights are nowhere but in the other servers (``nccl``, ``ipc``), or servers had to
-            be replaced too often.
+            Servers had to be replaced too often.
         """
-        if self._current is None:
-            raise KilledError(
-                f"Rollout server {index} is lost ({why}), and its weights were sent from GPU to "
-                "GPU and are in no folder",
-                expected="servers that last from one step to the next",
-                fix="nothing; the stage goes on from its last checkpoint. "
-                "grpo.rollout_server.weight_transfer=reload keeps weights in memory meanwhile",
-            )
-        return self._replace(index, why, self._current)
-
-    # ---- new weights
+        log.warning("rollout server %d is replaced: %s", index, why)
+        self._endpoints[index] = self._servers.replace(index, self._current, why)
+        self._require(index)
+        return self._endpoints[index]
 
     def sync(self, whole: AbstractContextManager[Any], version: str) -> None:
         """Give all servers the model's weights; they are started at the first call.
 
         Waits for a call of the generator that is under way. ``whole`` is entered once, and left as
-        soon as the weights are written or sent.
+        soon as the weights are written.
 
         Raises
         ------
@@ -147,94 +136,40 @@ class WeightSync:
             Servers had to be replaced more often than the recipe allows.
         """
         with self.busy:
-            before, self._version, self._coming = self._current, "", version
-            by_folder = self._transfer is None or not self._endpoints
+            self.version, self._coming = "", version
+            self._written += 1
+            before, current = self._current, self._folder / f"weights-{self._written}"
             with whole as model:
-                self._stop_ids = stop_ids(model, self._tokenizer)
+                self.stop_ids = stop_ids(model, self._tokenizer)
                 self._canary = make_canary(model, self._tokenizer, self._window)
-                self._current = self._write(model) if by_folder else None
-                if not by_folder:
-                    self._send(model)
-            if by_folder:
-                self._load()
-            if before is not None and before != self._current:
-                shutil.rmtree(before, ignore_errors=True)
-            self._version = version
-
-    def _write(self, model: Any) -> Path:
-        self._written += 1
-        folder = self._folder / f"weights-{self._written}"
-        write_folder(model, self._tokenizer, folder)
-        return folder
-
-    def _load(self) -> None:
-        assert self._current is not None
-        if not self._endpoints:
-            self._endpoints = self._servers.start(self._current)
-            for index in range(len(self._endpoints)):
-                self._require(index)
-            self._drop_unused()
-            return
-        failures = self._each(self._reload)
-        for index, why in enumerate(failures):
-            if why:
-                self._replace(index, why, self._current)
-
-    def _drop_unused(self) -> None:
-        """Servers hold the weights themselves; with a transfer the folder is not needed again."""
-        if self._transfer is not None and self._current is not None:
-            shutil.rmtree(self._current, ignore_errors=True)
-            self._current = None
-
-    def _send(self, model: Any) -> None:
-        """From GPU to GPU; servers that fail are replaced by others, on a folder."""
-        assert self._transfer is not None
-        admins = [self._admin(index) for index in range(len(self._endpoints))]
-        try:
-            for admin in admins:
-                admin.post(_PAUSE)
-            self._transfer.send(model, admins)
-            failures = self._each(self._finish)
-        except Failed as error:
-            failures = [str(error)] * len(admins)
-        if any(failures):
-            self._transfer.close()  # a channel with a member that is gone is of no use
-            self._current = self._write(model)
-            for index, why in enumerate(failures):
-                if why:
-                    self._replace(index, why, self._current)
-            self._drop_unused()
-
-    def _each(self, step: Any) -> list[str]:
-        """Do a step on all servers side by side; per server why it failed, or nothing."""
-        with ThreadPoolExecutor(len(self._endpoints)) as pool:
-            return list(pool.map(step, range(len(self._endpoints))))
+                write_folder(model, self._tokenizer, current)
+            self._current = current
+            if self._endpoints:
+                with ThreadPoolExecutor(len(self._endpoints)) as pool:
+                    failures = list(pool.map(self._reload, range(len(self._endpoints))))
+                for index, why in enumerate(failures):
+                    if why:
+                        self.revive(index, why)
+            else:
+                self._endpoints = self._servers.start(current)
+                for index in range(len(self._endpoints)):
+                    self._require(index)
+            shutil.rmtree(before, ignore_errors=True)
+            self.version = version
 
     def _reload(self, index: int) -> str:
+        """Load the current weights, make them count, lift the pause, and look whether they do: why
+        it failed, or nothing."""
         admin = self._admin(index)
         try:
             admin.post(_PAUSE)
             admin.load(str(self._current))
-        except Failed as error:
-            return str(error)
-        return self._finish(index)
-
-    def _finish(self, index: int) -> str:
-        """After weights have come: make them count, lift the pause, and look whether they did."""
-        admin = self._admin(index)
-        try:
             admin.post("/update_weight_version", {"new_version": self._coming})
             admin.forget_prefixes()
             admin.post("/resume")
             return self._wrong(admin)
         except Failed as error:
             return str(error)
-
-    def _replace(self, index: int, why: str, weights: Path) -> Endpoint:
-        log.warning("rollout server %d is replaced: %s", index, why)
-        self._endpoints[index] = self._servers.replace(index, weights, why)
-        self._require(index)
-        return self._endpoints[index]
 
     def _require(self, index: int) -> None:
         """A server that was just started must be right."""
@@ -255,7 +190,6 @@ class WeightSync:
             )
 
     def _wrong(self, admin: Admin) -> str:
-        assert self._canary is not None
         difference = admin.difference(self._canary, self._coming)
         if difference <= self._tolerance:
             return ""
@@ -266,3 +200,33 @@ class WeightSync:
 
     def _admin(self, index: int) -> Admin:
         return Admin(self._endpoints[index], self._timeout_s)
+
+
+def write_folder(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write model, configuration and tokenizer, or nothing under that name.
+
+    Raises
+    ------
+    NoSpaceError
+        It does not fit; says how much it is.
+    """
+    part = folder.with_name(f".{folder.name}.part")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    free = shutil.disk_usage(folder.parent).free
+    try:
+        if free < size + _SMALL_FILES:
+            raise OSError(errno.ENOSPC, f"{free / 2**30:.1f} GiB are free")
+        part.mkdir(mode=0o700)
+        model.save_pretrained(part, max_shard_size=_PART_SIZE)
+        tokenizer.save_pretrained(part)
+        part.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise NoSpaceError(
+            f"New weights for the rollout servers ({size / 2**30:.2f} GiB) cannot be written to "
+            f"{folder.parent}: {error}",
+            expected="room in memory for two versions of the weights",
+            fix="set grpo.rollout_server.weights_dir to a folder with more room, or give the job "
+            "more memory (grpo.resources.memory_gb): what lies in /dev/shm counts as memory",
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

@@ -12,9 +12,10 @@ One request is one sample with a seed of its own. (``n`` samples of one request 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from refiner_core.contract.types import Completion, Endpoint, GenerationRequest, SamplingParams
 
@@ -96,24 +97,19 @@ def read_completion(raw: bytes, asked: Question) -> Completion | Literal["abort"
     Unusable
         It is not what was asked for; says what is wrong with it.
     """
-    choice = _only_choice(raw)
-    if choice.get("finish_reason") == "abort":
+    choice = _only_choice(raw, asked.request.prompt_ids)
+    if isinstance(choice, _Abort):
         return "abort"
-    _check_prompt(choice, asked.request.prompt_ids)
-    tokens = _integers(choice.get("token_ids"), "token_ids")
-    logprobs = _logprobs(choice.get("logprobs"), len(tokens))
-    reason = choice.get("finish_reason")
-    if reason == "stop":
-        _check_stop(tokens, choice.get("stop_reason"), asked)
-        return Completion(tokens, logprobs, "stop")
-    if reason == "length":
-        if len(tokens) != asked.params.max_new_tokens:
-            raise Unusable(
-                f"it ended by length with {len(tokens)} of {asked.params.max_new_tokens} tokens "
-                "(max_tokens)"
-            )
-        return Completion(tokens, logprobs, "length")
-    raise Unusable(f"finish_reason is {reason!r}, not `stop`, `length` or `abort`")
+    tokens, most = tuple(choice.token_ids), asked.params.max_new_tokens
+    if choice.finish_reason == "length" and len(tokens) != most:
+        raise Unusable(f"it ended by length with {len(tokens)} of {most} tokens (max_tokens)")
+    by_string = choice.stop_reason in asked.params.stop_strings
+    if choice.finish_reason == "stop" and not (by_string or tokens[-1] in asked.stop_ids):
+        raise Unusable(
+            f"it stopped (stop_reason {choice.stop_reason!r}) at none of the stop tokens "
+            f"{sorted(asked.stop_ids)[:8]} or stop strings that were sent"
+        )
+    return Completion(tokens, tuple(choice.logprobs.token_logprobs), choice.finish_reason)
 
 
 def scoring_body(prompt_ids: Sequence[int], version: str) -> bytes:
@@ -142,80 +138,65 @@ def read_scores(raw: bytes, prompt_ids: Sequence[int]) -> tuple[list[float], int
     Unusable
         It is not what was asked for.
     """
-    choice = _only_choice(raw)
-    _check_prompt(choice, prompt_ids)
-    entries = choice.get("prompt_logprobs")
-    if not isinstance(entries, list) or len(entries) != len(prompt_ids):
-        raise Unusable("prompt_logprobs has not one entry per token of the prompt")
-    scores = []
-    for token, entry in zip(prompt_ids[1:], entries[1:], strict=True):
-        found = entry.get(str(token)) if isinstance(entry, Mapping) else None
-        value = found.get("logprob") if isinstance(found, Mapping) else None
-        scores.append(_finite(value, "prompt_logprobs"))
-    tokens = _integers(choice.get("token_ids"), "token_ids")
-    (logprob,) = _logprobs(choice.get("logprobs"), 1)
-    return scores, tokens[0], logprob
+    choice = _only_choice(raw, prompt_ids)
+    entries = choice.prompt_logprobs if isinstance(choice, _Choice) else None
+    try:
+        pairs = zip(prompt_ids, entries or (), strict=True)
+        scores = [entry[str(token)].logprob for token, entry in [*pairs][1:] if entry is not None]
+    except (KeyError, ValueError) as error:
+        raise Unusable("prompt_logprobs has not one entry per token of the prompt") from error
+    assert isinstance(choice, _Choice)
+    return scores, choice.token_ids[0], choice.logprobs.token_logprobs[0]
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def _only_choice(raw: bytes) -> Mapping[str, Any]:
+_Logprob = Annotated[float, Field(le=_ROUNDING, allow_inf_nan=False)]
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Scored(_Answer):
+    logprob: _Logprob
+
+
+class _Logprobs(_Answer):
+    token_logprobs: list[_Logprob]
+
+
+class _Abort(_Answer):
+    finish_reason: Literal["abort"]
+
+
+class _Choice(_Answer):
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None = None
+    token_ids: list[int] = Field(min_length=1)
+    prompt_token_ids: list[int]  # not there: return_token_ids was ignored, by an older vLLM
+    logprobs: _Logprobs
+    prompt_logprobs: list[dict[str, _Scored] | None] | None = None
+
+
+class _Completions(_Answer):
+    choices: list[Annotated[_Abort | _Choice, Field(discriminator="finish_reason")]] = Field(
+        min_length=1, max_length=1
+    )
+
+
+def _only_choice(raw: bytes, prompt_ids: Sequence[int]) -> _Abort | _Choice:
+    """The one choice of an answer, which is of this prompt and whole."""
     try:
-        choices = json.loads(raw)["choices"]
-        (choice,) = choices
-    except (ValueError, LookupError, TypeError) as error:
-        raise Unusable("it is no completion with one choice") from error
-    if not isinstance(choice, dict):
-        raise Unusable("its choice is no object")
+        [choice] = _Completions.model_validate_json(raw).choices
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise Unusable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if isinstance(choice, _Choice):
+        if choice.prompt_token_ids != list(prompt_ids):
+            raise Unusable(f"it is of another prompt than the {len(prompt_ids)} tokens sent")
+        if len(choice.logprobs.token_logprobs) != len(choice.token_ids):
+            raise Unusable(f"not every one of {len(choice.token_ids)} tokens has a log-probability")
     return choice
-
-
-def _check_prompt(choice: Mapping[str, Any], prompt_ids: Sequence[int]) -> None:
-    if "prompt_token_ids" not in choice or choice["prompt_token_ids"] is None:
-        raise Unusable("it has no prompt_token_ids (return_token_ids was ignored: an older vLLM?)")
-    echoed = choice["prompt_token_ids"]
-    if echoed != list(prompt_ids):
-        raise Unusable(
-            f"it is of another prompt: {len(echoed)} tokens echoed, {len(prompt_ids)} sent, "
-            "and they differ"
-        )
-
-
-def _check_stop(tokens: Sequence[int], reason: object, asked: Question) -> None:
-    by_token = bool(tokens) and tokens[-1] in asked.stop_ids
-    by_string = isinstance(reason, str) and reason in asked.params.stop_strings
-    if not (by_token or by_string):
-        raise Unusable(
-            f"it stopped (stop_reason {reason!r}) at none of the stop tokens "
-            f"{_few(asked.stop_ids)} or stop strings that were sent"
-        )
-
-
-def _integers(value: object, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value or not all(type(v) is int for v in value):
-        raise Unusable(f"{name} is no list of tokens")
-    return tuple(value)
-
-
-def _logprobs(value: object, count: int) -> tuple[float, ...]:
-    found = value.get("token_logprobs") if isinstance(value, Mapping) else None
-    if not isinstance(found, list):
-        raise Unusable("it has no token_logprobs")
-    if len(found) != count:
-        raise Unusable(f"{count} tokens have {len(found)} log-probabilities")
-    return tuple(_finite(v, "token_logprobs") for v in found)
-
-
-def _finite(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Unusable(f"{name} has {value!r} where a number should be")
-    if not math.isfinite(value) or value > _ROUNDING:
-        raise Unusable(f"{name} has {value!r}, which is no log-probability")
-    return float(value)
-
-
-def _few(values: Collection[int]) -> str:
-    shown = ", ".join(str(v) for v in sorted(values)[:8])
-    return f"{shown}, …" if len(values) > 8 else shown

@@ -17,6 +17,7 @@ from typing import Any
 
 from refiner_core.evaluation.metrics import main_metrics
 from refiner_core.report import drawing, printing
+from refiner_core.report.charts import Series, chart, summary
 from refiner_core.report.drawing import scale_for, strip
 from refiner_core.report.pages import parts_of, template_of
 from refiner_core.report.printing import MISSING, Section, counted, duration, estimate, hours
@@ -120,7 +121,7 @@ def without_incident(report: RunReport) -> str:
     return "nothing went wrong so far"
 
 
-MOST_NUMBERS = 3_000
+MOST_NUMBERS = 1_000
 
 
 def model_index(report: RunReport) -> dict[str, int]:
@@ -228,7 +229,7 @@ def markdown(report: RunReport) -> str:
     return text.rstrip() + "\n"
 
 
-MOST_EXAMPLES, MOST_SAID = 60, 12
+MOST_EXAMPLES, MOST_SAID = 40, 12
 
 
 def shown_examples(
@@ -259,7 +260,7 @@ VIEWS = (
     ("settings", "Settings and provenance"),
 )
 MOST_CURVES = 120
-MOST_SETTINGS = 500
+MOST_SETTINGS = 200
 
 
 def page(report: RunReport, *, reload_s: int = 0) -> str:
@@ -273,7 +274,7 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
         Seconds after which the page of a run that goes on loads itself again; 0: never. A run that
         is over has a page that stays.
     """
-    parts = parts_of(__package__)
+    parts = parts_of(__package__, charts=bool(report.curves))
     lead = report.changes[0] if report.changes else None
     examples = shown_examples(report.examples, (lead["before"], lead["after"]) if lead else None)
     text: str = parts["template"].render(
@@ -302,20 +303,14 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
 
 
 def plots(curves: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
-    """Drawings by stage."""
+    """Charts by stage, one for each metric, with its summary in numbers."""
     shown = curves[:MOST_CURVES]
     found: dict[str, list[dict[str, Any]]] = {}
     for curve in shown:
-        line = drawing.line_of(
-            curve["steps"], curve["values"], name=curve["metric"], curves=len(shown)
-        )
+        one = Series(curve["metric"], curve["steps"], curve["values"])
+        drawn = chart([one], of=len(shown), marks=curve["from_attempts"])
+        thinned = len(drawn["lines"][0]["x"]) < len(curve["steps"])
         found.setdefault(curve["stage"], []).append(
-            {
-                "of": curve,
-                "plot": drawing.plot_of_run(curve, line),
-                "known": line.known,
-                "missing": sum(printing.finite(v) is None for v in curve["values"]),
-                "thinned": len(line.points) < len(curve["values"]),
-            }
+            {"of": curve, "chart": drawn, "thinned": thinned, **summary(one)}
         )
     return found

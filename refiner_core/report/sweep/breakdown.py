@@ -1,9 +1,8 @@
 """Breakdown of a sweep's result by judge, by rubric and by prompt.
 
-In: groups of evaluations of the last model; texts by
-the evidence's ``stored``. Out: the judge x policy matrix with how far its
-rows agree on the order of arms (Kendall's tau-b), credit per rubric and arm, and the prompts on
-which an arm and the baseline differ most, with their answers.
+In: groups of evaluations of the last model, and their comparisons; texts by the evidence's
+``stored``. Out: the judge x arm matrix, credit per rubric and arm, and the prompts on which an arm
+and the baseline differ most, with their answers.
 
 An arm whose evaluations met a judge that had moved has no rank. A judge that trains no arm is held
 out: training finds the weaknesses of the judge that it asks. Credit is the score of a positive
@@ -16,8 +15,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,89 +24,44 @@ import numpy.typing as npt
 import pandas as pd
 
 from refiner_core.evaluation.metrics import EPISODE_METRICS, METRICS
-from refiner_core.evaluation.statistics import two_way_means
-from refiner_core.report.printing import finite
-from refiner_core.report.sweep.document import Comparison, Row
+from refiner_core.evaluation.statistics import Difference, two_way_means
+from refiner_core.report.sweep.document import Comparison, Row, leading
 from refiner_core.report.sweep.evidence import Evidence, Group, judge_and_rubrics
 from refiner_core.report.sweep.numbers import paired_layouts
 
 METRIC = "rubric_score"
-#: Means that differ by less are one rank.
-_SAME = 1e-9
-_FEWEST_ARMS = 3
 
 
 def make_matrix(
-    evidence: Evidence,
-    groups: Sequence[Group],
-    chosen: Group | None,
-    comparisons: Sequence[Comparison] = (),
-) -> tuple[Row, ...]:
-    """Rows in the order of groups, for the model and decoding of the sweep's question.
-
-    ``comparisons`` say under which protocols the judge of an arm has moved.
-    """
-    if chosen is None:
-        return ()
-    fitting = [
-        g
-        for g in groups
-        if (g.model, g.decoding) == (chosen.model, chosen.decoding) and METRIC in g.metrics
-    ]
+    evidence: Evidence, chosen: Group, comparisons: Sequence[Comparison]
+) -> Iterator[Row]:
+    """A row for each comparison of judged scores of the model and decoding of the question."""
     trains = _trained_by(evidence, chosen.model)
-    moved = _moved(comparisons, chosen.model)
-    return tuple(
-        _row(evidence, group, trains, moved.get(group.protocol, frozenset())) for group in fitting
-    )
-
-
-def _moved(comparisons: Sequence[Comparison], model: str) -> dict[str, frozenset[str]]:
-    """Protocol -> arms whose judge has moved."""
-    return {
-        c.key.protocol: frozenset(n.arm for n in c.numbers if n.verdict == "judge moved")
-        for c in comparisons
-        if c.key.metric == METRIC and c.key.model == model
-    }
-
-
-def _row(
-    evidence: Evidence,
-    group: Group,
-    trains: Mapping[str, tuple[object, object]],
-    moved: frozenset[str],
-) -> Row:
-    protocol = evidence.protocols.get(group.protocol, {})
-    judge, rubrics = judge_and_rubrics(protocol)
-    arms = [arm.name for arm in evidence.sweep.arms]
-    means = {arm: _mean(group, arm) for arm in arms}
-    known = [m[0] for arm, m in means.items() if m is not None and arm not in moved]
-    cells = []
-    for arm, found in means.items():
-        value, low, high = found or (None, None, None)
-        gone = value is not None and arm in moved
-        rank = None
-        if value is not None and not gone:
-            rank = 1 + sum(other > value + _SAME for other in known)
-        shown = {"arm": arm, "value": value, "low": low, "high": high, "rank": rank}
-        cells.append({**shown, "moved": gone})
-    return {
-        "protocol": group.name,
-        "judge": judge,
-        "rubrics": rubrics,
-        "metric": METRIC,
-        "decoding": group.decoding,
-        "trains": tuple(arm for arm in arms if trains.get(arm) == _asked(protocol)),
-        "cells": cells,
-    }
-
-
-def _mean(group: Group, arm: str) -> tuple[float, float | None, float | None] | None:
-    rows = [group.cells[arm, s].means.of(METRIC) for s in group.seeds_of(arm)]
-    found = [row for row in rows if row is not None]
-    if not found or len({len(row) for row in found}) > 1:
-        return None
-    (mean,) = two_way_means(np.stack(found)[None])
-    return (mean.value, mean.low, mean.high) if mean.n else None
+    for one in comparisons:
+        key = one.key
+        if (key.model, key.decoding, key.metric) != (chosen.model, chosen.decoding, METRIC):
+            continue
+        protocol = evidence.protocols.get(key.protocol, {})
+        judge, rubrics = judge_and_rubrics(protocol)
+        numbers = {n.arm: n for n in one.numbers if n.value is not None}
+        moved = {arm for arm, n in numbers.items() if n.verdict == "judge moved"}
+        steady = {arm: n.value for arm, n in numbers.items() if arm not in moved}
+        ranks = pd.Series(steady, dtype=float).round(9).rank(ascending=False, method="min")
+        names = [arm.name for arm in evidence.sweep.arms]
+        yield {
+            **{"protocol": key.protocol_name, "judge": judge, "rubrics": rubrics},
+            **{"metric": METRIC, "decoding": key.decoding},
+            "trains": tuple(a for a in names if trains.get(a) == _asked(protocol)),
+            "cells": [
+                {
+                    "arm": arm,
+                    **{k: getattr(numbers.get(arm), k, None) for k in ("value", "low", "high")},
+                    "rank": int(ranks[arm]) if arm in ranks else None,
+                    "moved": arm in moved,
+                }
+                for arm in names
+            ],
+        }
 
 
 def _trained_by(evidence: Evidence, model: str) -> dict[str, tuple[object, object]]:
@@ -122,25 +76,6 @@ def _trained_by(evidence: Evidence, model: str) -> dict[str, tuple[object, objec
 
 def _asked(protocol: Mapping[str, Any]) -> tuple[object, object]:
     return protocol.get("judge"), protocol.get("rubrics")
-
-
-def make_agreement(matrix: Sequence[Row]) -> tuple[Row, ...]:
-    """Agreement of each two rows on the order of arms; of arms that both have, at least three."""
-    means = pd.DataFrame(
-        {
-            i: {c["arm"]: np.nan if c["moved"] else c["value"] for c in row["cells"]}
-            for i, row in enumerate(matrix)
-        },
-        dtype=float,
-    ).round(9)
-    found = []
-    for i, j in combinations(means.columns, 2):
-        both = means[[i, j]].dropna()
-        if len(both) >= _FEWEST_ARMS:
-            tau = float(both[i].corr(both[j], method="kendall"))
-            agreed = {"first": i, "second": j, "tau": finite(tau), "arms": len(both)}
-            found.append(agreed)
-    return tuple(found)
 
 
 Floats = npt.NDArray[np.float64]
@@ -159,55 +94,36 @@ def make_rubrics(
         return ()
     baseline = evidence.sweep.baseline
     asked = group.cells[baseline, group.seeds_of(baseline)[0]].means.prompts
-    arms = _arms(group, baseline, differences)
+    arms = leading(group.arms, baseline, differences, _MOST_READ)
     seeds = sorted({seed for _, seed in group.cells})[: max(1, _MOST_READ // len(arms))]
     names: tuple[tuple[str, str], ...] | None = None
-    by_arm: dict[str, dict[int, Floats]] = {}
-    for arm in arms:
-        for seed in seeds:
-            cell = group.cells.get((arm, seed))
-            if cell is None or cell.means.prompts != asked:
-                continue
-            found = evidence.stored.rubrics(cell, names)
-            if found is None:
-                continue
-            names = names or found[0]
-            by_arm.setdefault(arm, {})[seed] = found[1]
-    if names is None or baseline not in by_arm:
-        return ()
-    rows = [_rubric_row(name, i, by_arm, baseline) for i, name in enumerate(names)]
-    return tuple(sorted(rows, key=_largest, reverse=True))
-
-
-def _arms(group: Group, baseline: str, differences: Mapping[str, float]) -> list[str]:
-    """The baseline, then the arms that are read, in the order of the group."""
-    others = [arm for arm in group.arms if arm != baseline]
-    by_size = sorted(others, key=lambda arm: -abs(differences.get(arm, 0.0)))
-    kept = set(by_size[: _MOST_READ - 1])
-    return [baseline, *(arm for arm in others if arm in kept)]
-
-
-def _rubric_row(
-    name: tuple[str, str], place: int, by_arm: dict[str, dict[int, Floats]], baseline: str
-) -> Row:
-    base = {seed: values[place] for seed, values in by_arm[baseline].items()}
-    means, differences = {}, {}
-    n = 0
-    for arm, seeds in by_arm.items():
-        mine = {seed: values[place] for seed, values in seeds.items()}
-        (mean,) = two_way_means(np.stack(list(mine.values()))[None])
-        if not mean.n:
+    credit: dict[tuple[str, int], Floats] = {}  # [rubrics, prompts]
+    for place in product(arms, seeds):
+        cell = group.cells.get(place)
+        if cell is None or cell.means.prompts != asked:
             continue
-        means[arm] = mean.value
-        n = max(n, mean.n)
-        shared = [seed for seed in mine if seed in base]
-        if arm == baseline or not shared:
-            continue
-        (found,) = two_way_means(np.stack([mine[s] - base[s] for s in shared])[None])
-        if found.n:
-            differences[arm] = (found.value, found.low, found.high)
-    counts = {"rubric": name[0], "kind": name[1], "n": n}
-    return {**counts, "values": means, "differences": differences}
+        if (found := evidence.stored.rubrics(cell, names)) is not None:
+            names, credit[place] = names or found[0], found[1]
+    rows: list[dict[str, Any]] = [
+        {"rubric": title, "kind": kind, "n": 0, "values": {}, "differences": {}}
+        for title, kind in names or ()
+    ]
+    for arm in arms if baseline in {arm for arm, _ in credit} else ():
+        own = [s for s in seeds if (arm, s) in credit]
+        shared = [s for s in own if arm != baseline and (baseline, s) in credit]
+        for row, mean in zip(rows, _over([credit[arm, s] for s in own]), strict=False):
+            if mean.n:
+                row["values"][arm], row["n"] = mean.value, max(row["n"], mean.n)
+        changes = _over([credit[arm, s] - credit[baseline, s] for s in shared])
+        for row, change in zip(rows, changes, strict=False):
+            if change.n:
+                row["differences"][arm] = (change.value, change.low, change.high)
+    return tuple(sorted((row for row in rows if row["values"]), key=_largest, reverse=True))
+
+
+def _over(by_seed: Sequence[Floats]) -> list[Difference]:
+    """The mean of each rubric over seeds and prompts."""
+    return two_way_means(np.stack(by_seed, axis=1)) if by_seed else []
 
 
 def _largest(row: Row) -> float:
@@ -219,8 +135,6 @@ _PER_ARM, _ALL = 10, 240
 _SHOWN_FLIPS, _SHOWN_AT_RANDOM, _SHOWN_ARMS = 8, 4, 12
 #: Of a prompt that is stored no more.
 _NONE: Row = {"question": "", "prompt": ""}
-#: A smaller change is none.
-_NO_CHANGE = 1e-9
 
 
 def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Row, ...]:
@@ -231,26 +145,23 @@ def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Row, ...]
     asked = group.cells[baseline, group.seeds_of(baseline)[0]]
     prompts, _ = asked.means.about(metric)
     found = []
-    for arm, changes in layouts.items():
+    for arm, layout in layouts.items():
         seeds = [s for s in group.seeds_of(arm) if (baseline, s) in group.cells]
-        known = ~np.isnan(changes).any(axis=0)
-        mean = np.where(known, np.where(known, changes, 0.0).mean(axis=0), 0.0)
-        agree = (np.sign(changes) == np.sign(mean)).sum(axis=0)
-        order = np.lexsort((np.arange(len(mean)), -agree, -np.abs(mean).round(9)))
-        for place in order[:most]:
-            if abs(mean[place]) <= _NO_CHANGE:
-                break
-            base = _mean_at(group, baseline, seeds, metric, int(place))
-            change = {"baseline": base, "value": base + float(mean[place])}
-            agreed = {"seeds_agree": int(agree[place]), "seeds": len(changes)}
-            found.append({"arm": arm, "sample_id": prompts[place], **change, **agreed})
+        base = [group.cells[baseline, s].means.about(metric)[1] for s in seeds]
+        changes = pd.DataFrame(layout, columns=list(prompts))
+        table = pd.DataFrame({"mean": changes.mean(skipna=False)})
+        table["agree"] = np.sign(changes).eq(np.sign(table["mean"])).sum()
+        table["size"] = table["mean"].abs().round(9)
+        table["base"] = np.mean([row for row in base if row is not None], axis=0)
+        order = table[table["size"] > 0].sort_values(
+            ["size", "agree"], ascending=False, kind="stable"
+        )
+        for prompt, row in order.head(most).iterrows():
+            change = {"baseline": float(row["base"]), "value": float(row["base"] + row["mean"])}
+            agreed = {"seeds_agree": int(row["agree"]), "seeds": len(layout)}
+            found.append({"arm": arm, "sample_id": prompt, **change, **agreed})
     questions = _questions(evidence, group, [flip["sample_id"] for flip in found])
     return tuple({**f, "question": questions.get(f["sample_id"], _NONE)["question"]} for f in found)
-
-
-def _mean_at(group: Group, arm: str, seeds: Sequence[int], metric: str, place: int) -> float:
-    rows = [group.cells[arm, s].means.about(metric)[1] for s in seeds]
-    return float(np.mean([row[place] for row in rows if row is not None]))
 
 
 def _questions(evidence: Evidence, group: Group, prompts: Sequence[str]) -> dict[str, Row]:
@@ -269,7 +180,11 @@ def make_side_by_side(evidence: Evidence, group: Group, flips: Sequence[Row]) ->
     baseline = evidence.sweep.baseline
     if evidence.stored is None or baseline not in group.arms:
         return ()
-    arms = _shown_arms(group, baseline, flips)
+    changes: dict[str, float] = {}
+    for flip in flips:
+        change = abs(flip["value"] - flip["baseline"])
+        changes[flip["arm"]] = max(change, changes.get(flip["arm"], 0.0))
+    arms = leading(group.arms, baseline, changes, _SHOWN_ARMS)
     shared = set.intersection(*(set(group.seeds_of(arm)) for arm in arms))
     if not shared:
         return ()
@@ -288,17 +203,6 @@ def make_side_by_side(evidence: Evidence, group: Group, flips: Sequence[Row]) ->
         for p, found in answers.items()
         if found
     )
-
-
-def _shown_arms(group: Group, baseline: str, flips: Sequence[Row]) -> list[str]:
-    """The baseline, and the arms with the largest changes, in the order of the group."""
-    largest: dict[str, float] = {}
-    for flip in flips:
-        change = abs(flip["value"] - flip["baseline"])
-        largest[flip["arm"]] = max(change, largest.get(flip["arm"], 0.0))
-    others = [arm for arm in group.arms if arm != baseline]
-    chosen = sorted(others, key=lambda arm: -largest.get(arm, 0.0))[: _SHOWN_ARMS - 1]
-    return [baseline, *(arm for arm in others if arm in set(chosen))]
 
 
 def _shown_prompts(asked: Sequence[str], flips: Sequence[Row], seed: str) -> list[str]:

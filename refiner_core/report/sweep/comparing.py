@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from refiner_core.contract.kinds import MODELS
-from refiner_core.evaluation.power import Components, detectable_effect, variance_components
+from refiner_core.evaluation.power import detectable_effect, mean_components, variance_components
+from refiner_core.report.printing import counted
 from refiner_core.report.sweep.breakdown import (
-    make_agreement,
     make_flips,
     make_matrix,
     make_rubrics,
@@ -52,7 +52,7 @@ SHOWN = (
     "loss/validation",
 )
 #: Points of all curves together, and the fewest and most of one.
-_ALL_POINTS = 150_000
+_ALL_POINTS = 30_000
 _FEWEST, _MOST = 12, 200
 
 
@@ -72,8 +72,7 @@ def make_curves(evidence: Evidence) -> tuple[Row, ...]:
         for arm, seeds in arms.items()
         if any(metric in t for t in seeds.values())
     ]
-    lines = sum(3 + len(seeds) for *_, seeds in found)
-    most = min(_MOST, max(_FEWEST, _ALL_POINTS // max(1, lines)))
+    most = min(_MOST, max(_FEWEST, _ALL_POINTS // max(1, len(found))))
     return tuple(_curve(name, metric, arm, seeds, most) for name, metric, arm, seeds in found)
 
 
@@ -85,12 +84,12 @@ def _shared(arms: Mapping[str, Mapping[int, Training]]) -> bool:
 
 
 def _curve(stage: str, metric: str, arm: str, seeds: Mapping[int, Training], most: int) -> Row:
-    logged = {s: t[metric] for s, t in sorted(seeds.items()) if metric in t}
-    steps = np.unique(np.concatenate([at for at, _ in logged.values()]))
+    logged = [t[metric] for t in seeds.values() if metric in t]
+    steps = np.unique(np.concatenate([at for at, _ in logged]))
     if len(steps) > most:
         steps = steps[np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))]
     table = np.full((len(logged), len(steps)), np.nan)
-    for row, (at, values) in zip(table, logged.values(), strict=True):
+    for row, (at, values) in zip(table, logged, strict=True):
         shown = np.isin(at, steps)
         row[np.searchsorted(steps, at[shown])] = values[shown]
     known = np.ma.masked_where(np.isnan(table), table)
@@ -98,7 +97,6 @@ def _curve(stage: str, metric: str, arm: str, seeds: Mapping[int, Training], mos
     return {
         **{"stage": stage, "metric": metric, "arm": arm, "steps": tuple(steps.tolist())},
         **{name: _plain(values.filled(np.nan)) for name, values in drawn.items()},
-        "by_seed": {str(s): _plain(row) for s, row in zip(logged, table, strict=True)},
     }
 
 
@@ -140,8 +138,8 @@ def make_report(evidence: Evidence) -> SweepReport:
         setting, missing = _setting(evidence, group, groups)
         wanted = metric if group is chosen else ""
         comparisons += compare_group(group, setting, missing, primary=wanted)
+    matrix = tuple(make_matrix(evidence, chosen, comparisons)) if chosen else ()
     comparisons.sort(key=lambda c: not c.primary)
-    matrix = make_matrix(evidence, groups, chosen, comparisons)
     flips = make_flips(evidence, chosen, metric) if chosen else ()
     return SweepReport(
         version=REPORT_VERSION,
@@ -160,7 +158,6 @@ def make_report(evidence: Evidence) -> SweepReport:
         comparisons=tuple(comparisons),
         curves=make_curves(evidence),
         matrix=matrix,
-        agreement=make_agreement(matrix),
         rubrics=make_rubrics(evidence, chosen, _changes(comparisons)) if chosen else (),
         flips=flips,
         side_by_side=make_side_by_side(evidence, chosen, flips) if chosen else (),
@@ -245,28 +242,18 @@ def _detectable(evidence: Evidence, chosen: Group | None, metric: str) -> dict[s
     layouts = [v for v in every if (~np.isnan(v).any(axis=0)).sum() >= 2]
     if not layouts:
         return {**found, "note": "not known: no arm can be compared with the baseline yet"}
-    parts = [variance_components(values) for values in layouts]
-    seeds, prompts = max(p.seeds for p in parts), max(p.prompts for p in parts)
-    of_seeds = [p.seed for p in parts if p.seed is not None]
-    components = Components(
-        float(np.mean(of_seeds)) if of_seeds else None,
-        float(np.mean([p.prompt for p in parts])),
-        float(np.mean([p.residual for p in parts])),
-        seeds,
-        prompts,
-    )
+    components = mean_components([variance_components(values) for values in layouts])
+    *_, seeds, prompts = components
     several = len(layouts)
     return {
         **found,
         "metric": metric,
         "effect": detectable_effect(components, seeds, prompts, POWER, ALPHA / several),
-        "effect_alone": detectable_effect(components, seeds, prompts, POWER, ALPHA),
         "seeds": seeds,
         "prompts": prompts,
         "components": components._asdict(),
-        "basis": f"how far seeds and prompts of this sweep are apart, {seeds} "
-        f"seed{'s' * (seeds > 1)}, {prompts} prompts, {several} arm{'s' * (several > 1)} "
-        "against the baseline",
+        "basis": f"how far seeds and prompts of this sweep are apart, {counted(seeds, 'seed')}, "
+        f"{prompts} prompts, {counted(several, 'arm')} against the baseline",
     }
 
 

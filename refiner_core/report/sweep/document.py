@@ -6,7 +6,7 @@ cannot be given is None, with the reason beside it; it is never 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -74,7 +74,6 @@ class Comparison:
     numbers: tuple[ArmNumber, ...]
     higher_is_better: bool | None
     primary: bool = False
-    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,11 @@ class SweepReport:
       scheduler's queue. None: nobody knows.
     - ``curves``: a ``metric`` of a training ``stage`` over ``steps``, per arm: the mean over seeds
       and the band of all seeds, which is their range and no interval. ``steps``, ``mean``, ``low``
-      and ``high`` have one length; ``by_seed`` maps a seed to values at these steps (None where it
-      has none).
+      and ``high`` have one length.
     - ``matrix``: one judge with one rubric set (``protocol``, ``judge``, ``rubrics``, ``metric``,
       ``decoding``). ``trains`` are arms whose reward it is: a judge that trains nobody is held out.
       ``cells`` have an ``arm``, its mean with its interval and its ``rank`` among arms, which it
       has not where the judge has ``moved`` between its evaluations and the baseline's.
-    - ``agreement``: Kendall's tau-b of two rows of the matrix (by their places ``first`` and
-      ``second``) over the ``arms`` that both have; None where all arms of a row have one mean.
     - ``rubrics``: mean scores of a ``rubric`` by arm (``values``), and ``differences`` to the
       baseline by arm: (difference, low, high).
     - ``flips``: prompts on which an ``arm`` and the baseline differ most: means over seeds and
@@ -131,7 +127,6 @@ class SweepReport:
     comparisons: tuple[Comparison, ...]
     curves: tuple[Row, ...] = ()
     matrix: tuple[Row, ...] = ()
-    agreement: tuple[Row, ...] = ()
     rubrics: tuple[Row, ...] = ()
     flips: tuple[Row, ...] = ()
     side_by_side: tuple[Row, ...] = ()
@@ -147,6 +142,15 @@ class SweepReport:
     def primary(self) -> Comparison | None:
         """The comparison that answers the sweep's question."""
         return next((c for c in self.comparisons if c.primary), None)
+
+
+def leading(
+    arms: Iterable[str], baseline: str, changes: Mapping[str, float | None], most: int
+) -> list[str]:
+    """The baseline, then those arms that differ most from it, in their order."""
+    others = [arm for arm in arms if arm != baseline]
+    kept = sorted(others, key=lambda arm: -abs(changes.get(arm) or 0.0))[: most - 1]
+    return [baseline, *(arm for arm in others if arm in set(kept))]
 
 
 PAGE = "report.html"

@@ -119,8 +119,6 @@ def drift_of(reference: Floats, differences: Floats) -> Drift:
 
 
 ALPHA = 0.05
-#: By seed the mean over the prompts that have a value (None without any), and their number.
-BySeed = Mapping[int, tuple[float | None, int]]
 
 
 @dataclass
@@ -135,8 +133,6 @@ class _Side:
     drift: Drift = UNKNOWN
     values: Floats | None = None  # [seeds, prompts]
     differences: Floats | None = None  # [shared seeds, prompts]
-    by_seed: BySeed = field(default_factory=dict)
-    changes: BySeed = field(default_factory=dict)
     refused: str = ""
     absent: bool = False  # it was not measured at all
     agents: bool = False
@@ -181,7 +177,7 @@ def said_number(side: _Side, base: _Side | None, metric: str, setting: Setting) 
         excluded=basis.excluded,
         interval=basis.interval,
         verdict=None if is_base else _verdict(side, base, metric),
-        points=_points(side, setting),
+        points=tuple(_points(side, setting)),
         note="; ".join(_notes(side, base, setting, is_base)),
     )
 
@@ -208,99 +204,69 @@ def _verdict(side: _Side, base: _Side | None, metric: str) -> Verdict | None:
     return "better" if (found.value > 0) == good else "worse"
 
 
-def _points(side: _Side, setting: Setting) -> tuple[Row, ...]:
-    nothing = (None, 0)
-    points = []
+def _points(side: _Side, setting: Setting) -> Iterator[Row]:
+    values = dict(zip(side.seeds, () if side.values is None else side.values, strict=False))
+    changes = side.differences
+    changed = dict(zip(side.shared, () if changes is None else changes, strict=False))
     for seed in setting.seeds:
-        if seed in side.by_seed or (side.arm, seed) in setting.absent:
-            value, count = side.by_seed.get(seed, nothing)
-            change, _ = side.changes.get(seed, nothing)
-            points.append({"seed": seed, "value": value, "difference": change, "n": count})
-    return tuple(points)
+        if seed in values or (side.arm, seed) in setting.absent:
+            value, count = _of_known(values.get(seed))
+            change, _ = _of_known(changed.get(seed))
+            yield {"seed": seed, "value": value, "difference": change, "n": count}
 
 
-def _notes(side: _Side, base: _Side | None, setting: Setting, is_base: bool) -> list[str]:
-    notes = [side.refused] if side.refused else []
-    notes += [
-        f"seed {seed} is missing: {setting.absent[side.arm, seed]}"
-        for seed in setting.seeds
-        if seed not in side.seeds and (side.arm, seed) in setting.absent
-    ]
+def _of_known(row: Floats | None) -> tuple[float | None, int]:
+    """The mean over the prompts that have a value, and their number."""
+    known = () if row is None else row[~np.isnan(row)]
+    return (float(np.mean(known)) if len(known) else None), len(known)
+
+
+def _notes(side: _Side, base: _Side | None, setting: Setting, is_base: bool) -> Iterator[str]:
+    if side.refused:
+        yield side.refused
+    for seed in setting.seeds:
+        if seed not in side.seeds and (side.arm, seed) in setting.absent:
+            yield f"seed {seed} is missing: {setting.absent[side.arm, seed]}"
     if is_base or side.absent:
-        return notes
+        return
     if base is None or base.values is None:
-        notes.append(f"the baseline {setting.baseline} was not measured in this way")
-        return notes
+        yield f"the baseline {setting.baseline} was not measured in this way"
+        return
     if not side.refused and side.values is not None and not side.shared:
-        notes.append("no seed in common with the baseline")
-    left = [s for s in side.seeds if side.shared and s not in side.shared]
-    if left:
-        notes.append(
-            f"compared on {_seeds(side.shared)}: the baseline has no seed "
-            f"{', '.join(map(str, left))}"
-        )
-    return notes + _of_few(side) + _of_drift(side.drift, agents=side.agents)
+        yield "no seed in common with the baseline"
+    if left := [str(s) for s in side.seeds if side.shared and s not in side.shared]:
+        own = ", ".join(map(str, side.shared))
+        yield f"compared on seed {own}: the baseline has no seed {', '.join(left)}"
+    if (found := side.found) is not None:
+        yield from filter(None, [_FEW_SEEDS.get(len(side.shared))])
+        if found.n < 2:
+            yield "one prompt has no interval"
+        if found.excluded > _MANY_EXCLUDED * (whole := found.n + found.excluded):
+            yield (
+                f"{found.excluded} of {whole} prompts have no value on some side: what is left "
+                "need not be like them"
+            )
+    if side.drift.kind in ("moved", "noise"):
+        yield _of_drift(side.drift, agents=side.agents)
 
 
-def _of_few(side: _Side) -> list[str]:
-    found = side.found
-    if found is None:
-        return []
-    notes = []
-    if len(side.shared) == 1:
-        notes.append("one seed: this is about these checkpoints, not about their recipes")
-    elif len(side.shared) == 2:
-        notes.append("two seeds: an interval of 95 % covers as little as 91 %")
-    if found.n < 2:
-        notes.append("one prompt has no interval")
-    if found.excluded > _MANY_EXCLUDED * (found.n + found.excluded):
-        notes.append(
-            f"{found.excluded} of {found.n + found.excluded} prompts have no value on some side: "
-            "what is left need not be like them"
-        )
-    return notes
+_FEW_SEEDS = {
+    1: "one seed: this is about these checkpoints, not about their recipes",
+    2: "two seeds: an interval of 95 % covers as little as 91 %",
+}
 
 
-def _of_drift(drift: Drift, *, agents: bool) -> list[str]:
-    if drift.kind not in ("moved", "noise"):
-        return []
+def _of_drift(drift: Drift, *, agents: bool) -> str:
     who, whose = "the judge", "answers of the random copier"
     if agents:
         who, whose = "the environment or its user", "attempts of who does nothing"
     what = (
-        f"{drift.changed} of {drift.prompts} {whose}, the same on both sides, were scored otherwise"
+        f"{drift.changed} of {drift.prompts} {whose}, the same on both sides, were scored "
+        f"otherwise, by {drift.shift:+.3g} ({drift.low:+.3g} to {drift.high:+.3g}) on average"
     )
-    size = f"{drift.shift:+.3g} ({drift.low:+.3g} to {drift.high:+.3g})"
     if drift.kind == "noise":
-        return [f"{who} is noisy: {what}, by {size} on average, which may be chance"]
-    return [
-        f"{who} moved: {what}, by {size} on average; evaluate both again with one "
-        "`evaluate.occasion`"
-    ]
-
-
-def _seeds(seeds: Sequence[int]) -> str:
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
-
-
-def said_warnings(base: _Side | None, sides: Sequence[_Side], setting: Setting) -> tuple[str, ...]:
-    """Warnings that hold of the whole comparison."""
-    found = []
-    if base is None and sides:
-        found.append(
-            f"The baseline {setting.baseline} was not measured in this way: nothing is compared."
-        )
-    refused = [s.arm for s in sides if s.refused]
-    if refused:
-        found.append(f"Not comparable, since asked other prompts: {', '.join(refused)}.")
-    moved = [s.arm for s in sides if s.drift.kind == "moved"]
-    if moved:
-        who = "environment" if any(s.agents for s in sides) else "judge"
-        found.append(
-            f"The {who} has scored the same answers otherwise in evaluations of: "
-            f"{', '.join(moved)}."
-        )
-    return tuple(found)
+        return f"{who} is noisy: {what}, which may be chance"
+    return f"{who} moved: {what}; evaluate both again with one `evaluate.occasion`"
 
 
 def compare_group(
@@ -328,7 +294,6 @@ def _compare(
         numbers=tuple(sorted(numbers, key=lambda n: order.get(n.arm, len(order)))),
         higher_is_better=higher_is_better(metric),
         primary=primary,
-        warnings=said_warnings(base, sides, setting),
     )
 
 
@@ -394,21 +359,8 @@ def _other_prompts(group: Group, place: tuple[str, int], asked: tuple[str, ...],
 def _means(sides: Sequence[_Side], metric: str) -> None:
     """The mean of each arm over its seeds and prompts."""
     for together, stacked in _stacked(sides, "values"):
-        found = zip(together, two_way_means(stacked), _by_seed(stacked), strict=True)
-        for side, mean, by_seed in found:
-            side.by_seed = dict(zip(side.seeds, by_seed, strict=True))
+        for side, mean in zip(together, two_way_means(stacked), strict=True):
             side.mean = _bounded(mean, metric) if mean.n else None
-
-
-def _by_seed(values: Floats) -> list[list[tuple[float | None, int]]]:
-    """Mean and number of what is known, of layouts [layouts, seeds, prompts]."""
-    known = ~np.isnan(values)
-    counts = known.sum(axis=2)
-    means = np.where(known, values, 0.0).sum(axis=2) / np.maximum(counts, 1)
-    return [
-        [(mean if n else None, n) for mean, n in zip(*layout, strict=True)]
-        for layout in zip(means.tolist(), counts.tolist(), strict=True)
-    ]
 
 
 def _bounded(found: Difference, metric: str) -> Difference:
@@ -428,9 +380,7 @@ def _differences(group: Group, metric: str, base: _Side, sides: Sequence[_Side])
     """Paired differences to the baseline over the seeds that both have, and what the reference says
     of them."""
     for together, stacked in _stacked(_pair(base, sides), "differences"):
-        found = zip(together, two_way_means(stacked), _by_seed(stacked), strict=True)
-        for side, difference, by_seed in found:
-            side.changes = dict(zip(side.shared, by_seed, strict=True))
+        for side, difference in zip(together, two_way_means(stacked), strict=True):
             side.found = difference if difference.n else None
             _one_against_one(group, metric, side)
             _look_at_reference(group, metric, base, side)

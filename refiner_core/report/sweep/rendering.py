@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
 from refiner_core.report import drawing, printing
+from refiner_core.report.charts import Series, chart, summary
 from refiner_core.report.pages import parts_of, template_of
 from refiner_core.report.printing import finite, plain
 from refiner_core.report.sweep import wording
-from refiner_core.report.sweep.document import Comparison, Row, SweepReport
+from refiner_core.report.sweep.document import Comparison, Row, SweepReport, leading
 from refiner_core.report.sweep.wording import arm_row, column_of, comparison_notes
 from refiner_core.report.transcripts import attempts_of, attempts_tables, shown_example
 
@@ -49,10 +51,8 @@ def markdown(report: SweepReport) -> str:
 def _arms(comparison: Comparison, report: SweepReport) -> list[dict[str, Any]]:
     """One row per arm; of many arms the baseline and those that differ most."""
     column = column_of(comparison, report)
-    ranked = sorted(
-        comparison.numbers, key=lambda n: (n.arm != report.baseline, -abs(n.difference or 0.0))
-    )
-    kept = {n.arm for n in ranked[:MOST_ARMS]}
+    changes = {n.arm: n.difference for n in comparison.numbers}
+    kept = leading(changes, report.baseline, changes, MOST_ARMS)
     return [arm_row(n, column, report) for n in comparison.numbers if n.arm in kept]
 
 
@@ -129,9 +129,10 @@ def shown_sides(sides: Sequence[Row], first_arms: Sequence[str]) -> list[dict[st
 
 
 #: Rows of arms on the page, over all comparisons.
-MOST_ROWS = 2_500
-MOST_CURVES = 3_000
-#: Curves that are shown until somebody chooses others; arms in the columns of rubrics.
+MOST_ROWS = 600
+#: Arms in the charts of curves; those that are seen there until somebody chooses others, and in the
+#: columns of rubrics.
+MOST_LINES = 40
 FEW_ARMS = 7
 MOST_FLIPS = 600
 VIEWS = (
@@ -179,7 +180,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
     index = {arm: i for i, arm in enumerate(arms_in_order(report))}
     few = leading_arms(report)
     prompts = shown_sides(report.side_by_side, few)
-    parts = parts_of(__package__)
+    parts = parts_of(__package__, charts=bool(report.curves))
     text: str = parts["template"].render(
         report=report,
         parts=parts,
@@ -194,8 +195,8 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
             (c, column, [arm_row(n, column, report) for n in c.numbers], comparison_notes(c))
             for c, column in zip(compared, columns, strict=True)
         ],
-        primary_at=next((i for i, c in enumerate(compared) if c.primary), 0),
         not_shown=len(report.comparisons) - len(compared),
+        most_lines=MOST_LINES,
         plots=plots(report, index, frozenset(index[a] for a in few)),
         matrices=matrices(report),
         rubric_scale=drawing.scale_for(
@@ -222,114 +223,48 @@ def arms_in_order(report: SweepReport) -> list[str]:
 def shown_comparisons(report: SweepReport) -> list[Comparison]:
     """The primary comparison and as many others, in their order, as a page can hold."""
     ordered = sorted(report.comparisons, key=lambda c: not c.primary)
-    kept: list[Comparison] = []
-    rows = 0
-    for comparison in ordered:
-        rows += len(comparison.numbers)
-        if kept and rows > MOST_ROWS:
-            break
-        kept.append(comparison)
-    return kept
+    rows = accumulate(len(c.numbers) for c in ordered)
+    return [c for c, n in zip(ordered, rows, strict=True) if n <= MOST_ROWS or c is ordered[0]]
 
 
-def leading_arms(report: SweepReport) -> list[str]:
+def leading_arms(report: SweepReport, most: int = FEW_ARMS) -> list[str]:
     """The baseline and the arms that differ most from it; all where there are few."""
-    arms = arms_in_order(report)
-    if len(arms) <= FEW_ARMS or report.primary is None:
-        return arms[:FEW_ARMS]
-    size = {n.arm: abs(n.difference or 0.0) for n in report.primary.numbers}
-    by_size = sorted(arms, key=lambda arm: -size.get(arm, 0.0))
-    leading = {report.baseline, *by_size[: FEW_ARMS - 1]}
-    return [arm for arm in arms if arm in leading]
+    changes = {n.arm: n.difference for n in report.primary.numbers} if report.primary else {}
+    return leading(report.arms, report.baseline, changes, most)
 
 
 def plots(
     report: SweepReport, index: Mapping[str, int], shown: frozenset[int]
 ) -> list[dict[str, Any]]:
-    """Learning curves, one drawing for each metric of a stage."""
-    by_metric: dict[str, list[drawing.Line]] = {}
-    curves = [curve for curve in report.curves[:MOST_CURVES] if curve["arm"] in index]
-    for curve in curves:
-        line = drawing.line_of(
-            *(curve["steps"], curve["mean"], (curve["low"], curve["high"])),
-            index=index[curve["arm"]],
-            name=curve["arm"],
-            curves=len(curves),
-        )
-        by_metric.setdefault(f"{curve['metric']} ({curve['stage']})", []).append(line)
+    """Learning curves, a chart for each metric of a stage; ``shown`` are arms that are seen until
+    somebody chooses others."""
+    by_metric: dict[str, list[Series]] = {}
+    arms = set(leading_arms(report, MOST_LINES))
+    curves = [curve for curve in report.curves if curve["arm"] in arms]
+    for c in curves:
+        one = Series(c["arm"], c["steps"], c["mean"], c["low"], c["high"], index[c["arm"]])
+        by_metric.setdefault(f"{c['metric']} ({c['stage']})", []).append(one)
     made = []
     for name, found in by_metric.items():
-        lines = sorted(found, key=lambda line: line.index)
-        visible = shown if any(n.index in shown for n in lines) else frozenset({lines[0].index})
-        names = ", ".join(line.name for line in lines if line.index in visible)
-        label = f"{name} over steps, of {names}; the numbers are in the table below"
-        rows = sorted(lines, key=lambda line: line.index not in visible)
-        plot = drawing.Plot(lines, visible, label, 860, 340, (64, 16, 12, 40))
-        made.append({"name": name, "plot": plot, "rows": rows})
+        drawn = chart(sorted(found, key=lambda one: one.place), of=len(curves))
+        rows = sorted(found, key=lambda one: (one.place not in shown, one.place))
+        visible = shown & {one.place for one in found} or {rows[0].place}
+        made.append(
+            {"name": name, "chart": drawn, "visible": visible, "rows": [summary(r) for r in rows]}
+        )
     return made
 
 
 def matrices(report: SweepReport) -> list[dict[str, Any]]:
-    """Judges against arms, one table for each metric and decoding: judges are its columns."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for place, row in enumerate(report.matrix):
-        groups.setdefault((row["metric"], row["decoding"]), []).append(place)
-    made = []
-    for (metric, decoding), places in groups.items():
-        rows = [report.matrix[place] for place in places]
-        cells = [{c["arm"]: c for c in row["cells"]} for row in rows]
-        pairs = [a for a in report.agreement if {a["first"], a["second"]} <= set(places)]
-        made.append(
-            {
-                "name": f"{metric}, {decoding}" if decoding else metric,
-                "rows": rows,
-                "cells": cells,
-                "ranges": [_range(found.values()) for found in cells],
-                "said": [*_first_places(rows), *_orders(report.matrix, pairs)],
-            }
-        )
-    return made
+    """Judges against arms: judges are columns."""
+    if not report.matrix:
+        return []
+    name = ", ".join(filter(None, (report.matrix[0]["metric"], report.matrix[0]["decoding"])))
+    cells = [{c["arm"]: c for c in row["cells"]} for row in report.matrix]
+    ranges = [_range(found.values()) for found in cells]
+    return [{"name": name, "rows": report.matrix, "cells": cells, "ranges": ranges}]
 
 
 def _range(cells: Iterable[Row]) -> tuple[float, float]:
     known = [v for v in (printing.finite(c["value"]) for c in cells) if v is not None]
     return (min(known), max(known)) if known else (0.0, 0.0)
-
-
-def _first_places(rows: Sequence[Row]) -> Iterator[str]:
-    """First places by judge, and what to think of one that it has trained."""
-    best = [(row, [c["arm"] for c in row["cells"] if c["rank"] == 1]) for row in rows]
-    named = [(row, arms) for row, arms in best if arms]
-    if len(named) > 1 and len({tuple(arms) for _, arms in named}) == 1:
-        yield f"All of them put {wording.listed(named[0][1])} first."
-    elif len(named) > 1:
-        said = (f"{judge_name(row)} puts {wording.listed(arms)} first" for row, arms in named)
-        yield f"{'; '.join(said)}."
-    for row, arms in named:
-        trains = row["trains"]
-        others = [c for c in row["cells"] if c["value"] is not None and c["arm"] not in trains]
-        if others and (own := [arm for arm in arms if arm in trains]):
-            yield (
-                f"{judge_name(row)} puts {wording.listed(own)} first, which it has trained: look "
-                "at a judge that trains nobody before believing it."
-            )
-
-
-def _orders(rows: Sequence[Row], pairs: Sequence[Row]) -> Iterator[str]:
-    """Agreement of two judges on the order of arms."""
-    for pair in pairs:
-        both = f"{judge_name(rows[pair['first']])} and {judge_name(rows[pair['second']])}"
-        if pair["tau"] is None:
-            yield f"{both}: one of them tells no arms apart."
-        else:
-            yield (
-                f"{both} order {pair['arms']} arms with Kendall's tau "
-                f"{printing.number(pair['tau'], 2)} "
-                f"(1 is the same order, {printing.MINUS}1 the reverse)."
-            )
-
-
-def judge_name(row: Row) -> str:
-    """A judge with its rubric set and the protocol in which it asks."""
-    rubrics = f" with {row['rubrics']}" if row["rubrics"] else ""
-    return f"{row['judge'] or 'no judge'}{rubrics} ({row['protocol']})"

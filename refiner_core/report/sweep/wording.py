@@ -54,10 +54,15 @@ def answer(report: SweepReport) -> str:
             f"There is no answer yet: on {key_text(primary.key)} no arm can be compared with the "
             f"baseline {report.baseline}. {_missing_text(others)}".strip()
         )
-    clear = [n for n in said if n.verdict in ("better", "worse")]
-    sentences = [_clear_text(report, primary, clear, decimals)] if clear else []
-    sentences.append(_rest_text(report, primary, said, decimals, bool(clear)))
+    order = ("better", "worse", "not clear")
+    told = [n for n in said if n.verdict in order]
+    told.sort(key=lambda n: (order.index(n.verdict or ""), -abs(n.difference or 0.0)))
     moved = [n.arm for n in said if n.verdict == "judge moved"]
+    parts = [_compared(n, report, decimals) for n in told[:_NAMED]]
+    parts += [f"{len(told) - _NAMED} more stand below"] if len(told) > _NAMED else []
+    sentences = [f"On {key_text(primary.key)}, {'; '.join(parts)}."] if parts else []
+    if any(n.verdict == "not clear" for n in told):
+        sentences.append(detectable_phrase(report.detectable, decimals))
     if moved:
         sentences.append(
             f"Of {listed(moved)} nothing is claimed: the judge scored the same answers differently "
@@ -67,6 +72,16 @@ def answer(report: SweepReport) -> str:
     if report.state == "running":
         sentences.append("The sweep still runs; this may change.")
     return " ".join(filter(None, sentences))
+
+
+def _compared(n: ArmNumber, report: SweepReport, decimals: int) -> str:
+    """``a is better than base by +0.03 [0.01, 0.05] (adjusted p = 0.04; 3 seeds × 9 prompts)``."""
+    low, high = n.difference_low, n.difference_high
+    effect = with_interval(n.difference, low, high, decimals, signed=True)
+    verb = "does not clearly differ from" if n.verdict == "not clear" else f"is {n.verdict} than"
+    p_value = p_phrase(n.p_adjusted)
+    by = f"{effect} (adjusted p {p_value}; {basis(n, report)})"
+    return f"{n.arm} {verb} {report.baseline}{':' if n.verdict == 'not clear' else ' by'} {by}"
 
 
 def _alone(report: SweepReport, primary: Comparison, decimals: int) -> str:
@@ -80,50 +95,8 @@ def _alone(report: SweepReport, primary: Comparison, decimals: int) -> str:
     )
 
 
-def _clear_text(
-    report: SweepReport, primary: Comparison, clear: Sequence[ArmNumber], decimals: int
-) -> str:
-    ranked = sorted(clear, key=lambda n: (n.verdict != "better", -abs(n.difference or 0.0)))
-    parts = [
-        f"{n.arm} is {n.verdict} than {report.baseline} by {_effect(n, decimals)} "
-        f"(adjusted p {p_phrase(n.p_adjusted)}; {basis(n, report)})"
-        for n in ranked[:_NAMED]
-    ]
-    more = len(ranked) - _NAMED
-    also = f"; {counted(more, 'more arm differs', 'more arms differ')} clearly" if more > 0 else ""
-    return f"On {key_text(primary.key)}, {'; '.join(parts)}{also}."
-
-
-def _rest_text(
-    report: SweepReport,
-    primary: Comparison,
-    said: Sequence[ArmNumber],
-    decimals: int,
-    some_clear: bool,
-) -> str:
-    unclear = [n for n in said if n.verdict == "not clear"]
-    if not unclear:
-        return ""
-    could = detectable_phrase(report.detectable, decimals)
-    if some_clear:
-        rest = "the other arm" if len(unclear) == 1 else f"the other {len(unclear)} arms"
-        return f"For {rest} the difference is not clear" + (f" ({could})." if could else ".")
-    largest = max(unclear, key=lambda n: abs(n.difference or 0.0))
-    text = (
-        f"No arm differs clearly from the baseline {report.baseline} on {key_text(primary.key)}. "
-        f"The largest difference is that of {largest.arm}, {_effect(largest, decimals)} "
-        f"(adjusted p {p_phrase(largest.p_adjusted)}; {basis(largest, report)})"
-    )
-    return text + (f"; {could}." if could else ".")
-
-
 def _missing_text(missing: Sequence[ArmNumber]) -> str:
     return f"Without a comparison: {listed([n.arm for n in missing])}." if missing else ""
-
-
-def _effect(n: ArmNumber, decimals: int) -> str:
-    low, high = n.difference_low, n.difference_high
-    return with_interval(n.difference, low, high, decimals, signed=True)
 
 
 def basis(n: ArmNumber, report: SweepReport) -> str:
@@ -132,15 +105,15 @@ def basis(n: ArmNumber, report: SweepReport) -> str:
     return f"{counted(n.seeds, 'seed')} × {counted(n.n, each)}"
 
 
-def detectable_phrase(detectable: Mapping[str, Any], decimals: int | None = None) -> str:
-    """``effects below 0.021 would mostly go unseen``, or nothing where that is not known."""
+def detectable_phrase(detectable: Mapping[str, Any], decimals: int) -> str:
+    """What would have been seen, or nothing where that is not known."""
     effect = detectable.get("effect")
     if not isinstance(effect, int | float) or not finite(float(effect)):
         return ""  # nor where nothing has varied: that tells of luck, not of an infinite precision
-    shown = max(decimals or 0, decimals_for(None, float(effect)) - 1)
+    shown = max(decimals, decimals_for(None, float(effect)) - 1)
     power = detectable.get("power")
     share = f" in {power * 100:.0f}\u00a0% of such sweeps" if isinstance(power, float) else ""
-    return f"an effect of {number(float(effect), shown)} would have been seen{share}"
+    return f"An effect of {number(float(effect), shown)} would have been seen{share}."
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
@@ -292,7 +265,6 @@ def _strip(
 
 
 def comparison_notes(comparison: Comparison) -> list[str]:
-    """Warnings of a comparison, and what an interval of it is."""
+    """What an interval of a comparison is."""
     kinds = dict.fromkeys(n.interval for n in comparison.numbers if n.interval)
-    made = [f"Intervals are of 95 %: {', '.join(kinds)}."] if kinds else []
-    return [*comparison.warnings, *made]
+    return [f"Intervals are of 95 %: {', '.join(kinds)}."] if kinds else []

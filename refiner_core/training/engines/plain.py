@@ -11,7 +11,7 @@ Weights stay bitwise equal on all ranks; a snapshot and an export check that the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from refiner_core.generation.load import device_for
 from refiner_core.training.batches import Batch, seed_random
 from refiner_core.training.engines.protocol import Engine, ParameterState, evaluating
 from refiner_core.training.model import loading
-from refiner_core.training.model.loading import SavedTensors, model_tensors
+from refiner_core.training.model.loading import model_tensors
 from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
 from refiner_core.training.model.optim import (
     ADAM_STATE,
@@ -36,9 +36,6 @@ from refiner_core.training.model.optim import (
     trainable,
 )
 from refiner_core.training.ranks import Ranks, gpu_of
-
-#: Gradients that travel together (float32 elements): 256 MiB.
-BUCKET_ELEMENTS = 1 << 26
 
 
 class PlainEngine(Engine):
@@ -142,7 +139,7 @@ class PlainEngine(Engine):
                 yield name, own
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def set_weights(self, weights: SavedTensors) -> None:
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy weights in."""
         for name, tensor in model_tensors(self.model).items():
             tensor.copy_(weights[name])
@@ -233,24 +230,11 @@ def sum_over_ranks(parameters: Sequence[Any], ranks: Ranks) -> None:
     import torch.distributed as dist
 
     counts = ranks.add([parameter.grad is not None for parameter in parameters])
+    sums = []
     for parameter, count in zip(parameters, counts, strict=True):
-        if count and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        dist.all_reduce(flat)
-        for gradient, total in zip(
-            bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True
-        ):
-            gradient.copy_(total.view_as(gradient))
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    bucket: list[torch.Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET_ELEMENTS:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
+        if count:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = gradient.contiguous()
+            sums.append(dist.all_reduce(parameter.grad, async_op=True))
+    for one in sums:
+        one.wait()

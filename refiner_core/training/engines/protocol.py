@@ -40,13 +40,14 @@ without errno, safetensors an error of its own): who gave the folder recognises 
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,11 +63,11 @@ from refiner_core.training.batches import Batch
 from refiner_core.training.model import loading
 from refiner_core.training.model.loading import (
     WEIGHTS,
-    SavedTensors,
     check_shapes,
     model_tensors,
     read_pickled,
     reading,
+    saved_tensors,
     whole_shape,
 )
 from refiner_core.training.model.logprobs import Entropy, TokenScores
@@ -82,6 +83,10 @@ KINDS = ("master", *ADAM_STATE, *MUON_STATE)
 
 #: What is kept of one parameter, by kind: masters and the optimiser's tensors.
 ParameterState = Mapping[str, torch.Tensor]
+#: Weights, states, random states and progress of a saved state.
+_Opened = tuple[
+    Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Mapping[str, Any], dict[str, Any]
+]
 
 
 @dataclass(frozen=True)
@@ -98,19 +103,14 @@ class StateSnapshot:
     def write(self, folder: Path) -> None:
         """Write this rank's files into ``folder``, and to the disk (fsync). No rank waits for
         another here; may be called from another thread, and again after a full disk."""
-        metadata = {"format": "pt"}
         if self.tensors is not None:
-            _save_tensors(dict(self.tensors), folder / WEIGHTS, metadata)
-        _save_tensors(dict(self.states), folder / state_file(self.rank, self.world), metadata)
-        with (folder / rng_file(self.rank, self.world)).open("wb") as file:
-            torch.save(dict(self.rng), file)
-            file.flush()
-            os.fsync(file.fileno())
+            _save_tensors(self.tensors, folder / WEIGHTS)
+        _save_tensors(self.states, folder / state_file(self.rank, self.world))
+        rng = io.BytesIO()
+        torch.save(dict(self.rng), rng)
+        write_synced(folder / rng_file(self.rank, self.world), rng.getvalue())
         if self.progress_text is not None:
-            with (folder / PROGRESS).open("w", encoding="utf-8") as text:
-                text.write(self.progress_text)
-                text.flush()
-                os.fsync(text.fileno())
+            write_synced(folder / PROGRESS, self.progress_text.encode())
 
 
 def state_file(rank: int, world: int) -> str:
@@ -199,8 +199,8 @@ class Engine(ABC):
         """Masters and optimisers' tensors; nothing where this rank does not want them."""
 
     @abstractmethod
-    def set_weights(self, weights: SavedTensors) -> None:
-        """Take weights back: a mapping that reads them when they are asked for."""
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take weights back."""
 
     @abstractmethod
     def set_states(self, state_of: Callable[[str], ParameterState]) -> None:
@@ -246,29 +246,26 @@ class Engine(ABC):
             It is of another model or format.
         """
         self.drop()
-        opened: tuple[SavedTensors, SavedTensors, Mapping[str, Any], dict[str, Any]] | None = None
+        opened: _Opened | None = None
         error: Exception | None = None
-        with ExitStack() as files:
-            try:
-                opened = self._open(folder, files)
-            except Exception as raised:
-                error = raised
-            self.ranks.all_or_none(error)
-            assert opened is not None
-            weights, saved, rng, progress = opened
-            self.set_weights(weights)
-            self.set_states(
-                lambda name: {k: saved[f"{k}.{name}"] for k in KINDS if f"{k}.{name}" in saved}
-            )
-            set_rng_state(rng)
+        try:
+            opened = self._open(folder)
+        except Exception as raised:
+            error = raised
+        self.ranks.all_or_none(error)
+        assert opened is not None
+        weights, saved, rng, progress = opened
+        self.set_weights(weights)
+        self.set_states(
+            lambda name: {k: saved[f"{k}.{name}"] for k in KINDS if f"{k}.{name}" in saved}
+        )
+        set_rng_state(rng)
         written_by = progress.pop(WRITTEN_BY)
         if written_by != self._writer():
             progress["restored_from"] = written_by
         return progress
 
-    def _open(
-        self, folder: Path, files: ExitStack
-    ) -> tuple[SavedTensors, SavedTensors, Mapping[str, Any], dict[str, Any]]:
+    def _open(self, folder: Path) -> _Opened:
         """Weights, states, random states and progress of a saved state."""
         with reading(folder / PROGRESS):
             progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
@@ -278,11 +275,11 @@ class Engine(ABC):
                 expected=f"format {FORMAT_VERSION}",
                 fix="remove the checkpoint, or use the version of refiner that wrote it",
             )
-        weights = SavedTensors([folder / WEIGHTS], files)
-        check_shapes(self.model, weights)
+        weights = saved_tensors(folder / WEIGHTS)
+        check_shapes(self.model, weights, folder)
         with reading(folder / PROGRESS):
             world = int(progress[WRITTEN_BY]["world"])
-        saved = SavedTensors([folder / state_file(rank, world) for rank in range(world)], files)
+        saved = saved_tensors(*(folder / state_file(rank, world) for rank in range(world)))
         rng = read_pickled(folder / rng_file(self.ranks.rank % world, world))
         return weights, saved, rng, progress
 
@@ -403,7 +400,15 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def _save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    safetensors.torch.save_file(tensors, path, metadata=metadata)
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file, to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
     with path.open("rb+") as file:
         os.fsync(file.fileno())

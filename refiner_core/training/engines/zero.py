@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO-1 to 3 share optimiser states, gradients and weights out over the ranks.
+"""DeepSpeed: ZeRO-2 and 3 share optimiser states, gradients and weights out over the ranks.
 
 In: a training stage's section and the ranks. Out: an
 :class:`~refiner_core.training.engines.protocol.Engine`.
@@ -24,7 +24,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -35,7 +35,7 @@ from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.batches import Batch
 from refiner_core.training.engines.protocol import Engine, ParameterState, evaluating
 from refiner_core.training.model import loading
-from refiner_core.training.model.loading import SavedTensors, model_tensors
+from refiner_core.training.model.loading import model_tensors
 from refiner_core.training.model.logprobs import Entropy, ScoringModel, TokenScores
 from refiner_core.training.model.optim import adamw, parameter_groups, trainable
 from refiner_core.training.ranks import Ranks
@@ -46,30 +46,18 @@ _INVALID = -1.0
 
 def gradient_norm(optimizer: Any) -> float:
     """The global 2-norm of the summed gradients; infinite where it is not finite."""
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-    from deepspeed.runtime.utils import get_global_norm_of_tensors
-
-    if isinstance(optimizer, BF16_Optimizer):
-        gradients, _ = optimizer.get_grads_for_norm()
-        norm = float(get_global_norm_of_tensors(gradients, norm_type=optimizer.norm_type))
-    elif hasattr(optimizer, "scaled_global_norm"):  # ZeRO-1 and 2
+    if hasattr(optimizer, "scaled_global_norm"):  # ZeRO-2
         norm = float(optimizer.scaled_global_norm())
     else:
-        norm = _combined(optimizer._get_norm_groups())
+        norms = [float(norm) for norm in optimizer._get_norm_groups()]
+        norm = math.hypot(*norms) if all(value >= 0 for value in norms) else math.inf
     return norm if math.isfinite(norm) and norm >= 0 else math.inf
 
 
 def drop_gradients(wrapped: Any) -> None:
     """Take the way that DeepSpeed takes for gradients that are not finite: nothing is changed, and
     all that was accumulated is cleared."""
-    import torch
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
     optimizer = wrapped.optimizer
-    if isinstance(optimizer, BF16_Optimizer):
-        optimizer.clear_hp_grads()
-        optimizer.clear_lp_grads()
-        return
     zero3 = not hasattr(optimizer, "scaled_global_norm")
     name = "_get_norm_groups" if zero3 else "scaled_global_norm"
     invalid = torch.tensor(_INVALID)
@@ -87,13 +75,6 @@ def drop_gradients(wrapped: Any) -> None:
     if not zero3:  # with offload it forgets these, and would add the next step's to them
         for group in optimizer.averaged_gradients:
             optimizer.averaged_gradients[group] = None
-
-
-def _combined(norms: Any) -> float:
-    values = [float(norm) for norm in norms]
-    if any(not math.isfinite(value) or value < 0 for value in values):
-        return math.inf
-    return math.sqrt(sum(value * value for value in values))
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -123,14 +104,15 @@ def open_zero_engine(
     ranks: Ranks,
     device: Any,
 ) -> _ZeroEngine:
-    """The model of ``model_ref`` under ``section.deepspeed_stage``, which is 1, 2 or 3.
+    """The model of ``model_ref`` under ``section.deepspeed_stage``: 3, or 2, which 1 is, too: for
+    the same traffic it also shares out the gradients.
 
     Raises
     ------
     UnsupportedError
         DeepSpeed is not installed, or cannot be used here.
     """
-    stage = int(section.deepspeed_stage or 0)
+    stage = 3 if section.deepspeed_stage == 3 else 2
     deepspeed = _import_deepspeed(device)
     _join_process_group(device)
     loaded = loading.load_for_training(model_ref, config, device, reentrant=stage == 3)
@@ -299,7 +281,7 @@ class _ZeroEngine(Engine):
                 yield name, {kind: part for kind, part in state.items() if part is not None}
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def set_weights(self, weights: SavedTensors) -> None:
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy weights in; under ZeRO-3 rank 0 reads and the others get their share."""
         import torch.distributed as dist
 
@@ -359,13 +341,9 @@ class _ZeroEngine(Engine):
     def _flat(self) -> list[Any]:
         """This rank's flat float32 partitions, which the optimiser steps."""
         optimizer = self._wrapped.optimizer
-        for name in (
-            *("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"),
-            *("fp32_groups_flat_partition",),
-        ):
-            if hasattr(optimizer, name):
-                return list(getattr(optimizer, name))
-        raise RuntimeError(f"{type(optimizer).__name__} keeps its partitions elsewhere")
+        zero3 = self.partitioned
+        name = "fp32_partitioned_groups_flat" if zero3 else "single_partition_of_fp32_groups"
+        return list(getattr(optimizer, name))
 
     def _state_of(self, flat: Any) -> dict[str, Any]:
         state: dict[str, Any] = self._wrapped.basic_optimizer.state[flat]

@@ -13,13 +13,12 @@ from __future__ import annotations
 import resource
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 
@@ -46,14 +45,14 @@ def load_weights(folder: Path, model: Any) -> None:
     WorkspaceError
         If they are those of another model, or cannot be read.
     """
-    with ExitStack() as files, torch.no_grad():
-        saved = SavedTensors([folder / WEIGHTS], files)
-        check_shapes(model, saved)
+    saved = saved_tensors(folder / WEIGHTS)
+    check_shapes(model, saved, folder)
+    with torch.no_grad():
         for name, tensor in model_tensors(model).items():
             tensor.copy_(saved[name])
 
 
-def check_shapes(model: Any, saved: SavedTensors) -> None:
+def check_shapes(model: Any, saved: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Refuse weights of another model.
 
     Raises
@@ -62,11 +61,11 @@ def check_shapes(model: Any, saved: SavedTensors) -> None:
         Names one that differs.
     """
     shapes = {name: whole_shape(tensor) for name, tensor in model_tensors(model).items()}
-    found = saved.shapes()
+    found = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     different = sorted(n for n in shapes.keys() | found.keys() if shapes.get(n) != found.get(n))
     if different:
         raise WorkspaceError(
-            f"{saved.paths[0].parent} holds the weights of another model ({different[0]} differs)",
+            f"{folder} holds the weights of another model ({different[0]} differs)",
             expected="a checkpoint of this stage",
             fix="remove the checkpoint to start the stage again",
         )
@@ -84,42 +83,14 @@ def whole_shape(tensor: Any) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-class SavedTensors(Mapping[str, torch.Tensor]):
-    """The tensors of several safetensors files, each read when it is asked for.
-
-    Opening one shows whether it is cut short, as a :class:`DamagedCheckpoint`. A read that fails
-    later, when something may have been changed already, is a :class:`WorkspaceError`.
-    """
-
-    def __init__(self, paths: Sequence[Path], opened: ExitStack) -> None:
-        self.paths = list(paths)
-        self._at: dict[str, tuple[Any, Path]] = {}
-        for path in paths:
-            with reading(path):
-                file = opened.enter_context(safetensors.safe_open(path, framework="pt"))
-                self._at.update((name, (file, path)) for name in file.keys())  # noqa: SIM118
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        file, path = self._at[name]
-        try:
-            tensor: torch.Tensor = file.get_tensor(name)
-        except (OSError, safetensors.SafetensorError) as error:
-            raise WorkspaceError(
-                f"{path} cannot be read any more ({error})",
-                expected="a complete checkpoint of this stage",
-                fix="look at the file system, then run the same command again",
-            ) from error
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._at)
-
-    def __len__(self) -> int:
-        return len(self._at)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes, from the files' headers."""
-        return {n: tuple(f.get_slice(n).get_shape()) for n, (f, _) in self._at.items()}
+def saved_tensors(*paths: Path) -> dict[str, torch.Tensor]:
+    """The tensors of several safetensors files, mapped: each is read when it is used. A file that
+    is cut short is a :class:`DamagedCheckpoint`."""
+    found: dict[str, torch.Tensor] = {}
+    for path in paths:
+        with reading(path):
+            found |= safetensors.torch.load_file(path)
+    return found
 
 
 @contextmanager

@@ -14,12 +14,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from refiner_core.contract.config import GrpoConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, UnsupportedError
-from refiner_core.contract.sections.environment import alpha_of, check_settings
+from refiner_core.contract.errors import UnsupportedError
+from refiner_core.contract.sections.environment import check_settings
 from refiner_core.contract.types import (
     Completion,
     Judge,
@@ -33,7 +32,6 @@ from refiner_core.environments.protocol import (
     FAILURES,
     Environment,
     EpisodeRecord,
-    TellsProgress,
     domain_of_id,
     record_from_json,
     task_of_row,
@@ -54,10 +52,8 @@ from refiner_core.training.rollouts.rollout import (
     RolloutBatch,
     Sampled,
     TrainSample,
-    TurnAdvantages,
     batch_metrics,
     group_advantages,
-    group_turn_advantages,
     means,
     own_tokens,
     rollout_rows,
@@ -66,12 +62,10 @@ from refiner_core.training.rollouts.rollout import (
 
 @dataclass(frozen=True)
 class _EpisodeBatch(RolloutBatch):
-    """A step's episodes. ``records`` and ``turns`` have one entry per sample (``turns`` None with
-    credit by trajectory, and where a sample takes no part), ``weights`` one per group: the
+    """A step's episodes. ``records`` has one entry per sample, ``weights`` one per group: the
     curriculum's factor, which is in the advantages already."""
 
     records: tuple[EpisodeRecord, ...] = ()
-    turns: tuple[TurnAdvantages | None, ...] = ()
     weights: tuple[float, ...] = ()
 
     def train_samples(self, *, mask_truncated: bool) -> list[TrainSample]:
@@ -89,16 +83,13 @@ class _EpisodeBatch(RolloutBatch):
         return sorted(kept, key=lambda sample: first[sample.prompt_ids])
 
     def _train_sample(self, i: int, sample: Sampled, advantage: float, group: int) -> TrainSample:
-        completion, turns = sample.completion, self.turns[i]
+        completion = sample.completion
         return TrainSample(
             sample.prompt.prompt_ids,
             completion.token_ids,
             sampled_logprobs(self.records[i], completion),
             advantage,
             loss_mask=own_tokens(completion),
-            advantages=None
-            if turns is None
-            else spread_over_tokens(self.records[i], completion, turns),
             group=group,
         )
 
@@ -119,74 +110,23 @@ def form_episode_groups(
     results: Sequence[RewardResult],
     records: Sequence[EpisodeRecord],
     grpo: GrpoConfig,
-    *,
-    alpha: Callable[[str], float],
     weight: Callable[[str], float],
 ) -> _EpisodeBatch:
-    """Advantages within each task's samples.
-
-    ``alpha(domain)`` is what partial credit counts there, ``weight(sample_id)`` the factor on a
-    task's advantages, which comes after the statistics of its group.
-    """
+    """Advantages within each task's samples. ``weight(sample_id)`` is the factor on a task's
+    advantages, which comes after the statistics of its group."""
     size = grpo.num_samples_per_prompt_rollout
-    normalization = grpo.advantage_normalization_type
     groups: list[GroupAdvantages] = []
-    turns: list[TurnAdvantages | None] = []
     weights: list[float] = []
     for at in range(0, len(samples), size):
-        members = range(at, at + size)
         factor = weight(samples[at].prompt.sample_id)
-        if grpo.credit == "turn_rewards":
-            rewards = [
-                turn_rewards(records[i], results[i].total, alpha(records[i].domain))
-                for i in members
-            ]
-            group, of_turns = group_turn_advantages(rewards, normalization)
-        else:
-            group = group_advantages([results[i].total for i in members], normalization)
-            of_turns = [None] * size
-        groups.append(_weighted(group, factor))
-        turns += [None if t is None else tuple(factor * a for a in t) for t in of_turns]
+        totals = [result.total for result in results[at : at + size]]
+        group = group_advantages(totals, grpo.advantage_normalization_type)
+        values = tuple(None if value is None else factor * value for value in group.values)
+        groups.append(GroupAdvantages(values, group.dropped))
         weights.append(factor)
     return _EpisodeBatch(
-        tuple(samples), tuple(results), tuple(groups), tuple(records), tuple(turns), tuple(weights)
+        tuple(samples), tuple(results), tuple(groups), tuple(records), tuple(weights)
     )
-
-
-def _weighted(group: GroupAdvantages, factor: float) -> GroupAdvantages:
-    if factor == 1.0:
-        return group
-    values = tuple(None if value is None else factor * value for value in group.values)
-    return GroupAdvantages(values, group.dropped)
-
-
-def turn_rewards(record: EpisodeRecord, total: float | None, alpha: float) -> list[float] | None:
-    """The rewards of an episode's turns; None where it has no reward.
-
-    A turn after which the environment told no progress (the task has no checks) has made none.
-    """
-    if total is None:
-        return None
-    known = record.first_progress or 0.0
-    rewards = []
-    for i, turn in enumerate(record.turns):
-        if i == len(record.turns) - 1:
-            rewards.append(total - alpha * known)
-            break
-        now = known if turn.progress is None else turn.progress
-        rewards.append(alpha * (now - known))
-        known = now
-    return rewards
-
-
-def spread_over_tokens(
-    record: EpisodeRecord, completion: Completion, turns: TurnAdvantages
-) -> tuple[float, ...]:
-    """One value per token of the completion: that of the turn which it belongs to, 0 between."""
-    values = [0.0] * len(completion.token_ids)
-    for turn, advantage in zip(record.turns, turns, strict=True):
-        values[turn.start : turn.end] = [advantage] * (turn.end - turn.start)
-    return tuple(values)
 
 
 #: Counts of a step that a report sums up.
@@ -206,37 +146,6 @@ def record_of(sample: Sampled) -> EpisodeRecord:
     if sample.completion.episode is None:
         raise ValueError(f"{sample.prompt.sample_id}: a completion without the record of a task")
     return record_from_json(sample.completion.episode)
-
-
-# ---------------------------------------------------------------- before anything is sampled
-
-
-def check_progress(environment: Environment, prompts: Sequence[PromptRow]) -> None:
-    """Refuse credit by turns where an environment does not say how far an episode is.
-
-    Raises
-    ------
-    ConfigurationError
-        Names the domain.
-    """
-    seen: set[str] = set()
-    for row in prompts:
-        task = task_of_row(row)
-        if task.domain in seen:
-            continue
-        seen.add(task.domain)
-        episode = environment.episode(task)
-        try:
-            if isinstance(episode, TellsProgress):
-                continue
-        finally:
-            episode.close()
-        raise ConfigurationError(
-            f"grpo.credit is turn_rewards, and the environment {environment.name} does not tell "
-            f"in between how much of a task is done (domain {task.domain})",
-            expected="an environment whose episodes have `checks()`",
-            fix="set grpo.credit=trajectory",
-        )
 
 
 # ---------------------------------------------------------------- what is logged
@@ -307,17 +216,14 @@ def _outcomes(ended: Sequence[EpisodeRecord]) -> Iterator[tuple[str, float]]:
 
 def episode_rows(step: int, batch: _EpisodeBatch) -> list[dict[str, Any]]:
     """One row per episode: the columns of single answers, and ``own`` (whose tokens they are),
-    ``episode`` (the record as JSON, without durations, which no run repeats), ``turn_advantages``
-    (None with credit by trajectory) and ``curriculum_weight``. A log-probability is None where the
-    model has not sampled the token."""
+    ``episode`` (the record as JSON, without durations, which no run repeats) and
+    ``curriculum_weight``. A log-probability is None where the model has not sampled the token."""
     rows = rollout_rows(step, batch)
     size = len(batch.samples) // len(batch.groups)
     for i, (row, sample) in enumerate(zip(rows, batch.samples, strict=True)):
-        turns = batch.turns[i]
         row["logprobs"] = [None if math.isnan(p) else p for p in sample.completion.logprobs]
         row["own"] = list(own_tokens(sample.completion))
         row["episode"] = json.dumps(_without_durations(sample), ensure_ascii=False)
-        row["turn_advantages"] = None if turns is None else list(turns)
         row["curriculum_weight"] = batch.weights[i // size]
     return rows
 
@@ -372,16 +278,13 @@ class EpisodeLane(Lane):
         self.curriculum = Curriculum(config.grpo.curriculum)
 
     def check(self, prompts: Sequence[PromptRow]) -> None:
-        """Refuse, before anything is sampled, rows that are no tasks or leave no room; and see
-        :func:`check_progress`."""
+        """Refuse, before anything is sampled, rows that are no tasks or leave no room."""
         for row in prompts:
             task_of_row(row)
         check_room(prompts, self.grpo)
         if self.environment is not None and not self.config.environment.domains:
             # the data stage has said so too, but is skipped where its outputs are there already
             check_settings(self.config.environment.shaping, self.environment.domains())
-        if self.environment is not None and self.grpo.credit == "turn_rewards":
-            check_progress(self.environment, prompts)
 
     @property
     def longest(self) -> int:
@@ -426,14 +329,13 @@ class EpisodeLane(Lane):
         return results
 
     def groups(self, samples: Sequence[Sampled], results: Sequence[RewardResult]) -> _EpisodeBatch:
-        """Advantages by the recipe's credit, times the curriculum's weights before this step."""
+        """Advantages, times the curriculum's weights before this step."""
         return form_episode_groups(
             samples,
             results,
             [record_of(sample) for sample in samples],
             self.grpo,
-            alpha=partial(alpha_of, self.config.environment.shaping),
-            weight=self.curriculum.weight,
+            self.curriculum.weight,
         )
 
     metrics = staticmethod(episode_metrics)

@@ -12,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -26,10 +25,6 @@ EPSILON = 1e-8
 #: Rewards that differ by no more than this (relative to their size) are equal: dividing rounding
 #: noise by its own deviation would make full-size advantages of nothing.
 EQUAL_REWARDS = 1e-9
-
-
-#: Advantages of an episode's turns, in order.
-TurnAdvantages = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -48,34 +43,13 @@ def group_advantages(
     ``standard``: (r - mean) / (population std + 1e-8), the GRPO paper's (Shao et al. 2024, eq. 2);
     ``centered``: r - mean (Liu et al. 2025, "Dr. GRPO"); ``sample_std``: with the n - 1 deviation.
     """
-    return group_turn_advantages([None if r is None else [r] for r in rewards], normalization)[0]
-
-
-def group_turn_advantages(
-    rewards: Sequence[Sequence[float] | None], normalization: Normalization = "standard"
-) -> tuple[GroupAdvantages, list[TurnAdvantages | None]]:
-    """Advantages of the turns of one group's episodes, from their rewards.
-
-    The group's own values are those of first turns: what the whole of an episode was worth.
-    """
-    scored = [episode for episode in rewards if episode is not None]
-    flat = np.array([reward for episode in scored for reward in episode], dtype=np.float64)
-    if len(scored) < 2 or not len(flat):
-        return GroupAdvantages((None,) * len(rewards), "too_few_scored"), [None] * len(rewards)
-    if equal_rewards(flat):
-        values = tuple(None if episode is None else 0.0 for episode in rewards)
-        none = [None if episode is None else (0.0,) * len(episode) for episode in rewards]
-        return GroupAdvantages(values, "zero_std"), none
-    left = iter(normalized(flat, normalization).tolist())
-    turns: list[TurnAdvantages | None] = []
-    for episode in rewards:
-        if episode is None:
-            turns.append(None)
-            continue
-        own = [next(left) for _ in episode]
-        turns.append(tuple(accumulate(reversed(own)))[::-1])
-    values = tuple(None if t is None else t[0] if t else 0.0 for t in turns)
-    return GroupAdvantages(values), turns
+    scored = np.array([reward for reward in rewards if reward is not None], dtype=np.float64)
+    if len(scored) < 2:
+        return GroupAdvantages((None,) * len(rewards), "too_few_scored")
+    if equal_rewards(scored):
+        return GroupAdvantages(tuple(None if r is None else 0.0 for r in rewards), "zero_std")
+    left = iter(normalized(scored, normalization).tolist())
+    return GroupAdvantages(tuple(None if reward is None else next(left) for reward in rewards))
 
 
 def equal_rewards(rewards_N: np.ndarray) -> bool:
@@ -127,9 +101,8 @@ class TrainSample:
     """A rollout that carries loss: tokens, the sampler's log-probabilities, the advantage.
 
     A log-probability is NaN where the token was not sampled but appended (``closing_ids``).
-    Of an episode, ``loss_mask`` is True on the model's own tokens alone (None: everywhere),
-    ``advantages`` has one value per token where turns are credited apart (None: ``advantage``
-    everywhere), and ``group`` numbers its group, since groups of one domain have one prompt.
+    Of an episode, ``loss_mask`` is True on the model's own tokens alone (None: everywhere), and
+    ``group`` numbers its group, since groups of one domain have one prompt.
     """
 
     prompt_ids: tuple[int, ...]
@@ -137,7 +110,6 @@ class TrainSample:
     sampler_logprobs: tuple[float, ...]
     advantage: float
     loss_mask: tuple[bool, ...] | None = None
-    advantages: tuple[float, ...] | None = None
     group: int | None = None
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,8 +37,8 @@ from refiner_core.contract.errors import (
     NoSpaceError,
     WorkspaceError,
 )
-from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
-from refiner_core.training.engines.protocol import Engine, StateSnapshot
+from refiner_core.contract.types import Progress, StageIO
+from refiner_core.training.engines.protocol import Engine, StateSnapshot, write_synced
 from refiner_core.training.ranks import RanksIO
 
 log = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ class Boundary:
         """
         while (checkpoint := self.io.latest_checkpoint()) is not None:
             try:
-                progress = self._load(checkpoint)
+                progress = self.engine.restore(checkpoint.path)
             except DamagedCheckpoint as error:
                 self.io.pass_over(checkpoint, error.what)
                 continue
@@ -126,17 +125,6 @@ class Boundary:
             self.saved_step, self.restored = checkpoint.step, checkpoint.path
             return progress
         return None
-
-    def _load(self, checkpoint: SavedCheckpoint) -> dict[str, Any]:
-        """Its progress, its state loaded by every rank or by none."""
-        damage: DamagedCheckpoint | None = None
-        progress: dict[str, Any] = {}
-        try:
-            progress = self.engine.restore(checkpoint.path)
-        except DamagedCheckpoint as error:
-            damage = error
-        self.engine.ranks.all_or_none(damage)
-        return progress
 
     def attachment(self, name: str) -> bytes | None:
         """A file that was saved beside the state that was restored; None where there is none."""
@@ -191,8 +179,8 @@ class Boundary:
             try:
                 with io.new_checkpoint(step) as folder:
                     snapshot.write(folder)
-                    if self.engine.ranks.rank == 0:
-                        _write_files(folder, files)
+                    for name, data in files.items() if self.engine.ranks.rank == 0 else ():
+                        write_synced(folder / name, data)
                 return time.monotonic() - began
             except NoSpaceError as error:
                 tries_left -= 1
@@ -274,14 +262,6 @@ class Boundary:
                 f"{self.stage} stopped on request after step {step} of {self.total_steps}",
                 fix="run the same command again to go on from there",
             )
-
-
-def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    for name, data in files.items():
-        with (folder / name).open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def curve(values: Sequence[float | None]) -> list[list[float]]:

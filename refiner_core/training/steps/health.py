@@ -251,24 +251,17 @@ class HealthMonitor:
         findings = [finding for finding in found if finding is not None]
         self.findings += findings
         for finding in findings if self._says else ():
-            self._say(finding)
+            beyond = self._rows.get(finding.check, [0])[0] - self.config.patience
+            if beyond <= 0 or beyond % SAID_AGAIN == 0:
+                does = {"skip": "; its update is not made"}.get(finding.policy, "")
+                where = f"{self.stage} step {finding.step}"
+                log.warning("%s: %s [%s]%s", where, finding.message, finding.check, does)
         for finding in findings:
             if finding.policy == "stop":
                 raise self._error(finding)
         skip = any(finding.policy == "skip" for finding in findings)
         self._skipped += skip
         return skip
-
-    def _say(self, finding: _Finding) -> None:
-        count = self._rows.get(finding.check, [0])[0]
-        beyond = count - self.config.patience
-        if beyond > 0 and beyond % SAID_AGAIN:
-            return
-        does = {"skip": "; its update is not made"}.get(finding.policy, "")
-        log.warning(
-            "%s step %d: %s [%s]%s",
-            *(self.stage, finding.step, finding.message, finding.check, does),
-        )
 
     def _error(self, finding: _Finding) -> HealthStop | NotFiniteError:
         where = f"{self.stage} step {finding.step}: {finding.message}"

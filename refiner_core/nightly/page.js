@@ -1,0 +1,1 @@
+reportPage().begin();
