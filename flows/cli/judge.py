@@ -329,7 +329,6 @@ def _plan_json(planned: Planned) -> dict[str, Any]:
     return {
         "version": 1,
         "dry_run": True,
-        "id": planned.short_id,
         "policies": [
             {**picked(p, "name", "run", "steps"), "rollouts": len(p.rollouts)}
             for p in planned.policies

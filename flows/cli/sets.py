@@ -109,9 +109,8 @@ def check_rubrics_command(file: str, as_json: bool, strict: bool, show_all: bool
 
     FILE is a set (a YAML file, or a shipped name), or rows in either form (.jsonl, .parquet).
     Errors are what the reward would refuse or count wrongly; warnings are wording that judges get
-    wrong: negated faults, what a judge cannot see, scales that are not the judge's. A set's author
-    may accept a warning: `accept: {RULE: reason}` beside the rubric. The exit code is 3 where
-    something is wrong.
+    wrong: negated faults, what a judge cannot see, scales that are not the judge's. The exit code
+    is 3 where something is wrong.
     """
     from refiner_core.rubrics.lint import check_file
 
@@ -124,14 +123,11 @@ def check_rubrics_command(file: str, as_json: bool, strict: bool, show_all: bool
 
 def set_json(rubrics: RubricSet) -> dict[str, Any]:
     """A rubric set for scripts."""
-    parts = zip(rubrics.rubrics, rubrics.origins, rubrics.accepted, strict=True)
+    parts = zip(rubrics.rubrics, rubrics.origins, strict=True)
     return {
         **picked(rubrics, "name", "version", "description", "source", "license"),
         "digest": rubrics.digest(),
-        "rubrics": [
-            {**to_json(rubric), "source": origin, "accept": dict(accepted)}
-            for rubric, origin, accepted in parts
-        ],
+        "rubrics": [{**to_json(rubric), "source": origin} for rubric, origin in parts],
     }
 
 
@@ -141,7 +137,6 @@ def _checked_json(checked: Checked) -> dict[str, Any]:
         **picked(checked, "form", "rubrics", "rows", "errors", "warnings"),
         "counts": {rule: len(found) for rule, found in checked.by_rule().items()},
         "findings": [f.to_json() for f in checked.findings],
-        "accepted": [{**f.to_json(), "reason": reason} for f, reason in checked.accepted],
     }
 
 
@@ -165,8 +160,7 @@ def _checked_lines(checked: Checked, show_all: bool) -> Iterator[str]:
         size += f" in {counted(checked.rows, 'row')}"
         if checked.rows_without:
             size += f" ({checked.rows_without:,} without: no judge term under `instance`)"
-    accepted = f"; {len(checked.accepted)} accepted by its author" if checked.accepted else ""
-    yield f"{checked.name}: {size}; {total or 'nothing wrong was found'}{accepted}"
+    yield f"{checked.name}: {size}; {total or 'nothing wrong was found'}"
 
 
 # ---------------------------------------------------------------- protocols

@@ -433,10 +433,10 @@ def _read_rollouts(path: Path, columns: Sequence[str] | None) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    from flows.reporting.samples import opened
+    from refiner_core.evaluation.metrics import opened
 
     expected = "the rollouts of one step, as refiner has written them"
-    with opened(path, path, expected, "leave this step out with steps=, or restore it") as file:
+    with opened(path, None, expected, "leave this step out with steps=, or restore it") as file:
         there = file.schema_arrow.names
         made = [name for name, source in _MADE.items() if source in there and name not in there]
         known = [n for n in TABLES["rollouts"] if n in there or n in made]
@@ -625,9 +625,9 @@ def _read_samples(found: _File, columns: Sequence[str] | None) -> Any:
     """An Arrow table of one file, with where it is from in front."""
     import pyarrow as pa
 
-    from flows.reporting.samples import opened
+    from refiner_core.evaluation.metrics import opened
 
-    with opened(found.path, found.path) as file:
+    with opened(found.path) as file:
         there = [n for n in file.schema_arrow.names if n not in _PLACE]
         short = [n for n in there if n not in _LONG_SAMPLES]
         wanted = None if columns is None else [c for c in columns if c not in _PLACE]

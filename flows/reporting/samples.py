@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ import pyarrow.parquet as pq
 
 from flows.stored import HELD_OUT, prompts_of
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import DataError
-from refiner_core.evaluation.metrics import metric_columns
+from refiner_core.evaluation.metrics import metric_columns, opened
 from refiner_core.report.sweep.evidence import PromptMeans
 
 #: A rubric that so many prompts share is shown by itself; others are one with those of their kind.
@@ -55,7 +53,7 @@ class SamplesReader:
             content = b""
         key = hashlib.sha256(content).digest()
         if key not in self._files:
-            with opened(path, pa.BufferReader(content) if content else path) as file:
+            with opened(path, pa.BufferReader(content) if content else None) as file:
                 metrics = metric_columns(file.schema_arrow)
                 rows = file.read(columns=["sample_id", *metrics], use_threads=False).to_pandas()
             means = rows.groupby("sample_id")[metrics].mean().dropna(axis=1, how="all")
@@ -71,7 +69,7 @@ class SamplesReader:
         ``names`` are the rubrics wanted, as another evaluation has them; by default those that
         several prompts share, and the rest of each kind together.
         """
-        with opened(path, path) as file:
+        with opened(path) as file:
             rows = file.read(columns=["sample_id", "judgements"], use_threads=False).to_pydict()
         judged = _judged(rows)
         if judged.empty:
@@ -92,34 +90,11 @@ class SamplesReader:
     def rows(self, path: Path, prompts: Sequence[str]) -> list[dict[str, Any]]:
         """First samples of these prompts, whole; of agents the first attempts."""
         wanted = pc.field("sample_id").isin(list(prompts))
-        with opened(path, path) as file:
+        with opened(path) as file:
             found = file.read(use_threads=False).filter(wanted).to_pylist()
         return [
             row for row in found if row["sample_index"] < (MOST_ATTEMPTS if "episode" in row else 1)
         ]
-
-
-@contextmanager
-def opened(
-    path: Path,
-    source: Any,
-    expected: str = "a samples file of an evaluation",
-    fix: str = "restore the file, or delete its stage's folder and run the recipe again",
-) -> Iterator[Any]:
-    """A Parquet file of answers; ``source`` is its path, or what was read of it already.
-
-    Raises
-    ------
-    DataError
-        It is missing, damaged, or something else.
-    """
-    try:
-        with pq.ParquetFile(source, pre_buffer=False) as file:
-            if "sample_id" not in file.schema_arrow.names:
-                raise OSError("it has no sample ids")
-            yield file
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{path} cannot be read ({error})", expected=expected, fix=fix) from error
 
 
 def _judged(rows: Mapping[str, list[Any]]) -> pd.DataFrame:

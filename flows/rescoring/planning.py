@@ -46,7 +46,7 @@ from refiner_core.rescoring.rollouts import (
     questions_of,
     recorded,
 )
-from refiner_core.rubrics import load_rubric_set, rubric_set_digest
+from refiner_core.rubrics import load_rubric_set
 
 OWN = "own"
 AGAIN = "own, again"
@@ -278,20 +278,6 @@ class Planned:
         """Calls of servers that it would take."""
         return sum(len(plan.missing) for plan in self.judges.values())
 
-    @property
-    def short_id(self) -> str:
-        """Of what was asked: the same question has the same id."""
-        asked = {
-            "policies": [[p.stage_id, p.name, len(p.rollouts), p.steps] for p in self.policies],
-            "part": to_json(self.part),
-            "settings": [
-                [s.name, *identity_of(s.config), _rubrics(s.config.reward)] for s in self.settings
-            ],
-            "judges": sorted(self.judges),
-            "metric": self.metric,
-        }
-        return digest(asked)[:10]
-
     def judge_of(self, policy: Policy, config: RecipeConfig) -> JudgePlan:
         """The judge of a setting on a policy's rollouts. A setting that changes nothing of the
         judge has the run's own one, as it was then; any other is as it is today."""
@@ -323,12 +309,6 @@ class Planned:
 
 def _asks(config: RecipeConfig) -> str:
     return json.dumps([getattr(config.reward, name) for name in _ASKS])
-
-
-def _rubrics(reward: RewardConfig) -> str | None:
-    """Digest of the set that a setting names: a file may be edited."""
-    static = "static" in reward.rubric_source and not reward.instance_rubrics_only
-    return rubric_set_digest(reward.static_rubrics) if static else None
 
 
 def plan_rescoring(

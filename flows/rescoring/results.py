@@ -5,7 +5,7 @@
     plan ─> judges ─> scores ─> fidelity · comparisons with the baseline · judge x policy matrix
 
 In: a :class:`~flows.rescoring.planning.Planned`. Out: a :class:`Done` one, its document, lines, and
-``rescore.json``, ``rewards.parquet``, ``table.md``.
+``rescore.json``, ``rewards.parquet``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.traces import encode_rollouts
 from infra.store.workspace import now_text
+from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.records import picked, to_json
 from refiner_core.contract.types import Judge, JudgeUsage
 from refiner_core.judge_report.measures import plain
@@ -94,9 +95,8 @@ def rescore(
         Somebody else may have written what is recorded there.
     """
     planned.workspace.require_trust()  # its records name the judge, and whose key it gets
-    default = planned.workspace.layout.rescores / planned.short_id
-    where = default if folder is None else Path(folder)
     document, scores = carry_out(planned, tell)
+    where = Path(folder or planned.workspace.layout.rescores / document["id"])
     write(planned, scores, document, where)
     return Rescored(document, where)
 
@@ -144,7 +144,6 @@ def carry_out(planned: Planned, tell: Tell = lambda *_: None) -> tuple[dict[str,
         ]
     document = {
         "version": doc.DOCUMENT_VERSION,
-        "id": planned.short_id,
         "made_at": now_text(),
         "refiner": version("refiner"),
         "workspace": str(planned.workspace.root),
@@ -157,6 +156,9 @@ def carry_out(planned: Planned, tell: Tell = lambda *_: None) -> tuple[dict[str,
         "comparisons": list(_compare_all(planned, scores)),
         "matrix": _matrix(planned, scores),
     }
+    # The same question has the same id.
+    asked = [document[name] for name in ("part", "policies", "settings", "metric")]
+    document["id"] = digest(asked)[:10]
     return dict(atomic.finite(plain(document))), scores
 
 
@@ -230,7 +232,7 @@ def _matrix(planned: Planned, scores: ScoresOf) -> dict[str, Any] | None:
     )
 
 
-DOCUMENT, REWARDS, TABLE = "rescore.json", "rewards.parquet", "table.md"
+DOCUMENT, REWARDS = "rescore.json", "rewards.parquet"
 
 
 def _policy(policy: Policy) -> dict[str, Any]:
@@ -266,7 +268,6 @@ def write(planned: Planned, scores: ScoresOf, document: Mapping[str, Any], folde
     with no_space_guard(folder, "writing the results of a rescoring"):
         folder.mkdir(parents=True, exist_ok=True)
         atomic.write_bytes(folder / REWARDS, encode_rollouts(list(_rows(planned, scores))))
-        atomic.write_text(folder / TABLE, doc.markdown(document))
         atomic.write_json(folder / DOCUMENT, document)
 
 
@@ -292,10 +293,6 @@ def _rows(planned: Planned, every: ScoresOf) -> Iterator[dict[str, Any]]:
                 }
 
 
-#: Rows of a table that a terminal shows; the files have all.
-_SHOWN = 8
-
-
 def plan_lines(planned: Planned) -> Iterator[str]:
     """Lines on what would be read and asked."""
     for policy in planned.policies:
@@ -319,9 +316,7 @@ def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
         if place:
             yield from ("", f"{section.title}:")
         if section.rows:
-            is_long = section.title.startswith("Agreement")
-            rows = section.rows[: _SHOWN if is_long else None]
-            yield from table_lines(rows, section.header, "  ")
+            yield from table_lines(section.rows, section.header, "  ")
         yield from section.words
 
 
@@ -329,10 +324,8 @@ def next_lines(document: Mapping[str, Any], folder: Path, words: Sequence[str]) 
     """Lines on where the files are, and a command that makes sense now; ``words`` are those of this
     call."""
     yield ""
-    yield f"Files: {folder}/ ({DOCUMENT}, {REWARDS}, {TABLE})"
-    yield "Next:"
-    if document["comparisons"]:
-        yield f"  less {shlex.quote(str(folder / TABLE))}"
-    else:
+    yield f"Files: {folder}/ ({DOCUMENT}, {REWARDS})"
+    if not document["comparisons"]:
         tried = ["--rubrics", "v3", "--citation-weight", "0.5"]
+        yield "Next:"
         yield f"  {shlex.join(['refiner', 'rescore', *words, *tried])}"

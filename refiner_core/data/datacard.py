@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, StrictUndefined, Template
 
 from refiner_core.contract.config import RecipeConfig
@@ -52,12 +52,9 @@ def percentiles(lengths: Sequence[int]) -> dict[str, int]:
     """Nearest-rank percentiles; empty where there is nothing to describe."""
     if not lengths:
         return {}
-    ordered = sorted(lengths)
-    ranks = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-    middle = {
-        name: ordered[max(math.ceil(share * len(ordered)) - 1, 0)] for name, share in ranks.items()
-    }
-    return {"min": ordered[0], **middle, "max": ordered[-1]}
+    shares = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+    values = np.percentile(lengths, list(shares.values()), method="inverted_cdf")
+    return {name: int(value) for name, value in zip(shares, values, strict=True)}
 
 
 def in_order(counts: Counter[str]) -> dict[str, int]:

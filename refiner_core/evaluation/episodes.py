@@ -24,7 +24,6 @@ What ``results.json`` says of episodes beside its numbers::
                 "domains": {DOMAIN: {"tasks", "asked", "passed", "errors": {KIND: n},
                                      "failures": {CLASS: n}}},
                 "tasks": {DOMAIN/TASK: [passed, valid]}}}
-    users      {"evaluation", "training": {"model", …}, "same"}
 
 asked = passed + errors + failures, per domain. Errors are of the infrastructure: such an attempt
 has no value but ``episode_error``. A turn that is no tool call ends an attempt as a failure, with
@@ -36,12 +35,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from refiner_core.batches import BatchWork
-from refiner_core.contract.config import RecipeConfig, UserConfig
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.types import (
     Completion,
@@ -65,7 +64,7 @@ from refiner_core.environments.protocol import (
     over_domains,
     record_from_json,
 )
-from refiner_core.environments.registry import open_environment, user_of
+from refiner_core.environments.registry import open_environment
 from refiner_core.environments.scoring import require_episode_errors
 from refiner_core.environments.turns import call_text
 from refiner_core.evaluation.metric_names import FAILURE, base_of, domain_of, task_passes
@@ -171,7 +170,6 @@ def evaluate_episodes(
         metrics=episode_metrics(1, domains),
         texts=TEXTS,
         episodes=told,
-        users=users_told(config),
     )
 
 
@@ -397,23 +395,6 @@ def episodes_told(
 def domains_of(sample_ids: Iterable[str]) -> tuple[str, ...]:
     """The domains of tasks, in their order."""
     return tuple(dict.fromkeys(domain_of_id(one) for one in sample_ids))
-
-
-def users_told(config: RecipeConfig) -> dict[str, Any]:
-    """With whom an agent talks in evaluation and in training, and whether they are the same."""
-    users = {
-        "evaluation": _user(user_of(config, evaluation=True)),
-        "training": _user(user_of(config, evaluation=False)),
-    }
-    return {**users, "same": users["evaluation"] == users["training"]}
-
-
-def _user(user: UserConfig) -> dict[str, Any]:
-    """What decides what a user says; nothing of where it is asked."""
-    if not user.model:
-        return {"model": ""}
-    values = asdict(user)
-    return {name: values[name] for name in ("model", "temperature", "max_tokens")}
 
 
 DO_NOTHING = "do_nothing"

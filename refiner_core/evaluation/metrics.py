@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -162,26 +163,36 @@ def load_samples(path: Path, leave_out: Collection[str] = ()) -> list[dict[str, 
     DataError
         If the file is missing or is no samples file.
     """
+    with opened(path) as file:
+        kept = [name for name in file.schema_arrow.names if name not in leave_out]
+        rows: list[dict[str, Any]] = file.read(kept).to_pylist()
+    return rows
+
+
+@contextmanager
+def opened(
+    path: Path,
+    source: Any = None,
+    expected: str = "a samples file of an evaluation",
+    fix: str = "restore the file, or delete its stage's folder and run the recipe again",
+) -> Iterator[Any]:
+    """A Parquet file of answers; ``source`` is what was read of it already.
+
+    Raises
+    ------
+    DataError
+        It is missing, damaged, or something else.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
-            kept = [name for name in file.schema_arrow.names if name not in leave_out]
-            rows: list[dict[str, Any]] = file.read(kept).to_pylist()
+        with pq.ParquetFile(path if source is None else source, pre_buffer=False) as file:
+            if "sample_id" not in file.schema_arrow.names:
+                raise OSError("it has no sample ids")
+            yield file
     except (OSError, pa.ArrowInvalid) as error:
-        raise _unreadable(path, str(error)) from error
-    if rows and "sample_id" not in rows[0]:
-        raise _unreadable(path, "it has no sample ids")
-    return rows
-
-
-def _unreadable(path: Path, why: str) -> DataError:
-    return DataError(
-        f"{path} cannot be read ({why})",
-        expected="a samples file of an evaluation",
-        fix="restore the file, or delete its stage's folder and run the recipe again",
-    )
+        raise DataError(f"{path} cannot be read ({error})", expected=expected, fix=fix) from error
 
 
 #: Of one attempt each, in the order of reports: ``success`` (yes or no), ``reward`` (the

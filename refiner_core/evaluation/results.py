@@ -17,7 +17,7 @@ by the store. Of a protocol file, each entry has its name as ``under``, and ``pr
 ``file``.
 
 Of agents (:mod:`.episodes`), ``n`` counts tasks, the reference is ``do_nothing``, and ``episodes``
-and ``users`` say more (there).
+says more (there).
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@
                         ├─ asked again ──────────> repeatability
                         ├─ padded ───────────────> length
                         ├─ turned round ─────────> position (criteria of a call, sources)
-                        ├─ the other form ───────> agreement of forms
                         └─ another judge ────────> agreement of judges
                 attacks ── twins, these longer, attacks ─> resistance
 
@@ -30,7 +29,6 @@ from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.fingerprint import digest
 from refiner_core.evaluation.statistics import Difference, Estimate
 from refiner_core.judge_report.material import (
-    LANES,
     Asker,
     Attack,
     Item,
@@ -52,7 +50,7 @@ from refiner_core.judge_report.measures import (
 )
 from refiner_core.judges.prompting import judge_prompts_digest
 from refiner_core.report import printing
-from refiner_core.report.printing import MISSING, Section, piped, table, with_interval
+from refiner_core.report.printing import MISSING, Section, with_interval
 
 #: How often a defect that is not there may be called found.
 LEVEL = 0.05
@@ -240,8 +238,6 @@ def judge_report(
         else {},
         "gold": _gold(items, scores),
         "judges": _judges(items, scores, theirs) if other is not None else {},
-        "gold_against": _gold(items, theirs) if other is not None else {},
-        "forms": _forms(asker, Asker(other_form(config), make, told), items, scores),
         "order_of_criteria": _criteria_turned(asker, items, scores, noise),
         "order_of_sources": _sources_turned(asker, items, scores, noise),
         "length": _lengths(asker, items, scores, noise),
@@ -263,22 +259,6 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- series
-
-
-def other_form(config: JudgeConfig) -> JudgeConfig:
-    """The same judge, asked about a rubric by itself instead of in company, or the other way."""
-    return replace(config, form="per_rubric" if is_batched(config) else "batched")
-
-
-def _forms(asker: Asker, other: Asker, items: Sequence[Item], scores: Scores) -> Row | None:
-    """Of one judge asked in both forms; of the first minus the second form, `per_rubric` first."""
-    if asker.config.kind != "openai":
-        return None
-    asked = _at(items, places := _places(items, "rubric"))
-    found = other.ask([item.request for item in asked], f"rubrics, {other.config.form}")
-    ours = _at(scores, places)
-    first, last = (found, ours) if is_batched(asker.config) else (ours, found)
-    return agreement(first, last, [item.question_id for item in asked])
 
 
 def _criteria_turned(
@@ -431,15 +411,10 @@ def sections(report: Report) -> list[Section]:
         words = (f"Everything was asked {repeats} times, each time as if for the first.",)
         header = ("kind", "identical", "mean absolute difference", "without a score")
         found.append(Section("Repeatability", words, header, rows))
-    forms = {} if report["forms"] is None else {"rubric": report["forms"]}
-    one_call = "all rubrics in a call minus one rubric a call"
     for title, of_kinds, sides in (
         ("Agreement with the labels of the set", report["gold"], "the judge minus the labels"),
         ("Agreement with the other judge", report["judges"], "the other judge minus this one"),
-        ("The other judge and the labels of the set", report["gold_against"],
-         "the other judge minus the labels"),
-        ("One rubric a call against all of them in one", forms, one_call),
-    ):  # fmt: skip
+    ):
         if of_kinds:
             cells = tuple(_agreement(kind, one) for kind, one in of_kinds.items())
             found.append(Section(title, (f"Mean difference: {sides}.",), _AGREEMENT, cells))
@@ -454,12 +429,7 @@ def _agreement(kind: str, found: Row) -> tuple[str, ...]:
 
 def markdown(report: Report) -> str:
     """The text of ``report.md``."""
-    parts = ["# Judge report", "\n".join(about(report))]
-    for section in sections(report):
-        parts += [f"## {section.title}", *section.words]
-        if section.rows:
-            parts.append(table(section.header, section.rows, piped))
-    return "\n\n".join(parts) + "\n"
+    return printing.document("Judge report", "\n".join(about(report)), sections(report))
 
 
 def about(report: Report) -> list[str]:
@@ -529,20 +499,16 @@ _ORDER = {"obeyed": 0, "broke": 1, "no room": 2, "resisted": 3}
 
 
 def _costs(report: Report) -> Section:
-    words = (
-        f"Seconds are of one call, with {LANES} in flight; tokens are what the server reports, "
-        "per judgement. A percentile is given where there are calls enough for one.",
-    )
-    header = ("kind", "judgements", "failed", "p50 s", "p95 s", "p99 s", "calls timed",
-              "tokens read", "tokens written", "answers without a judgement")  # fmt: skip
+    words = ("Seconds are the mean of a call; tokens are what the server reports, per judgement.",)
+    header = ("kind", "judgements", "failed", "seconds", "tokens read", "tokens written",
+              "answers without a judgement")  # fmt: skip
     rows = tuple(
         (
             kind,
             *map(str, (cost["judgements"], cost["failed"])),
-            *(printing.number(cost["seconds"].get(p)) for p in (50, 95, 99)),
-            str(cost["timed"]),
+            printing.number(cost["seconds"]),
             *(
-                f"{tokens / cost['judgements']:.0f}" if tokens and cost["judgements"] else MISSING
+                f"{tokens / cost['judgements']:.0f}" if tokens else MISSING
                 for tokens in (cost["prompt_tokens"], cost["completion_tokens"])
             ),
             ", ".join(f"{name} {count}" for name, count in cost["reasons"].items()) or "none",

@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.statistics import (
     CONFIDENCE,
     Difference,
@@ -199,18 +198,7 @@ def agreement(
     pairs. ``questions`` names that of each pair. An interval is None for fewer than two questions,
     and for a kappa that more than 5 % of the draws leave undefined, or that all of them leave the
     same (the interval of ``raw`` says how little that may mean).
-
-    Raises
-    ------
-    ConfigurationError
-        The series differ in length.
     """
-    if not len(a) == len(b) == len(questions):
-        raise ConfigurationError(
-            f"{len(a)} scores cannot be held against {len(b)}",
-            expected="two scores of the same things, in order",
-            fix="let both judges score the same requests",
-        )
     pairs = pd.DataFrame(
         {"a": np.array(a, dtype=np.float64), "b": np.array(b, dtype=np.float64)}
     ).round(_PLACES)

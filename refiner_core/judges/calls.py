@@ -38,11 +38,9 @@ _MAX_CHARACTERS = 100_000
 #: What may be read in vain: characters as a multiple of the text's length, and beginnings.
 _MOST_REREAD = 16
 _MOST_BEGUN = 1000
-#: Where a JSON value of each kind may begin; the braces of a formula do not look so.
-_BEGINS = {"{": re.compile(r'\{(?=\s*["}])'), "{[": re.compile(r'\{(?=\s*["}])|\[')}
+#: Where a JSON object may begin; the braces of a formula do not look so.
+_BEGINS = re.compile(r'\{(?=\s*["}])')
 _ABSENT = object()
-#: What a reply says on each criterion: None where it has no score for it, and why.
-Reading = tuple[tuple[Judgement | None, ...], str]
 
 
 class _Unreadable(Exception):
@@ -66,7 +64,7 @@ def parse_judgement(text: str, allowed: tuple[float, ...] | None = None) -> Judg
     """
     score: Any = _ABSENT
     try:
-        for value in _values(text, "{"):
+        for value in _values(text):
             found = _score_in(value)
             score = score if found is _ABSENT else found
         if score is _ABSENT:
@@ -76,38 +74,31 @@ def parse_judgement(text: str, allowed: tuple[float, ...] | None = None) -> Judg
         return Judgement("failed", None, f"{UNPARSABLE}, {error}")
 
 
-def parse_batch(text: str, count: int, allowed: tuple[float, ...] | None = None) -> Reading:
-    """Read the scores of criteria 1 to ``count`` out of a judge's reply.
+def parse_batch(
+    text: str, count: int, allowed: tuple[float, ...] | None = None
+) -> tuple[Judgement, ...] | str:
+    """Read the scores of criteria 1 to ``count`` out of a judge's reply,
+    ``{"scores": [{"criterion": 1, "score": x}, …]}``; or say what is wrong with it.
 
-    The form asked for is ``{"scores": [{"criterion": 1, "score": x}, …]}``. The list alone, and a
-    list of ``count`` numbers in the place of the entries, are read, too; what may stand around them
-    is as in :func:`parse_judgement`, and of several lists the last wins.
-
-    Returns
-    -------
-    Reading
-        ``count`` judgements, all scored, without a problem; or with one, and None for each
-        criterion whose score is missing or unusable. Numbers that do not fit (a criterion twice, or
-        one that was not asked) leave nothing: whoever miscounts may mean another one everywhere.
+    What may stand around the object is as in :func:`parse_judgement`, and of several the last wins.
+    Numbers that do not fit (a criterion missing, twice, or one that was not asked) leave nothing:
+    whoever miscounts may mean another one everywhere.
     """
-    nothing: tuple[Judgement | None, ...] = (None,) * count
     try:
-        by_number = _numbered(_last_list(text), count)
+        listed: list[Any] = []
+        for value in _values(text):
+            scores = value.get("scores") if isinstance(value, dict) else None
+            listed = scores if isinstance(scores, list) and scores else listed
+        if not listed:
+            raise _Unreadable(f"no list of scores{_quoted(text)}")
+        entries = [entry if isinstance(entry, dict) else {} for entry in listed]
+        found = {str(entry.get("criterion")): entry.get("score") for entry in entries}
+        wanted = list(map(str, range(1, count + 1)))
+        if len(entries) != count or found.keys() != set(wanted):
+            raise _Unreadable(f"{len(entries)} scores for criteria 1 to {count}{_quoted(text)}")
+        return tuple(Judgement("scored", _read_score(found[n], allowed)) for n in wanted)
     except _Unreadable as error:
-        return nothing, f"{UNPARSABLE}, {error}"
-    judgements, problems = list(nothing), []
-    for number in range(1, count + 1):
-        if number not in by_number:
-            problems.append(f"criterion {number} is missing")
-            continue
-        try:
-            score = _read_score(by_number[number], allowed)
-        except _Unreadable as error:
-            problems.append(f"criterion {number}: {error}")
-        else:
-            judgements[number - 1] = Judgement("scored", score)
-    problem = f"{UNPARSABLE}, {'; '.join(problems[:3])}" if problems else ""
-    return tuple(judgements), problem
+        return f"{UNPARSABLE}, {error}"
 
 
 # ---------------------------------------------------------------- scores
@@ -149,73 +140,11 @@ def _score_in(value: Any) -> Any:
     return _ABSENT
 
 
-# ---------------------------------------------------------------- lists of scores
-
-
-def _last_list(text: str) -> Sequence[Any]:
-    """Give what the reply lists: entries with a score, or numbers that are named ``scores``."""
-    listed: Sequence[Any] = ()
-    for value in _values(text, "{["):
-        listed = _list_in(value) or listed
-    if not listed:
-        raise _Unreadable(f"no list of scores{_quoted(text)}")
-    return listed
-
-
-def _list_in(value: Any) -> list[Any]:
-    """The list of scores in a decoded value, the last one if there are several."""
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            scores = value.get("scores")
-            if isinstance(scores, list) and scores:
-                return scores
-            waiting += value.values()
-        elif isinstance(value, list) and value:
-            if all(map(_is_entry, value)):
-                return value
-            waiting += value
-    return []
-
-
-def _is_entry(value: Any) -> bool:
-    return isinstance(value, dict) and "score" in value
-
-
-def _numbered(entries: Sequence[Any], count: int) -> dict[int, Any]:
-    """Raw scores by the number of the criterion."""
-    bare = not any(isinstance(entry, dict) for entry in entries)
-    if bare or not any(isinstance(entry, dict) and "criterion" in entry for entry in entries):
-        if len(entries) != count:
-            raise _Unreadable(f"{len(entries)} scores for {count} criteria")
-        if not bare and not all(map(_is_entry, entries)):
-            raise _Unreadable("some entries have no score")
-        return dict(enumerate([e if bare else e["score"] for e in entries], start=1))
-    found: dict[int, Any] = {}
-    for entry in entries:
-        number = _number(entry.get("criterion") if isinstance(entry, dict) else None)
-        if number is None or not 1 <= number <= count:
-            raise _Unreadable(f"an entry that names none of the {count} criteria")
-        if number in found:
-            raise _Unreadable(f"criterion {number} stands there twice")
-        found[number] = entry.get("score")
-    return found
-
-
-def _number(value: Any) -> int | None:
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 6:
-        return int(value)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
 # ---------------------------------------------------------------- JSON in text
 
 
-def _values(text: str, opening: str) -> Iterator[Any]:
-    """The JSON values in a reply that begin with one of ``opening``, in order."""
+def _values(text: str) -> Iterator[Any]:
+    """The JSON objects in a reply, in order."""
     whole = text.strip()
     if whole[:1] in ("{", "[") and len(whole) <= _MAX_CHARACTERS:
         try:  # held to a schema, it is nothing else, and may quote any tag
@@ -225,7 +154,7 @@ def _values(text: str, opening: str) -> Iterator[Any]:
         else:
             yield value
             return
-    yield from _embedded(_without_reasoning(text), opening)
+    yield from _embedded(_without_reasoning(text))
 
 
 def _without_reasoning(text: str) -> str:
@@ -237,10 +166,10 @@ def _without_reasoning(text: str) -> str:
     return tail
 
 
-def _embedded(text: str, opening: str) -> Iterator[Any]:
-    decoder, begins = json.JSONDecoder(), _BEGINS[opening]
+def _embedded(text: str) -> Iterator[Any]:
+    decoder = json.JSONDecoder()
     characters, times = _MOST_REREAD * len(text), _MOST_BEGUN
-    match = begins.search(text)
+    match = _BEGINS.search(text)
     while match is not None:
         start = match.start()
         try:
@@ -253,7 +182,7 @@ def _embedded(text: str, opening: str) -> Iterator[Any]:
             yield value
         if characters < 0 or times < 0:
             raise _Unreadable(f"too much of it begins and does not end{_quoted(text)}")
-        match = begins.search(text, end)
+        match = _BEGINS.search(text, end)
 
 
 KEY_BYTES = 16
@@ -289,17 +218,15 @@ class Reply(NamedTuple):
     """What a chat completion says: one judgement per request of the call, all scored; or None.
 
     Where there are none, ``reason`` says why in one word for counts, and ``detail`` for people.
-    ``final``: another try gives the same. ``partial`` holds what could be read (None elsewhere), to
-    be used if no try gives all. ``tokens`` were read and written; what came of it is paid for all
-    the same. ``served`` is what the server says that it is: model, and system fingerprint if it has
-    one.
+    ``final``: another try gives the same. ``tokens`` were read and written; what came of it is paid
+    for all the same. ``served`` is what the server says that it is: model, and system fingerprint
+    if it has one.
     """
 
     judgements: tuple[Judgement, ...] | None = None
     reason: str = ""
     detail: str = ""
     final: bool = False
-    partial: tuple[Judgement | None, ...] = ()
     tokens: tuple[int, int] = (0, 0)
     served: str = ""
 
@@ -376,11 +303,8 @@ def _read(text: Any, finish: Any, call: Call) -> Reply:
         if judgement.status != "scored":
             return Reply(None, "unparsable", judgement.detail)
         return Reply((judgement,))
-    found, problem = parse_batch(text, len(call.requests), allowed)
-    known = tuple(judgement for judgement in found if judgement is not None)
-    if problem or len(known) != len(found):
-        return Reply(None, "incomplete" if known else "unparsable", problem, partial=found)
-    return Reply(known)
+    found = parse_batch(text, len(call.requests), allowed)
+    return Reply(None, "unparsable", found) if isinstance(found, str) else Reply(found)
 
 
 def identity_digest(config: JudgeConfig) -> bytes:

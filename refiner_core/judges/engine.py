@@ -129,7 +129,6 @@ class _Item:
     tries: int = 0
     sent: int = 0
     last: str = "it was not asked yet"
-    best: tuple[Judgement | None, ...] = ()
     #: The server that is asked only if there is no other: it has just failed.
     avoid: Server | None = None
     #: The server that did not take the schema and is asked again without one.
@@ -137,10 +136,8 @@ class _Item:
     task: asyncio.Task[None] | None = None
 
     def failed(self, detail: str) -> tuple[Judgement, ...]:
-        """Give what is left of it: what could be read of a batched reply, and failures."""
-        failure = Judgement("failed", None, detail)
-        known = self.best or (None,) * len(self.call.requests)
-        return tuple(judgement or failure for judgement in known)
+        """Failures, one for each request."""
+        return (Judgement("failed", None, detail),) * len(self.call.requests)
 
 
 class _Tried(NamedTuple):
@@ -305,7 +302,7 @@ class Engine:
                 self._keep(item.call, reply)
                 self._settle()
                 return reply.judgements
-            item.last, item.best = reply.detail, reply.partial or item.best
+            item.last = reply.detail
             status = answer.status if isinstance(answer, Answered) else 0
             may_mean_the_schema = (
                 structured

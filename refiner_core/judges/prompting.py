@@ -256,20 +256,12 @@ def _read(folder: Path, kind: str) -> _Prompt:
     system, user = _text(system_file), _text(user_file)
     needed, allowed = _PLACES[kind]
     shown = ", ".join(f"{{{{{name}}}}}" for name in (*needed, *allowed))
-    if _PLACE.search(system):
+    found = set(_PLACE.findall(user))
+    wrong = [f"lacks {name}" for name in needed if name not in found]
+    wrong += [f"has {name}, which nothing fills in" for name in found - {*needed, *allowed}]
+    if wrong:
         raise ConfigurationError(
-            f"{system_file} has the placeholder {_PLACE.findall(system)[0]!r}",
-            expected="none in the system prompt: what is judged stands in the user prompt",
-            fix=f"move it to {user_file.name}, which may have {shown}",
-        )
-    found = {match[0]: match[1] for match in _PLACE.finditer(user)}
-    unknown = [whole for whole, name in found.items() if name not in (*needed, *allowed)]
-    lacking = [f"{{{{{name}}}}}" for name in needed if name not in found.values()]
-    if unknown or lacking:
-        what = [f"has {whole}, which nothing fills in" for whole in unknown]
-        what += [f"lacks {name}" for name in lacking]
-        raise ConfigurationError(
-            f"{user_file} {' and '.join(what)}",
+            f"{user_file} {' and '.join(sorted(wrong))}",
             expected=f"the placeholders {shown}",
             fix="correct the file named by judge.prompt",
         )

@@ -247,3 +247,13 @@ class Section(NamedTuple):
     words: tuple[str, ...]
     header: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
+
+
+def document(title: str, lead: str, sections: Iterable[Section]) -> str:
+    """Sections in Markdown, of text of our own."""
+    parts = [f"# {title}", lead]
+    for section in sections:
+        parts += [f"## {section.title}", *section.words]
+        if section.rows:
+            parts.append(table(section.header, section.rows, piped))
+    return "\n\n".join(parts) + "\n"

@@ -141,37 +141,22 @@ def sign_changes(a: float, b: float) -> bool:
     return a * b < 0 and min(abs(a), abs(b)) > NO_SIGN
 
 
-#: Rubrics that were judged less often by both stand in the numbers of their kind alone.
-LEAST_PAIRS = 8
-#: Rubrics that are listed, those that were asked most often.
-MOST_CRITERIA = 40
-
-
 def judges_agree(
     rollouts: Sequence[StoredRollout], first: Scores, second: Scores, *, resamples: int = 1000
 ) -> list[dict[str, Any]]:
-    """Agreement of the judgements that both scorings have: of each kind of question (``criterion``
-    is empty there), then of rubrics."""
+    """Agreement of the judgements that both scorings have, of each kind of question."""
     rows = []
     for rollout, *both in zip(rollouts, first.results, second.results, strict=True):
         one, other = ({described(e): e for e in result.judgements} for result in both)
         for question in (q for q in one if q in other):
-            entry, theirs = one[question], other[question]
-            of = (entry["kind"], entry.get("criterion") or "", str(entry.get("title") or ""))
-            rows.append((*of, entry["score"], theirs["score"], rollout.prompt.sample_id))
-    pairs = pd.DataFrame(rows, columns=["kind", "criterion", "title", "a", "b", "prompt"])
-    pairs = pairs.astype({"a": float, "b": float})
-    rubrics = pairs[pairs["kind"] == "rubric"].groupby("criterion", sort=False)
-    listed = rubrics.size().nlargest(MOST_CRITERIA, keep="first")
-    named = [("rubric", c, rubrics.get_group(c)) for c in listed[listed >= LEAST_PAIRS].index]
-    parts = [(kind, "", found) for kind, found in pairs.groupby("kind", sort=False)] + named
+            pair = one[question]["score"], other[question]["score"]
+            rows.append((one[question]["kind"], *pair, rollout.prompt.sample_id))
+    pairs = pd.DataFrame(rows, columns=["kind", "a", "b", "prompt"]).astype(
+        {"a": float, "b": float}
+    )
     return [
-        {
-            **{"kind": kind, "title": found["title"].iloc[-1] if criterion else ""},
-            "criterion": criterion,
-            **plain(agreement(found["a"], found["b"], found["prompt"], resamples=resamples)),
-        }
-        for kind, criterion, found in parts
+        {"kind": kind, **plain(agreement(p["a"], p["b"], p["prompt"], resamples=resamples))}
+        for kind, p in pairs.groupby("kind")
     ]
 
 

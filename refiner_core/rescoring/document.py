@@ -1,8 +1,8 @@
-"""Results of a rescoring: one JSON document, and its sections for a terminal and ``table.md``.
+"""Results of a rescoring: one JSON document, and its sections for a terminal.
 
 In: policies, settings, comparisons, a matrix, bills as plain values, as they stand in
 ``rescore.json``: every share has its numerator and denominator, every number its interval. Out:
-sections with words and tables; Markdown.
+sections with words and tables.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from refiner_core.report.printing import MISSING, Section, measured, piped, table
+from refiner_core.report.printing import MISSING, Section, measured
 
 #: Version of ``rescore.json``. Raised when an older reader would misread it.
 DOCUMENT_VERSION = 1
@@ -52,24 +52,6 @@ def sections(document: Mapping[str, Any]) -> Iterator[Section]:
         yield Section("Judging", (judged_line(document),), header, rows)
 
 
-def markdown(document: Mapping[str, Any]) -> str:
-    """``table.md``."""
-    policies = [
-        f"- **{p['name']}**: run `{p['run']}`, stage `{p['stage']}`"
-        + (f", steps {p['steps'][0]} to {p['steps'][-1]}" if p["steps"] else "")
-        + f"; {p['rollouts']} rollouts in {p['groups']} groups on {p['prompts']} prompts"
-        for p in document["policies"]
-    ]
-    parts = ["# Rescored rollouts", "\n".join(policies)]
-    for section in sections(document):
-        parts.append(f"## {section.title}")
-        if section.rows:
-            parts.append(table(section.header, section.rows, piped))
-        parts += section.words
-    parts.append("Intervals are of 95 %, over prompts. Shares are numerator / denominator.")
-    return "\n\n".join(parts) + "\n"
-
-
 def _comparison_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     """Of numbers with an arrow, baseline to setting."""
     return (
@@ -84,9 +66,9 @@ def _comparison_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _agreement_row(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """One kind of question, or one rubric."""
+    """One kind of question."""
     return (
-        found["title"] or found["criterion"][:60] or found["kind"],
+        found["kind"],
         str(found["pairs"]),
         share(found["raw"]),
         measured(found["kappa"], MISSING),

@@ -76,7 +76,7 @@ class Finding:
 
 _error, _warning = functools.partial(_Rule, "error"), functools.partial(_Rule, "warning")
 
-#: Every rule. Warnings are what a set's own file may `accept`, with a reason.
+#: Every rule.
 RULES: dict[str, _Rule] = {
     "unreadable": _error(
         "nothing after it can be relied on", "write the file with a YAML or JSON library"
@@ -188,12 +188,11 @@ _ROW_KEYS = ("title", "description", "weight")
 
 
 class _Placed(NamedTuple):
-    """A rubric with its line, its place such as ``rubrics[2]``, and the warnings it may have."""
+    """A rubric with its line and its place, such as ``rubrics[2]``."""
 
     line: int
     place: str
     rubric: Rubric
-    accepted: Mapping[str, str] = {}
 
 
 @dataclass
@@ -206,8 +205,6 @@ class Checked:
         The file as it was named; a ``set``, or ``rows`` with rubrics of their own.
     findings
         By line.
-    accepted
-        Warnings that the set's author lives with: (finding, reason).
     rubrics, rows, rows_without
         How many there are; ``rows_without`` have no rubric (under ``instance`` no judge term).
     """
@@ -215,7 +212,6 @@ class Checked:
     name: str
     form: Literal["set", "rows"]
     findings: list[Finding] = field(default_factory=list)
-    accepted: list[tuple[Finding, str]] = field(default_factory=list)
     rubrics: int = 0
     rows: int = 0
     rows_without: int = 0
@@ -291,10 +287,7 @@ def _check_set(name: str, path: Path) -> Checked:
     placed = []
     for position, entry in enumerate(entries):
         if (rubric := read_entry(entry, path.stem)) is not None:
-            accept = entry.get("accept")
-            accepted = accept if isinstance(accept, Mapping) else {}
-            line = lines[position]
-            placed.append(_Placed(line, f"rubrics[{position}]", rubric, accepted))
+            placed.append(_Placed(lines[position], f"rubrics[{position}]", rubric))
     checked.rubrics = len(entries)
     _check_together(checked, placed)
     checked.findings.sort()
@@ -401,15 +394,7 @@ def _rubrics_of(row: Any) -> Any:
 
 def _check_together(checked: Checked, placed: Sequence[_Placed]) -> None:
     """Wording of each rubric, then what is wrong with them beside each other."""
-    found: dict[int, list[tuple[str, str]]] = {
-        position: list(wording(item.rubric)) for position, item in enumerate(placed)
-    }
-    for position, rule, what in together([(item.place, item.rubric) for item in placed]):
-        found[position].append((rule, what))
-    for position, item in enumerate(placed):
-        for rule, what in found[position]:
-            finding = Finding(item.line, item.place, item.rubric.title, rule, what)
-            if rule in item.accepted and not finding.is_error:
-                checked.accepted.append((finding, str(item.accepted[rule])))
-            else:
-                checked.findings.append(finding)
+    found = [(i, *said) for i, item in enumerate(placed) for said in wording(item.rubric)]
+    for position, rule, what in (*found, *together([(p.place, p.rubric) for p in placed])):
+        item = placed[position]
+        checked.add(item.line, rule, what, item.place, item.rubric.title)

@@ -177,9 +177,6 @@ class RubricSet:
         What the set is for, who wrote it, under which licence it may be passed on.
     origins
         Where each rubric comes from, as its file says; in the order of ``rubrics``.
-    accepted
-        For each rubric the warnings of ``refiner rubrics check`` that its author lives with, each
-        with the reason. No part of the digest.
     """
 
     name: str
@@ -189,7 +186,6 @@ class RubricSet:
     source: str = ""
     license: str = ""
     origins: tuple[str, ...] = ()
-    accepted: tuple[Mapping[str, str], ...] = ()
 
     def digest(self) -> str:
         """SHA-256 of what is judged: titles, descriptions, polarities, weights, in order."""

@@ -26,7 +26,7 @@ class _Entry(_Part):
     polarity: Literal["positive", "negative"] = "positive"
     weight: float = Field(1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT, allow_inf_nan=False)
     source: str | None = None
-    accept: dict[_Said, _Said] | None = None
+    accept: dict[_Said, _Said] | None = None  # of older files; nothing reads it
 
     @model_validator(mode="after")
     def _sign(self) -> _Entry:
@@ -79,7 +79,6 @@ def read_set(content: Any, default_name: str) -> tuple[RubricSet | None, list[Fa
         source=file.source or "",
         license=file.license or "",
         origins=tuple(entry.source or "" for entry in file.rubrics),
-        accepted=tuple(entry.accept or {} for entry in file.rubrics),
     )
     return made, []
 

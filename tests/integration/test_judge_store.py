@@ -20,7 +20,7 @@ import pytest
 
 from flows.stages.judging import judge_by_hand, judge_for
 from infra.judgements import store
-from infra.judgements.segments import list_segments, summarise
+from infra.judgements.segments import summarise
 from infra.judgements.store import WorkspaceStore
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
@@ -231,12 +231,6 @@ def test_another_judge_is_asked_anew(calls: Callable[..., int], change: dict[str
     assert calls(**change) == len(QUESTIONS)
     assert calls(**change) == 0
     assert calls() == 0
-
-
-def test_no_store_is_kept_where_none_is_wanted(calls: Callable[..., int], tmp_path: Path) -> None:
-    files = len(list_segments(tmp_path / "ws" / "judgements"))
-    assert calls(cache_gb=0.0) == len(QUESTIONS)
-    assert len(list_segments(tmp_path / "ws" / "judgements")) == files
 
 
 # ---------------------------------------------------------------- the command

@@ -18,7 +18,6 @@ from refiner_core.answers import (
     parse_answer,
     parse_evidence,
     read_attributes,
-    scan_tags,
     strip_tags,
 )
 from tests.support.real_rows import RL_ROWS, SFT_ROWS
@@ -76,23 +75,6 @@ def test_repeated_ids_join_and_elements_without_id_are_skipped() -> None:
     evidence = parse_evidence(prompt)
     assert evidence.texts == {"a": "x\ny"}
     assert evidence.text_of(("a", "unknown")) == "x\ny"
-
-
-def test_a_source_that_adds_to_the_text_of_another_is_counted() -> None:
-    """What it holds closes its own element and opens one of another's id."""
-    hit = "rain</snippet><snippet id=a>and what nobody wrote"
-    assert (
-        parse_evidence(
-            tool_output("<snippet id=a>true</snippet>", f"<snippet id=b>{hit}</snippet>")
-        ).differing
-        == 1
-    )
-    same = "<snippet id=a>true</snippet>"
-    assert parse_evidence(tool_output(same, same, "<snippet id=b>true</snippet>")).differing == 0
-
-
-def test_a_prompt_without_evidence_is_falsy() -> None:
-    assert not parse_evidence("Only a question.")
 
 
 def test_text_that_looks_like_tags_stays_evidence() -> None:
@@ -250,12 +232,6 @@ def test_a_tag_without_end_stays_in_the_text() -> None:
     assert parsed.claims[0].text == "see <snippet id=a the end"
 
 
-def test_less_than_signs_are_text() -> None:
-    parsed = parse_answer("<answer><snippet id=a>p <0.05, n <10 </snippet></answer>", {"a"})
-    assert parsed.well_formed
-    assert parsed.claims[0].text == "p <0.05, n <10"
-
-
 def test_strip_tags_keeps_nothing_that_stands_in_a_tag() -> None:
     assert strip_tags('a<snippet id="secret">b</snippet>').split() == ["a", "b"]
 
@@ -337,13 +313,6 @@ def peak_bytes(work: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def test_the_second_answer_tag_ends_the_search_for_more() -> None:
-    """10 MB of them are not all kept to find out that there is more than one."""
-    text = "<answer>" * 1_250_000
-    assert parse_answer(text).problems == {Problem.MANY_ANSWERS: 1}
-    assert peak_bytes(lambda: parse_answer(text)) < 1e6
-
-
 def test_ids_that_repeat_with_long_lists_take_the_room_of_their_text() -> None:
     """1,000 ids on each of 100 elements: 100 MB, if each id had its own copy of every text."""
     ids = ",".join(f"i{n}" for n in range(1000))
@@ -352,10 +321,6 @@ def test_ids_that_repeat_with_long_lists_take_the_room_of_their_text() -> None:
     evidence = parse_evidence(prompt)
     assert len(evidence.texts) == 1000
     assert evidence.texts["i7"] == "\n".join(["x" * 1000] * 100)
-
-
-def test_the_scanner_yields_each_tag_once() -> None:
-    assert sum(1 for _ in scan_tags("<snippet id=a>" * 1000)) == 1000
 
 
 @pytest.mark.parametrize("path", [SFT_ROWS, RL_ROWS], ids=["sft", "rl"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -107,14 +106,3 @@ def test_other_protocols_are_refused_with_all_fields_but_where_the_data_lie(tmp_
     other = evaluated(tmp_path / "c", **dict.fromkeys(METRICS, "p2"))
     with pytest.raises(ConfigurationError, match=r"reward .sampled. was measured in two ways"):
         compare_results([a], [other], metrics=["reward"])
-
-
-def test_a_field_that_only_one_protocol_has_is_a_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = copy.deepcopy(PROTOCOLS)
-    del other["p2"]["sampling"]
-    monkeypatch.setattr(f"{__name__}.PROTOCOLS", other)
-    a, b = evaluated(tmp_path / "a"), evaluated(tmp_path / "b", oracle="p2")
-    with pytest.raises(ConfigurationError, match=r"differ in sampling"):
-        compare_results([a], [b])

@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from refiner_core.answers import compared
 from refiner_core.contract.config import DataConfig, GrpoConfig, RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted
-from refiner_core.contract.files import replacing
 from refiner_core.contract.types import DemonstrationRow, Progress, PromptRow
 from refiner_core.data.chat import encode_demonstration, encode_prompt
 from refiner_core.data.prepare import FILES, prepare_data
@@ -30,9 +28,8 @@ from refiner_core.data.prepared import (
     write_demonstrations,
     write_prompts,
 )
-from refiner_core.data.rows import Row, choose_questions, parse_row, same_questions
+from refiner_core.data.rows import Row, choose_questions, parse_row
 from refiner_core.data.sources import RawRow, read_rows, resolve_source, source_digest
-from tests.support.real_rows import RL_ROWS, SFT_ROWS
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -135,12 +132,6 @@ def prepare(config: RecipeConfig, output: Path, tokenizer: Any = TOKENIZER) -> d
     return prepare_data(config, tokenizer=tokenizer, output_dir=output)
 
 
-def prepare_error(config: RecipeConfig, output: Path) -> str:
-    with pytest.raises(DataError) as caught:
-        prepare(config, output)
-    return str(caught.value)
-
-
 def with_loss(ids: tuple[int, ...], mask: tuple[bool, ...]) -> list[int]:
     return [i for i, loss in zip(ids, mask, strict=True) if loss]
 
@@ -169,20 +160,6 @@ def test_a_stage_pointed_at_the_wrong_file_says_so_instead_of_training_on_it(tmp
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "p.parquet").read_bytes()[:-20])
     with pytest.raises(DataError, match="not a complete Parquet file"):
         load_prompts(tmp_path / "cut.parquet")
-
-
-def test_a_file_appears_whole_or_not_at_all(tmp_path: Path):
-    path = tmp_path / "rows.parquet"
-    with replacing(path) as file:
-        file.write(b"old")
-    with pytest.raises(TypeError), replacing(path) as file:
-        file.writelines([b"half of the", "new"])  # type: ignore[list-item]
-    assert path.read_bytes() == b"old"
-
-
-def test_a_mask_of_another_length_than_its_tokens_is_never_written(tmp_path: Path):
-    with pytest.raises(AssertionError, match="one value per token"):
-        write_demonstrations(tmp_path / "d.parquet", [DemonstrationRow("a", (1, 2), (True,))])
 
 
 # ---------------------------------------------------------------- sources
@@ -216,12 +193,6 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str, reaso
     assert "rows.jsonl:3" in str(caught.value)
 
 
-def test_a_file_without_rows_is_refused(tmp_path: Path):
-    (tmp_path / "rows.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match="holds no rows"):
-        list(read_rows(resolve_source(DataConfig(rl_path=str(tmp_path / "rows.jsonl")), "rl")))
-
-
 def test_line_separators_inside_json_text_do_not_shift_line_numbers(tmp_path: Path):
     text = json.dumps({"a": "x\u2028y\x85z"}, ensure_ascii=False) + "\r\n" + '{"a": 2}'
     (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
@@ -251,19 +222,6 @@ def test_parquet_and_datasets_folders_give_the_rows_that_jsonl_gives(tmp_path: P
     assert parsed[0] == parsed[1] == parsed[2] == parsed[3]
 
 
-def test_a_split_that_a_folder_lacks_is_refused_with_those_it_has(tmp_path: Path):
-    from datasets import Dataset, DatasetDict
-
-    splits = DatasetDict({"train": Dataset.from_list([rl_row("a")])})
-    splits.save_to_disk(str(tmp_path / "folder"))
-    config = DataConfig(rl_path=str(tmp_path / "folder"), rl_split="test")
-    with pytest.raises(DataError, match=r"no split 'test'.*one of train"):
-        source_digest(config, "rl")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="save_to_disk"):
-        source_digest(DataConfig(rl_path=str(tmp_path / "empty")), "rl")
-
-
 def test_a_digest_follows_content_and_not_the_path(tmp_path: Path):
     from datasets import Dataset
 
@@ -291,16 +249,6 @@ def test_a_hub_data_set_without_a_pinned_revision_is_refused(revision: str | Non
     config = DataConfig(rl_path="somebody/some-rows", rl_revision=revision)
     with pytest.raises(ConfigurationError, match=r"data\.rl_revision=COMMIT"):
         resolve_source(config, "rl")
-
-
-def test_a_plan_may_be_looked_at_before_a_commit_is_chosen():
-    config = DataConfig(rl_path="somebody/some-rows", rl_revision="main")
-    assert source_digest(config, "rl") == "hub:somebody/some-rows@main/train"
-
-
-def test_a_pinned_hub_data_set_is_identified_without_network():
-    config = DataConfig(sft_path="somebody/some-rows", sft_revision="abc123", sft_split="all")
-    assert source_digest(config, "sft") == "hub:somebody/some-rows@abc123/all"
 
 
 def test_planning_loads_neither_torch_nor_transformers_nor_datasets():
@@ -338,19 +286,6 @@ def test_both_forms_of_a_row_mean_the_same():
     assert one.question == "Why is rain wet?"
 
 
-def test_a_negative_weight_of_the_messages_form_becomes_a_negative_rubric():
-    row = {
-        "messages": [{"role": "user", "content": prompt("a")}],
-        "ground_truth": {
-            "query": "a",
-            "rubrics": [{"title": "bad", "description": "pads", "weight": -0.5}],
-        },
-    }
-    rubrics = json.loads(parse(row).rubrics)
-    assert rubrics["positive_rubrics"] == []
-    assert rubrics["negative_rubrics"][0]["weight"] == 0.5
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -385,11 +320,6 @@ def test_a_prompt_full_of_tags_that_nothing_closes_is_read_in_linear_time():
     assert parse(row).question == text
     closed = {"role": "user", "content": "a <query> one </query> <query>two</query>"}
     assert parse({**row, "conversations": [closed]}).question == "one"
-
-
-def test_a_prompt_among_demonstrations_is_refused_with_the_field_it_belongs_to():
-    with pytest.raises(DataError, match=r"demonstrates nothing.*data\.rl_path="):
-        parse(rl_row("a"), "sft")
 
 
 def test_an_rl_row_that_brings_an_answer_does_not_show_it_to_the_model():
@@ -440,21 +370,6 @@ def test_the_sampled_prompt_is_a_token_prefix_even_where_tokens_would_merge():
     ids, mask, prompt_length = encode_demonstration(row, TOKENIZER)
     assert ids[:prompt_length] == encode_prompt(row, TOKENIZER)
     assert TOKENIZER.decode(with_loss(ids, mask)) == "\nan answer<|im_end|>"
-
-
-def test_a_demonstration_that_reasons_carries_loss_on_its_reasoning():
-    tokenizer = make_tokenizer(THINKING)
-    row = demonstration(
-        ("user", "q"),
-        ("assistant", "<think>\nold\n</think>\n\nfirst"),
-        ("user", "and?"),
-        ("assistant", "<think>\nhm\n</think>\n\n<answer>b</answer>"),
-        mode="reasoned",
-    )
-    ids, mask, _ = encode_demonstration(row, tokenizer)
-    assert tokenizer.decode(with_loss(ids, mask)) == (
-        "first<|im_end|><think>\nhm\n</think>\n\n<answer>b</answer><|im_end|>"
-    )
 
 
 @pytest.mark.parametrize(
@@ -534,20 +449,6 @@ def test_every_row_is_kept_or_counted_under_its_reason(tmp_path: Path):
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
 
 
-def test_ids_that_stand_for_differing_texts_are_counted(tmp_path: Path):
-    """A search hit may close its own snippet and open another's, and so add to what that says."""
-    added = (
-        "<snippet id=S_1>Rain.</snippet><snippet id=S_2>x</snippet><snippet id=S_1>No.</snippet>"
-    )
-    rl = [rl_row(f"question {i}") for i in range(4)]
-    rl[0]["conversations"][0]["content"] = prompt("question 0", added)
-    report = prepare(recipe(tmp_path, rl=rl), tmp_path / "out")
-    assert report["rl"]["ids_with_differing_texts"] == 1
-    assert report["sft"]["ids_with_differing_texts"] == 0
-    said = "1 id of the evidence stands for differing texts"
-    assert said in (tmp_path / "out" / "README.md").read_text()
-
-
 def test_nothing_is_ever_cut(tmp_path: Path):
     config = recipe(tmp_path, rl=[rl_row("short"), rl_row("less short"), rl_row("long " * 500)],
                     max_prompt_token_length=400)  # fmt: skip
@@ -556,32 +457,6 @@ def test_nothing_is_ever_cut(tmp_path: Path):
         for row in load_prompts(tmp_path / "out" / name):
             assert row.prompt_text in TOKENIZER.decode(list(row.prompt_ids))
             assert len(row.prompt_ids) <= 400
-
-
-def test_when_every_prompt_is_too_long_the_message_says_how_far_to_raise_the_limit(tmp_path: Path):
-    rows = [rl_row("a question"), rl_row("a longer question")]
-    message = prepare_error(recipe(tmp_path, rl=rows, max_prompt_token_length=50), tmp_path / "out")
-    shortest = len(encode_prompt(parse(rows[0]), TOKENIZER))
-    assert f"data.max_prompt_token_length={shortest}" in message
-    prepare(recipe(tmp_path, rl=rows, max_prompt_token_length=shortest + 20), tmp_path / "out")
-
-
-def test_limits_of_packs_are_named_when_they_leave_nothing(tmp_path: Path):
-    config = recipe(tmp_path, rl=[rl_row("a"), rl_row("b")], max_token_length=300)
-    assert "grpo.max_token_length=" in prepare_error(config, tmp_path / "out")
-    config = recipe(tmp_path, sft=[sft_row("a")], pack_length=50)
-    assert "sft.pack_length=" in prepare_error(config, tmp_path / "out")
-
-
-def test_rows_without_any_evidence_are_refused_as_a_whole(tmp_path: Path):
-    row = rl_row("a")
-    row["conversations"][0]["content"] = "<query>a</query>"
-    assert "<tool_output>" in prepare_error(recipe(tmp_path, rl=[row]), tmp_path / "out")
-
-
-def test_a_mode_that_no_row_has_is_refused_with_those_there_are(tmp_path: Path):
-    config = recipe(tmp_path, rl=[rl_row("a"), rl_row("b")], refiner_mode="reasoned")
-    assert "only answer_only" in prepare_error(config, tmp_path / "out")
 
 
 def test_a_limit_on_rows_takes_a_seeded_choice_and_counts_the_rest(tmp_path: Path):
@@ -703,28 +578,6 @@ def test_a_question_that_is_spelled_otherwise_is_not_trained_on_and_held_out(
     assert report["sft"]["dropped"] == {"held_out_question": 4}
 
 
-def test_questions_that_differ_in_a_sign_or_a_letters_mark_are_two():
-    """Where nothing is the same question, nothing changes sides: neither does the draw."""
-    rows = ["Is a < b?", "Is a > b?", "Is C+ good?", "Is C good?", "क्या कि है?", "क्या का है?"]
-    keys = [parse(rl_row(text)).question_names for text in rows]
-    assert same_questions(keys).keys() == {name for names in keys for name in names}
-    assert len(set(same_questions(keys).values())) == len(rows)
-    chosen = choose_questions(set(same_questions(keys).values()), 0.5, 7, "held_out")
-    assert chosen == choose_questions([text.casefold() for text in rows], 0.5, 7, "held_out")
-    assert compared("?") != compared("!")  # of nothing else, they are what they are
-
-
-def test_names_that_rows_share_make_one_question():
-    rows = [("b", "x"), ("c", "y"), ("a", "y"), ("d", "x"), ("e", "e"), ("c", "z")]
-    expected = {"b": "b", "d": "b", "x": "b", "c": "a", "a": "a", "y": "a", "z": "a", "e": "e"}
-    assert same_questions(rows) == same_questions(rows[::-1]) == expected
-
-
-def test_one_question_alone_cannot_be_split(tmp_path: Path):
-    message = prepare_error(recipe(tmp_path, rl=[rl_row("a")]), tmp_path / "out")
-    assert "at least two questions" in message
-
-
 # ---------------------------------------------------------------- the stage
 
 
@@ -770,33 +623,3 @@ def test_the_data_card_shows_names_and_no_folders_of_the_machine(tmp_path: Path)
     assert "`rl.jsonl`" in card
     assert str(tmp_path) not in card
     assert str(tmp_path) not in (tmp_path / "out" / "report.json").read_text()
-
-
-def test_real_questions_are_kept_by_rule_split_by_question_and_counted(tmp_path: Path):
-    def prepared(window: int) -> dict[str, Any]:
-        config = RecipeConfig(
-            data=DataConfig(
-                sft_path=str(SFT_ROWS),
-                rl_path=str(RL_ROWS),
-                max_prompt_token_length=window,
-                refiner_mode="answer_only",
-            ),
-            sft=SftConfig(pack_length=2 * window),
-            grpo=GrpoConfig(max_token_length=window + 1024),
-        )
-        return prepare(config, tmp_path / str(window))
-
-    wide = prepared(32768)
-    assert (wide["rl"]["read"], wide["rl"]["kept"]) == (6, 6)
-    assert wide["sft"]["read"] == 4
-    narrow = prepared(6144)
-    assert narrow["rl"]["dropped"]["prompt_too_long"] == 3
-    assert narrow["rl"]["kept"] == 3
-    for report in (wide, narrow):
-        for kind in ("rl", "sft"):
-            counts = report[kind]
-            assert counts["read"] == counts["kept"] + sum(counts["dropped"].values())
-    train, test = (load_prompts(tmp_path / "32768" / name) for name in FILES[2:])
-    assert not {row.question for row in train} & {row.question for row in test}
-    repeated = Counter(row.question for row in [*train, *test])
-    assert max(repeated.values()) > 1  # real data asks one question twice

@@ -13,7 +13,6 @@ import pytest
 from flows.reporting.samples import SamplesReader
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
-    ConfigurationError,
     EnvironmentOutage,
     Interrupted,
 )
@@ -360,27 +359,6 @@ def test_protocols_of_answers_are_what_they_were() -> None:
     assert sampling_params(config, "sampled").top_k == 0
 
 
-def test_the_sampled_decoding_draws_from_the_likeliest_where_it_is_asked_to(bench: Bench) -> None:
-    answers = replace_fields(RecipeConfig(), {"evaluate.top_k": 20})
-    assert sampling_params(answers, "sampled").top_k == 20
-    assert sampling_params(answers, "greedy").top_k == 0
-    config = replace_fields(bench.config, {"evaluate.top_k": 20, "evaluate.decoding": ["sampled"]})
-    player = bench.player(by_attempt(PLAYED))
-    bench.run(player, config=config, name="top-k")
-    assert {p.top_k for p in player.params if p.temperature > 0} == {20}
-
-
-def test_a_user_that_is_another_one_than_in_training_is_said(bench: Bench) -> None:
-    config = replace_fields(
-        bench.config,
-        {"evaluate.user.model": "judge-70b", "evaluate.user.base_url": "http://127.0.0.1:9/v1"},
-    )
-    results = bench.run(bench.player(by_attempt(PLAYED)), config=config, name="users")
-    assert results["users"]["same"] is False
-    assert results["users"]["evaluation"]["model"] == "judge-70b"
-    assert "127.0.0.1" not in json.dumps(results), "where a user is asked is nobody's matter"
-
-
 # ---------------------------------------------------------------- comparisons
 
 
@@ -393,14 +371,6 @@ def test_two_models_are_compared_task_by_task_and_within_a_domain(bench: Bench) 
     assert found["sampled", "pass@4"]["difference"] == 0.25
     by_domain = found["sampled", "pass@4/orders"]
     assert (by_domain["difference"], by_domain["n"], by_domain["excluded"]) == (0.5, 2, 0)
-
-
-@pytest.mark.usefixtures("results")
-def test_numbers_of_two_protocols_are_refused(bench: Bench) -> None:
-    other = replace_fields(bench.config, {"environment.max_turns": 5})
-    bench.run(bench.player(by_attempt(PLAYED)), name="other-way", config=other)
-    with pytest.raises(ConfigurationError, match=r"environment\.max_turns"):
-        compare_results([bench.root / "out"], [bench.root / "other-way"])
 
 
 def test_tasks_of_other_domains_are_not_left_out_of_a_domains_number() -> None:

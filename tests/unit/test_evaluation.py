@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,10 +13,9 @@ from typing import Any
 import pytest
 
 from refiner_core.contract.config import EvaluateConfig, GrpoConfig, JudgeConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted, JudgeOutage
+from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
 from refiner_core.contract.types import (
     Completion,
-    FreshJudge,
     GenerationRequest,
     Judgement,
     JudgeRequest,
@@ -28,7 +26,7 @@ from refiner_core.contract.types import (
     SavedCheckpoint,
 )
 from refiner_core.data.prepared import write_prompts
-from refiner_core.evaluation.metrics import METRICS, kind_of, load_samples
+from refiner_core.evaluation.metrics import load_samples
 from refiner_core.evaluation.protocol import make_protocol
 from refiner_core.evaluation.results import compare_results, load_results
 from refiner_core.evaluation.run import evaluate_model
@@ -242,17 +240,6 @@ def test_numbers_come_with_interval_protocol_and_evidence(bench: Bench) -> None:
     assert load_results(folder)["protocols"][valid["protocol"]]["num_prompts"] == 8
 
 
-def test_each_metric_has_the_interval_of_its_kind(bench: Bench) -> None:
-    folder, _ = bench.run("sft", lambda row, _: good_answer(row))
-    found = numbers(folder)
-    assert found["greedy", "format_valid"]["interval"] == "wilson"
-    assert found["sampled", "oracle"]["interval"] == "wilson over prompts"
-    assert found["greedy", "claims"]["interval"] == "constant"
-    reward = dataclasses.replace(CONFIG.reward, rubric_aggregation="signed_mean")
-    assert kind_of("rubric_score", [], CONFIG) == "share"
-    assert kind_of("rubric_score", [], dataclasses.replace(CONFIG, reward=reward)) == "number"
-
-
 def test_every_number_can_be_recomputed_from_its_file(bench: Bench) -> None:
     folder, _ = bench.run("sft", half_broken)
     for part in ("evaluations", "reference"):
@@ -286,21 +273,6 @@ def test_a_perfect_model_beats_the_copier_under_the_same_protocol(bench: Bench) 
         assert model[decoding, "oracle"]["protocol"] == floor[decoding, "oracle"]["protocol"]
 
 
-def test_the_copier_s_floor_is_the_same_beside_every_model(bench: Bench) -> None:
-    first, _ = bench.run("base", half_broken)
-    second, _ = bench.run("grpo")
-    strip = [[{**e} for e in load_results(f)["reference"]] for f in (first, second)]
-    assert strip[0] == strip[1]
-
-
-def test_real_rows_have_no_oracle(tmp_path: Path) -> None:
-    folder, _ = Bench(tmp_path, [prompt(n, truth=False) for n in range(3)]).run("base")
-    metrics = {e["metric"] for e in load_results(folder)["evaluations"]}
-    assert metrics == set(METRICS) - {
-        "oracle", "fact_recall", "truth_citation_f1", "oracle_given_valid",
-    }  # fmt: skip
-
-
 def test_rows_without_rubrics_or_evidence_are_not_zeros(tmp_path: Path) -> None:
     """A 0 for what was never asked would pull down the mean of what was."""
     rows = [prompt(n) for n in range(4)]
@@ -311,61 +283,6 @@ def test_rows_without_rubrics_or_evidence_are_not_zeros(tmp_path: Path) -> None:
     assert found["greedy", "rubric_score"]["denominator"] == 3
     assert found["greedy", "citation_f1"]["denominator"] == 3
     assert found["greedy", "reward"]["denominator"] == 4
-
-
-def test_a_model_is_loaded_by_reference_and_measured(tmp_path: Path) -> None:
-    """The real path: a saved model, its tokenizer, our own sampling."""
-    from refiner_core.models import tiny_tokenizer
-    from refiner_core.models.random_model import save_random_model
-
-    model = save_random_model(
-        tmp_path / "model", hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-        head_dim=32, intermediate_size=32, max_position_embeddings=512,
-    )  # fmt: skip
-    encode = tiny_tokenizer().encode
-    rows = [
-        dataclasses.replace(p, prompt_ids=tuple(encode(p.prompt_text)))
-        for p in (prompt(1), prompt(2))
-    ]
-    write_prompts(tmp_path / "data" / "rl_test.parquet", rows)
-    results = [
-        evaluate_model(
-            changed(CONFIG, "grpo", response_length=6),
-            data_dir=tmp_path / "data",
-            data_digest="d",
-            model_ref=str(model),
-            model_name="base",
-            output_dir=tmp_path / name,
-            io=FolderIO(tmp_path / f"{name}-checkpoints"),
-            judge=LexicalJudge(),
-        )
-        for name in ("once", "twice")
-    ]
-    assert results[0] == results[1]
-    found = numbers(tmp_path / "once")
-    assert 1 <= found["sampled", "length_tokens"]["value"] <= 6
-    assert found["greedy", "format_valid"]["value"] == 0.0
-
-
-def test_the_device_is_the_configured_one_and_not_what_the_machine_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-
-    from refiner_core.contract.config import RecipeConfig
-    from refiner_core.evaluation.run import open_generator
-    from refiner_core.generation.reporting import BatchReporter
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    generator, _ = open_generator(
-        RecipeConfig(), "builtin:tiny", BatchReporter(FolderIO(tmp_path), 1, "samples")
-    )
-    assert generator.model.device.type == "cpu"  # type: ignore[attr-defined]
-
-
-def test_no_held_out_prompts_is_an_error_not_an_empty_table(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no prompts"):
-        Bench(tmp_path, []).run("base")
 
 
 # ---------------------------------------------------------------- sampling
@@ -489,11 +406,6 @@ def test_a_judge_that_ends_keeps_what_was_judged_and_what_was_sampled(
     }
 
 
-def test_too_many_failures_name_what_the_judge_answered(bench: Bench) -> None:
-    with pytest.raises(JudgeOutage, match=r"answers: timeout \(\d+ times\)"):
-        bench.run("sft", judge=ThreadedJudge(FailingJudge("crop")))
-
-
 @pytest.mark.parametrize(("part", "batches"), [("waiting", [5, 6]), ("batch", [1, 2, 3, 4])])
 def test_a_checkpoint_says_what_is_sampled_and_what_is_judged(
     bench: Bench, part: str, batches: list[int]
@@ -559,58 +471,6 @@ def test_a_judge_that_drifts_shows_in_the_reference_though_the_store_answers_for
     assert len(asked) == again, "each question once"
 
 
-def test_who_wants_the_store_to_answer_for_the_reference_too_is_told_so(
-    bench: Bench, drifting: Drifting
-) -> None:
-    config = replace(CONFIG, evaluate=replace(CONFIG.evaluate, fresh_reference=False))
-    drifting.run(bench, "sft", "monday", config)
-    results, calls = drifting.run(bench, "grpo", "tuesday", config)
-    assert (results["reference_fresh"], calls) == (False, 0)
-
-
-def test_attempts_of_one_evaluation_ask_about_the_reference_once(
-    bench: Bench, drifting: Drifting
-) -> None:
-    drifting.run(bench, "sft", "monday")
-    shutil.rmtree(bench.folder / "sft-checkpoints")  # as if all had been lost but the store
-    _, calls = drifting.run(bench, "sft", "monday")
-    assert calls == 0
-
-
-def test_a_fresh_answer_is_given_to_nobody_else(drifting: Drifting) -> None:
-    served = JudgeConfig(kind="openai", model="m", base_url=drifting.server.base_url)
-    request = JudgeRequest("rubric", "Which crop?", "The crop is wheat.", "Names the crop")
-    with OpenAIJudge(served, Surroundings(store=drifting.store)) as judge:
-        fresh = judge.fresh("monday")
-        assert fresh.judge([request])[0].score == 1.0
-        drifting.mood = 0.0
-        assert fresh.submit([request]).result()[0].score == 1.0, "under its mark it is known"
-        assert judge.judge([request])[0].score == 0.0
-        assert judge.fresh("tuesday").judge([request])[0].score == 0.0
-        assert fresh.fresh("tuesday").judge([request])[0].score == 0.0
-        assert (judge.usage(), judge.usage().calls) == (fresh.usage(), 4)
-    assert isinstance(judge, FreshJudge)
-
-
-def test_progress_counts_batches_to_the_end(bench: Bench) -> None:
-    io = FolderIO(bench.folder / "checkpoints")
-    evaluate_model(
-        CONFIG,
-        data_dir=bench.folder / "data",
-        data_digest="d1",
-        model_ref="none",
-        model_name="sft",
-        output_dir=bench.folder / "sft",
-        io=io,
-        judge=LexicalJudge(),
-        generator=Script(bench.rows, lambda row, _: good_answer(row)),
-        tokenizer=Letters(),
-    )
-    assert [p.done for p in io.saw] == list(range(9))
-    assert {p.total for p in io.saw} == {8}
-    assert [p.phase for p in io.saw][::4] == ["random_copier", "sampled", "numbers"]
-
-
 # ---------------------------------------------------------------- protocols
 
 
@@ -651,17 +511,6 @@ def test_what_does_not_keeps_numbers_comparable(
     rows: list[PromptRow], section: str, values: dict[str, Any]
 ) -> None:
     assert fingerprint(changed(CONFIG, section, **values), rows) == fingerprint(CONFIG, rows)
-
-
-def test_greedy_does_not_depend_on_how_samples_are_drawn(rows: list[PromptRow]) -> None:
-    other = changed(CONFIG, "evaluate", temperature=0.5, seed=9, num_samples=7)
-    assert fingerprint(other, rows, "greedy") == fingerprint(CONFIG, rows, "greedy")
-    assert fingerprint(CONFIG, rows[:-1], "greedy") != fingerprint(CONFIG, rows, "greedy")
-
-
-def test_a_protocol_has_a_name_for_people(rows: list[PromptRow]) -> None:
-    protocol = make_protocol(CONFIG, rows, "greedy", "d1")
-    assert protocol.name == f"held-out/greedy/lexical-1@v2-{protocol.fingerprint[:8]}"
 
 
 def test_prompts_are_known_by_content_not_by_who_wrote_them(rows: list[PromptRow]) -> None:
@@ -715,21 +564,3 @@ def test_arms_of_a_reward_ablation_are_compared_on_all_but_the_reward(bench: Ben
     assert "reward" not in metrics
     with pytest.raises(ConfigurationError, match=r"differ in reward\.paper_citation_weight"):
         compare_results([first], [second], metrics=["reward"])
-
-
-def test_several_seeds_pair_in_order(bench: Bench) -> None:
-    arms = [bench.run(f"grpo{s}")[0] for s in range(3)]
-    base = [bench.run(f"sft{s}", half_broken)[0] for s in range(3)]
-    (row,) = [
-        r
-        for r in compare_results(arms, base, metrics=["format_valid"])
-        if r["decoding"] == "greedy"
-    ]
-    assert (row["seeds"], row["difference"]) == (3, pytest.approx(0.5))
-    with pytest.raises(ConfigurationError, match="3 evaluations cannot be paired with 2"):
-        compare_results(arms, base[:2])
-
-
-def test_a_judge_s_configuration_is_named_in_the_protocol() -> None:
-    config = dataclasses.replace(CONFIG, judge=JudgeConfig(model="judge-7b", prompt="v1"))
-    assert "judge-7b@v1" in make_protocol(config, [prompt(1)], "sampled", "d").name

@@ -55,16 +55,6 @@ def test_distinct_calls_that_fail_in_a_row_open_it() -> None:
     assert breaker.state == "open"
 
 
-def test_an_answer_between_starts_the_count_anew_and_patience_asked_for_does_not() -> None:
-    breaker = closed(Clock(), BreakerSettings(3))
-    for call, trouble in (("a", GONE), ("b", GONE), ("x", NONE), ("c", GONE), ("d", GONE)):
-        breaker.note(call, trouble)
-    assert breaker.state == "closed"
-    breaker.note("y", BUSY)
-    breaker.note("e", GONE)
-    assert breaker.state == "open"
-
-
 def test_it_is_probed_at_once_and_then_after_waits_that_double_up_to_the_longest() -> None:
     clock = Clock()
     breaker = opened(clock)
@@ -102,34 +92,6 @@ def test_a_trial_that_is_lost_makes_the_next_wait_longer() -> None:
         breaker.probed(alive=True)
         breaker.note("a", GONE)
         assert breaker.state == "open"
-
-
-def test_items_that_always_fail_are_tried_out_quickly_where_the_server_is_found_each_time() -> None:
-    """Else the last few poisonous items of a step would hold it up for minutes."""
-    breaker = opened(Clock())
-    for _ in range(10):
-        assert breaker.take_probe(), "no time passes"
-        breaker.probed(alive=True)
-        breaker.note("a", SICK)
-        breaker.note("b", SICK)
-        assert breaker.state == "open"
-
-
-def test_who_asks_anew_after_a_rest_does_not_wait_for_a_long_cool_down() -> None:
-    breaker = opened(Clock())
-    assert breaker.take_probe()
-    breaker.probed(alive=False)
-    assert not breaker.take_probe()
-    breaker.hurry()
-    assert breaker.take_probe()
-
-
-def test_an_answer_that_was_still_on_its_way_closes_it_and_a_late_probe_changes_nothing() -> None:
-    breaker = opened(Clock())
-    assert breaker.take_probe()
-    breaker.note("old", NONE)
-    breaker.probed(alive=False)
-    assert breaker.state == "closed"
 
 
 # ---------------------------------------------------------------- several servers
@@ -179,15 +141,6 @@ def test_a_dead_one_is_left_out_and_comes_back_with_one_call_at_first() -> None:
     assert servers.pick() is dead, "it has the fewest in flight"
 
 
-def test_a_call_that_failed_goes_elsewhere_where_there_is_an_elsewhere() -> None:
-    servers = fleet(2)
-    first, second = servers.servers
-    servers.begins(second)
-    assert servers.pick(avoid=first) is second
-    kill(servers, second)
-    assert servers.pick(avoid=first) is first
-
-
 def test_a_server_that_asked_for_patience_has_it_while_others_can_be_asked() -> None:
     clock = Clock()
     servers = fleet(2, clock)
@@ -210,31 +163,12 @@ def test_what_fails_because_the_server_is_gone_counts_against_no_call() -> None:
     assert not end(servers, server, "late", SICK)
 
 
-def test_a_trial_that_is_lost_counts_against_its_call() -> None:
-    """Else an item on which servers always hang up would be tried for ever."""
-    servers = fleet(1)
-    (server,) = servers.servers
-    kill(servers, server)
-    found(servers)
-    assert not end(servers, server, "poison", GONE)
-
-
 def test_nobody_is_asked_while_all_are_gone() -> None:
     servers = fleet(2)
     for server in servers.servers:
         kill(servers, server)
     assert servers.pick() is None
     assert not servers.up
-
-
-def test_servers_that_stay_keep_what_is_known_of_them() -> None:
-    servers = fleet(2)
-    dead, alive = servers.servers
-    kill(servers, dead)
-    servers.renew([dead.endpoint, Endpoint("http://new:80/v1")])
-    assert servers.servers[0] is dead
-    assert servers.pick() is servers.servers[1]
-    assert alive not in servers.servers
 
 
 def test_a_server_that_has_answered_nothing_and_refuses_is_wrong_once_all_have_come_back() -> None:

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from flows.checking.sources import resolve_sources
 from flows.stages.work import judged_as_planned
-from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
+from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import StageSpec
-from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
-from refiner_core.judges import LexicalJudge, judge_prompts_digest, parse_judgement
+from refiner_core.contract.types import Judgement, JudgeRequest
 from refiner_core.judges import calls as parsing
+from refiner_core.judges import judge_prompts_digest, parse_judgement
 from refiner_core.judges.calls import (
     Call,
     Reply,
@@ -30,7 +30,6 @@ from refiner_core.judges.calls import (
     request_body,
 )
 from refiner_core.judges.prompting import fence, hold_judge_prompts, load_judge_prompts
-from refiner_core.rewards import RewardInput, compute_rewards
 
 V1 = Path(parsing.__file__).parent / "prompts" / "v1"
 V1_BATCHED = "a5685272f37f024271aadfa6f0b5b34f24bb00bb4f4b095969f6d98e1b314443"
@@ -47,8 +46,8 @@ def chat(text: str | None, finish: str | None = "stop", **more: Any) -> bytes:
     return json.dumps({"choices": [choice], **more}).encode()
 
 
-def scored(*values: float | None) -> tuple[Judgement | None, ...]:
-    return tuple(None if v is None else Judgement("scored", v) for v in values)
+def scored(*values: float) -> tuple[Judgement, ...]:
+    return tuple(Judgement("scored", v) for v in values)
 
 
 # ---------------------------------------------------------------- one score
@@ -97,69 +96,26 @@ def test_what_does_not_state_a_score_is_a_failure_and_no_number(text: str) -> No
     assert len(judgement.detail) < 300
 
 
-@pytest.mark.parametrize("reply", ['{"score": 10}', "no idea", '{"score": true}', ""])
-def test_an_unreadable_judgement_of_a_fault_is_not_full_credit(reply: str) -> None:
-    """A silent 0 for a negative rubric would be 1 - 0: the best score there is."""
-
-    class Judge:
-        def judge(self, requests: list[JudgeRequest]) -> list[Judgement]:
-            known = LexicalJudge().judge(requests)
-            wrong = parse_judgement(reply)
-            return [
-                wrong if r.kind == "rubric" else j for r, j in zip(requests, known, strict=True)
-            ]
-
-    fault = {"negative_rubrics": [{"title": "t", "description": "Invents things", "weight": 1}]}
-    row = PromptRow("row", "Which crop?", "Which crop?", (1,), json.dumps(fault))
-    rollout = RewardInput(row, "<answer>The crop is wheat.</answer>", stopped=True)
-    (result,) = compute_rewards([rollout], RewardConfig(), Judge())  # type: ignore[arg-type]
-    assert (result.status, result.total) == ("unscored", None)
-
-
 # ---------------------------------------------------------------- several scores in one reply
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        '{"scores": [{"criterion": 1, "score": 2}, {"criterion": 2, "score": 0}]}',
+        "%s",
         '{"scores": [{"criterion": 2, "score": 0}, {"criterion": 1, "score": 2}]}',
-        '{"scores": [{"criterion": "1", "score": "2"}, {"criterion": 2.0, "score": 0}]}',
-        '{"scores": [2, 0]}',
-        '{"scores": [{"score": 2}, {"score": 0}]}',
-        '[{"criterion": 1, "score": 2}, {"criterion": 2, "score": 0}]',
-        '```json\n{"scores": [2, 0]}\n```',
-        'Of [1] and [2] I think {"scores": [2, 0]}. See [3, 4].',
-        '{{"scores": [{"criterion": 1, "score": 2}, {"criterion": 2, "score": 0}]}}',
-        '{"scores": [2, 0]}}',
-        '{"scores": [0, 0]} no: {"scores": [2, 0]}',
-        '<think>{"scores": [0, 0]}</think>{"scores": [2, 0]}',
-        '{"scores": [0, 0]} reasoning without a beginning</think>{"scores": [2, 0]}',
-        '{"verdict": {"scores": [2, 0]}, "note": "a [bracket"}',
-        '{"scores": [{"criterion": 1, "why": "[0, 0]", "score": 2}, {"criterion": 2, "score": 0}]}',
+        '{"scores": [{"criterion": "1", "score": "2"}, {"criterion": 2, "score": 0}]}',
+        "```json\n%s\n```",
+        "Of [1] and [2] I think %s. See [3, 4].",
+        "{%s}",
+        "%s}",
+        '{"scores": [{"criterion": 1, "score": 0}, {"criterion": 2, "score": 0}]} no: %s',
+        "<think>[0, 0]</think>%s",
     ],
 )
-def test_every_shape_of_a_list_of_scores_is_read(text: str) -> None:
-    assert parse_batch(text, 2) == (scored(1.0, 0.0), "")
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ('{"scores": [{"criterion": 1, "score": 2}]}', (1.0, None)),
-        ('{"scores": [{"criterion": 2, "score": 2}]}', (None, 1.0)),
-        ('{"scores": [{"criterion": 1, "score": 10}, {"criterion": 2, "score": 1}]}', (None, 0.5)),
-        ('{"scores": [{"criterion": 1}, {"criterion": 2, "score": 1}]}', (None, 0.5)),
-        ('{"scores": [true, 1]}', (None, 0.5)),
-        ('{"scores": [NaN, 1]}', (None, 0.5)),
-    ],
-)
-def test_what_can_be_read_of_an_incomplete_list_is_handed_on(
-    text: str, found: tuple[float | None, ...]
-) -> None:
-    judgements, problem = parse_batch(text, 2)
-    assert judgements == scored(*found)
-    assert problem
+def test_scores_of_several_criteria_are_read(text: str) -> None:
+    said = '{"scores": [{"criterion": 1, "score": 2}, {"criterion": 2, "score": 0}]}'
+    assert parse_batch(text.replace("%s", said), 2) == scored(1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +126,11 @@ def test_what_can_be_read_of_an_incomplete_list_is_handed_on(
         "[2, 0]",
         '{"scores": [{"criterion": 1, "score": 2}, {"criterion": 2, "sc',
         '{"criterion": 1, "score": 2}\n{"criterion": 2, "score": 0}',
-        "[2, 0, 1]",
         '{"scores": []}',
-        '{"scores": [2, 0, 1]}',
+        '{"scores": [2, 0]}',
+        '{"scores": [{"criterion": 1, "score": 2}]}',
+        '{"scores": [{"criterion": 1, "score": 10}, {"criterion": 2, "score": 1}]}',
+        '{"scores": [{"criterion": 1}, {"criterion": 2, "score": 1}]}',
         '{"score": 2}',
         # A judge that counts from 0 means another criterion everywhere.
         '{"scores": [{"criterion": 0, "score": 2}, {"criterion": 1, "score": 0}]}',
@@ -185,9 +143,7 @@ def test_what_can_be_read_of_an_incomplete_list_is_handed_on(
     ],
 )
 def test_a_list_that_does_not_fit_the_criteria_gives_nothing(text: str) -> None:
-    judgements, problem = parse_batch(text, 2)
-    assert judgements == (None, None)
-    assert problem
+    assert isinstance(parse_batch(text, 2), str)
 
 
 # ---------------------------------------------------------------- whatever stands there
@@ -208,12 +164,10 @@ def test_no_text_is_read_as_a_score_out_of_range_or_breaks_the_reader(
 ) -> None:
     one = parse_judgement(text)
     assert (one.score is None) == (one.status == "failed")
-    several, problem = parse_batch(text, count)
-    assert len(several) == count
-    assert bool(problem) == (None in several)
-    for judgement in (one, *several):
-        if judgement is not None and judgement.score is not None:
-            assert 0 <= judgement.score <= 1
+    several = parse_batch(text, count)
+    assert isinstance(several, str) or len(several) == count
+    for judgement in (one, *(() if isinstance(several, str) else several)):
+        assert judgement.score is None or 0 <= judgement.score <= 1
 
 
 @given(
@@ -227,7 +181,7 @@ def test_a_list_in_any_order_and_wrapping_gives_each_criterion_its_own_score(
     entries = [{"criterion": i, "score": v} for i, v in enumerate(values, start=1)]
     random.shuffle(entries)
     text = wrapping.replace("%s", json.dumps({"scores": entries}))
-    assert parse_batch(text, len(values)) == (scored(*(v / 2 for v in values)), "")
+    assert parse_batch(text, len(values)) == scored(*(v / 2 for v in values))
 
 
 class _Counting(json.JSONDecoder):
@@ -264,14 +218,9 @@ def test_reading_is_linear_whatever_is_left_open(
         _Counting.begun = _Counting.characters = 0
         one, several = parse_judgement(text), parse_batch(text, 3)
         assert one.status == "scored" or len(one.detail) < 400
-        assert len(several[1]) < 400
+        assert not isinstance(several, str) or len(several) < 400
         assert _Counting.characters <= 40 * 100_000
         assert _Counting.begun <= 2 * 100_000 / min(len(piece), 8) + 2_002
-
-
-def test_a_judgement_after_a_long_reasoning_is_read() -> None:
-    text = "<think>" + "it { may be " * 800_000 + '</think>{"score": 1}'
-    assert parse_judgement(text).score == 0.5
 
 
 # ---------------------------------------------------------------- calls
@@ -286,14 +235,6 @@ def test_all_rubrics_of_an_answer_are_one_call_and_citations_stay_single() -> No
     assert [call.batched for call in calls] == [True, False, True]
     assert [len(call.keys) for call in calls] == [3, 1, 2]
     assert [len(call.requests) for call in plan_calls(asked, SINGLE)] == [1] * 6
-
-
-def test_one_rubric_is_asked_in_the_batched_form_too() -> None:
-    (call,) = plan_calls(rubrics(1), BATCHED)
-    assert '{"scores"' in call.messages[0]["content"]
-    assert read_reply(chat('{"scores": [{"criterion": 1, "score": 1}]}'), call) == Reply(
-        (Judgement("scored", 0.5),)
-    )
 
 
 def all_keys(requests: list[JudgeRequest], config: JudgeConfig) -> dict[JudgeRequest, bytes]:
@@ -363,18 +304,6 @@ def test_schemas_are_strict_and_say_what_each_question_allows() -> None:
     assert plan_calls(rubrics(1), replace(SINGLE, structured_output="none"))[0].schema is None
 
 
-def test_what_a_schema_allows_is_what_the_reader_takes() -> None:
-    import jsonschema
-
-    (call,) = plan_calls(rubrics(2), BATCHED)
-    good = {"scores": [{"criterion": 1, "score": 2}, {"criterion": 2, "score": 0}]}
-    jsonschema.validate(good, call.schema)
-    assert read_reply(chat(json.dumps(good)), call).judgements
-    for bad in ({"scores": [2, 0]}, {"scores": good["scores"][:1]}, {"score": 2}):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(bad, call.schema)
-
-
 def test_the_schema_is_sent_only_where_it_is_wanted() -> None:
     (call,) = plan_calls(rubrics(1), SINGLE)
     sent = request_body(call, SINGLE, structured=True)["response_format"]["json_schema"]
@@ -419,26 +348,7 @@ def test_tokens_of_a_reply_are_told() -> None:
 def test_a_reply_without_a_judgement_says_why(raw: bytes, reason: str, final: bool) -> None:
     found = read_reply(raw, one_call())
     assert found.judgements is None
-    assert (found.reason, found.final, found.partial) == (reason, final, ())
-
-
-def test_of_an_incomplete_batch_what_is_there_is_partial() -> None:
-    call = one_call(BATCHED, 2)
-    found = read_reply(chat('{"scores": [{"criterion": 2, "score": 1}]}'), call)
-    assert found.judgements is None
-    assert (found.reason, found.final, found.partial) == ("incomplete", False, scored(None, 0.5))
-    cut = chat('{"scores": [{"criterion": 1, "score": 2}, {"crit', "length")
-    ended = read_reply(cut, call)
-    assert ended.judgements is None
-    assert ended.final
-    assert "judge.max_tokens" in ended.detail
-    assert ended.partial == ()
-
-
-def test_yes_or_no_questions_take_no_half() -> None:
-    (call,) = plan_calls([JudgeRequest("citation_needed", "q", "t")], BATCHED)
-    assert not read_reply(chat('{"score": 1}'), call).judgements
-    assert read_reply(chat('{"score": 2}'), call).judgements
+    assert (found.reason, found.final) == (reason, final)
 
 
 # ---------------------------------------------------------------- fences
@@ -455,16 +365,6 @@ def test_no_criterion_and_no_answer_of_a_batch_leaves_its_fence() -> None:
         assert opening not in attack
     assert text.count("Second") == 1
     assert "each of the 2 criteria" in text
-
-
-@pytest.mark.parametrize("text", ["a\ud800b", "\0", "\udfff\ud800", "𝔘 ok"])
-def test_a_text_that_no_server_takes_is_sent_all_the_same(text: str) -> None:
-    for config in (SINGLE, BATCHED):
-        (call,) = plan_calls([JudgeRequest("rubric", text, text, text)], config)
-        sent = json.dumps(request_body(call, config, structured=True))
-        assert "\\u0000" not in sent
-        json.loads(sent.encode())["messages"][-1]["content"].encode()
-    assert "𝔘 ok" in fence("answer", "𝔘 ok")
 
 
 @pytest.mark.parametrize(
@@ -534,10 +434,9 @@ def test_prompts_that_are_not_complete_are_refused_with_all_that_is_missing(own:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("rubric.user.md", "{{question}} {{text}}", r"lacks \{\{reference\}\}"),
+        ("rubric.user.md", "{{question}} {{text}}", "lacks reference"),
         ("rubric.user.md", "{{question}} {{text}} {{reference}} {{answer}}", "nothing fills in"),
         ("citation_recall.user.md", "{{text}}", "lacks"),
-        ("rubric.system.md", "Judge {{text}}.", "system prompt"),
     ],
 )
 def test_placeholders_that_do_not_fit_are_refused(
@@ -545,12 +444,6 @@ def test_placeholders_that_do_not_fit_are_refused(
 ) -> None:
     (own / name).write_text(text)
     with pytest.raises(ConfigurationError, match=said):
-        load_judge_prompts(str(own))
-
-
-def test_a_prompt_that_is_no_text_is_refused(own: Path) -> None:
-    (own / "rubric.user.md").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigurationError, match="UTF-8"):
         load_judge_prompts(str(own))
 
 
@@ -595,15 +488,3 @@ def test_a_stage_is_refused_when_its_prompts_are_not_those_of_the_plan(own: Path
     edited(own, "citation_recall.user.md", lambda text: text + "\nBe kind.")
     with pytest.raises(ConfigurationError, match="changed since"), judged_as_planned(spec, config):
         pass
-
-
-def test_a_version_is_meant_before_a_folder_of_the_same_name(
-    own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(own.parent)
-    own.rename("v1")
-    edited(Path("v1"), "rubric.user.md", lambda text: text + "\nBe kind.")
-    assert load_judge_prompts("v1").shipped
-    assert not load_judge_prompts("./v1").shipped
-    with pytest.raises(ConfigurationError, match=r"'v7', nor a folder"):
-        load_judge_prompts("v7")

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeO
 from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, StreamingJudge
 from refiner_core.http.client import retry_after_s
 from refiner_core.http.fleet import BreakerSettings
-from refiner_core.judges import build_judge, prompting
+from refiner_core.judges import build_judge
 from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.judges.surroundings import MemoryStore, Surroundings
 from tests.support.judge_server import JudgeServer, Reply, completion, score
@@ -96,11 +95,6 @@ def test_no_more_than_the_configured_number_is_in_flight_over_all_submissions(
     assert server.most_in_flight == 3
 
 
-def test_no_requests_are_no_calls(judge_at: Any) -> None:
-    assert judge_at(NOBODY).judge([]) == []
-    assert judge_at(NOBODY).submit([]).result() == []
-
-
 def test_what_is_known_or_under_way_is_not_asked_again(judge_at: Any) -> None:
     with JudgeServer(lambda body, call: score(2, delay_s=0.05)) as server:
         judge = judge_at(server.base_url)
@@ -110,23 +104,6 @@ def test_what_is_known_or_under_way_is_not_asked_again(judge_at: Any) -> None:
     usage = judge.usage()
     assert (usage.asked, usage.calls, usage.shared, usage.stored) == (22, 6, 4, 12)
     assert len(server.bodies) == 6
-
-
-def test_two_requests_that_read_alike_to_the_judge_are_one_call_and_both_are_answered(
-    judge_at: Any, tmp_path: Path
-) -> None:
-    """Prompts of one's own may leave the question out; then the same words in answers to two
-    questions are the same call, within one batch too."""
-    shipped = Path(prompting.__file__).parent / "prompts" / "v1"
-    for file in shipped.iterdir():
-        (tmp_path / file.name).write_text(file.read_text())
-    (tmp_path / "citation_needed.user.md").write_text("{{text}}")
-    asked = [JudgeRequest("citation_needed", q, "It rains.") for q in ("Which?", "When?", "Who?")]
-    with JudgeServer(lambda body, call: score(2)) as server:
-        judge = judge_at(server.base_url, prompt=str(tmp_path), batch_timeout_s=2.0)
-        assert [j.score for j in judge.judge(asked)] == [1.0, 1.0, 1.0]
-    usage = judge.usage()
-    assert (usage.asked, usage.calls, usage.shared, usage.failed) == (3, 1, 2, 0)
 
 
 def test_an_error_inside_ends_who_waits_instead_of_leaving_them_waiting(judge_at: Any) -> None:
@@ -183,20 +160,6 @@ def test_tokens_and_latency_are_counted(judge_at: Any) -> None:
     assert usage.answers == {200: 5}
 
 
-def test_tokens_of_replies_that_gave_no_judgement_are_counted_too(judge_at: Any) -> None:
-    """They are paid for: a judge that rambles would look free."""
-    tokens = {"prompt_tokens": 7, "completion_tokens": 3}
-
-    def script(body: dict[str, Any], call: int) -> Any:
-        return completion('{"score": 2}' if call == 2 else "Well,", usage=tokens)
-
-    with JudgeServer(script) as server:
-        judge = judge_at(server.base_url)
-        assert [found.status for found in judge.judge(requests(1))] == ["scored"]
-    usage = judge.usage()
-    assert (usage.prompt_tokens, usage.completion_tokens) == (21, 9)
-
-
 def test_all_rubrics_of_an_answer_are_one_call_in_the_batched_form(judge_at: Any) -> None:
     scores = [{"criterion": n, "score": n - 1} for n in (1, 2, 3)]
     reply = completion(json.dumps({"scores": scores}))
@@ -206,19 +169,6 @@ def test_all_rubrics_of_an_answer_are_one_call_in_the_batched_form(judge_at: Any
         assert [j.score for j in judge.judge([*asked, *asked])] == [0.0, 0.5, 1.0] * 2
     usage = judge.usage()
     assert (usage.calls, usage.asked, usage.shared) == (1, 6, 3)
-
-
-def test_of_a_batched_reply_that_never_comes_whole_what_could_be_read_is_used(
-    judge_at: Any,
-) -> None:
-    reply = completion(json.dumps({"scores": [{"criterion": 2, "score": 2}]}))
-    asked = [replace(RUBRIC, reference=f"criterion {n}") for n in range(3)]
-    with JudgeServer(lambda body, call: reply) as server:
-        judge = judge_at(server.base_url, form="batched")
-        judgements = judge.judge(asked)
-    assert [j.score for j in judgements] == [None, 1.0, None]
-    usage = judge.usage()
-    assert (usage.calls, usage.failed, sum(usage.unusable.values())) == (3, 2, 3)
 
 
 # ---------------------------------------------------------------- what is tried again
@@ -289,14 +239,6 @@ def test_retry_after_is_honoured(judge_at: Any) -> None:
     assert time.monotonic() - started >= 1.0
 
 
-def test_a_wait_past_the_deadline_fails_without_waiting(judge_at: Any) -> None:
-    busy = Reply(status=429, headers={"Retry-After": "3600"})
-    with JudgeServer(lambda body, call: busy) as server:
-        (judgement,) = judge_at(server.base_url).judge([RUBRIC])
-    assert judgement.status == "failed"
-    assert "429" in judgement.detail
-
-
 def test_a_server_that_asked_for_patience_is_not_waited_for_where_another_can_be_asked(
     judge_at: Any,
 ) -> None:
@@ -314,25 +256,6 @@ def test_retry_after_reads_seconds_and_dates() -> None:
     assert retry_after_s(None) == retry_after_s("soon") == retry_after_s("²") == 0.0
     assert 50 < retry_after_s(email.utils.formatdate(time.time() + 60, usegmt=True)) <= 61
     assert retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
-
-
-def test_a_storm_of_refusals_does_not_come_back_as_one_wave(made: list[OpenAIJudge]) -> None:
-    """Full jitter: tries are spread over the whole wait, not bunched at its end."""
-    config = JudgeConfig(
-        kind="openai", model="m", base_url=NOBODY, concurrency=100, structured_output="none"
-    )
-    came: list[float] = []
-
-    def script(body: Body, call: int) -> Reply:
-        came.append(time.monotonic())
-        return Reply(status=429) if call < 100 else score(2)
-
-    with JudgeServer(script) as server:
-        judge = OpenAIJudge(replace(config, base_url=server.base_url), first_backoff_s=1.0)
-        made.append(judge)
-        judge.judge(requests(100))
-    again = sorted(came[100:])
-    assert again[90] - again[10] > 0.3, "80 of 100 come within a wait of up to one second"
 
 
 # ---------------------------------------------------------------- deadlines
@@ -441,35 +364,6 @@ def test_a_wrong_key_path_or_model_ends_it_at_once_and_says_what_to_mend(
             judge.judge(requests(1))
 
 
-def test_a_server_that_takes_no_temperature_is_told_what_may_be_left_out(judge_at: Any) -> None:
-    """As the newer OpenAI models: 400 to every call."""
-    with JudgeServer(lambda body, call: Reply(status=400)) as server:
-        judge = judge_at(server.base_url, concurrency=8)
-        fields = r"judge\.max_tokens_field.*judge\.temperature=null"
-        with pytest.raises(ConfigurationError, match=fields):
-            judge.judge(requests(50))
-        assert len(server.bodies) < 50
-
-
-def test_one_item_that_is_forbidden_does_not_end_the_others(judge_at: Any) -> None:
-    def script(body: Body, call: int) -> Reply:
-        return Reply(status=403) if number(body) == 0 else score(2, delay_s=0.05)
-
-    with JudgeServer(script) as server:
-        judgements = judge_at(server.base_url).judge(requests(6))
-    assert [j.status for j in judgements] == ["failed"] + ["scored"] * 5
-
-
-def test_of_two_servers_the_one_that_refuses_is_left_out(judge_at: Any) -> None:
-    with (
-        JudgeServer(lambda body, call: Reply(status=404)) as wrong,
-        JudgeServer(lambda body, call: score(2)) as right,
-    ):
-        judge = judge_at(wrong.base_url, base_urls=(right.base_url,), concurrency=4)
-        assert {j.score for j in judge.judge(requests(20))} == {1.0}
-    assert len(wrong.bodies) <= 4
-
-
 def test_the_key_comes_from_the_environment_and_shows_nowhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, judge_at: Any
 ) -> None:
@@ -537,13 +431,6 @@ def test_a_stop_is_heard_while_it_waits_for_servers(judge_at: Any) -> None:
     assert told[0]
 
 
-def test_a_stop_is_not_heeded_while_servers_answer(judge_at: Any) -> None:
-    """Whoever asked for judgements looks for a stop at its own boundaries."""
-    with JudgeServer(lambda body, call: score(2, delay_s=0.3)) as server:
-        judge = judge_at(server.base_url, Surroundings(should_stop=lambda: True))
-        assert judge.judge([RUBRIC]) == [Judgement("scored", 1.0)]
-
-
 def test_a_server_that_comes_back_elsewhere_is_found(judge_at: Any) -> None:
     with JudgeServer(lambda body, call: score(2)) as server:
         asked: list[str] = []
@@ -594,14 +481,6 @@ def test_a_server_that_dies_without_hanging_up_fails_nothing(judge_at: Any) -> N
     assert judge.usage().failed == 0
 
 
-def test_why_no_server_can_be_had_is_said_in_the_words_of_who_knows(judge_at: Any) -> None:
-    def endpoints() -> list[Endpoint]:
-        raise JudgeOutage("the judge's job was cancelled by its user")
-
-    with pytest.raises(JudgeOutage, match="cancelled by its user"):
-        judge_at(None, Surroundings(endpoints=endpoints)).judge(requests(2))
-
-
 # ---------------------------------------------------------------- threads
 
 
@@ -611,27 +490,6 @@ def test_it_may_be_called_from_inside_an_event_loop(judge_at: Any) -> None:
 
     with JudgeServer(lambda body, call: score(2)) as server:
         assert asyncio.run(inside(judge_at(server.base_url))) == [Judgement("scored", 1.0)]
-
-
-def test_it_may_be_called_from_several_threads(judge_at: Any) -> None:
-    found: dict[int, list[Judgement]] = {}
-
-    with JudgeServer(lambda body, call: score(number(body) % 3, delay_s=0.01)) as server:
-        judge = judge_at(server.base_url)
-
-        def work(thread: int) -> None:
-            found[thread] = judge.judge(requests(10 + thread))
-
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-    expected = [n % 3 / 2 for n in range(17)]
-    assert all([j.score for j in found[n]] == expected[: 10 + n] for n in range(8))
-    assert len(server.bodies) == 17
-    usage = judge.usage()
-    assert usage.asked == sum(10 + n for n in range(8)) == 17 + usage.shared + usage.stored
 
 
 def judge_threads() -> int:
@@ -648,18 +506,6 @@ def test_a_judge_that_nobody_holds_leaves_no_thread_behind() -> None:
         del judge
         gc.collect()
         assert judge_threads() == before
-
-
-def test_after_closing_it_says_so(judge_at: Any) -> None:
-    with JudgeServer(lambda body, call: score(2, delay_s=30)) as server:
-        judge = judge_at(server.base_url, timeout_s=60.0)
-        pending = judge.submit([RUBRIC])
-        judge.close()
-        with pytest.raises(RuntimeError, match="closed"):
-            pending.result()
-        with pytest.raises(RuntimeError, match="closed"):
-            judge.judge([RUBRIC])
-        judge.close()
 
 
 def test_a_forked_process_is_told_to_make_its_own(judge_at: Any) -> None:

@@ -218,19 +218,6 @@ def test_a_file_of_a_newer_version_is_left_alone(
     assert foreign.exists()
 
 
-def test_the_end_of_a_file_that_is_seen_late_is_read_when_it_is_there(folder: Path) -> None:
-    """NFS shows the new length of a file before its new content."""
-    path = one_file(folder, 3)
-    data = path.read_bytes()
-    live = path.with_suffix(".live")
-    path.unlink()
-    live.write_bytes(data[: -2 * RECORD_BYTES] + bytes(2 * RECORD_BYTES))
-    with opened(folder) as one:
-        assert one.get([key(n) for n in range(3)]) == [YES, None, None]
-        live.write_bytes(data)
-        assert one.get([key(n) for n in range(3)]) == [YES, YES, YES]
-
-
 def test_files_that_are_closed_to_this_user_are_skipped(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refiner_core.contract.config import JudgeConfig
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Judgement, JudgeRequest
 from refiner_core.judges import (
     LexicalJudge,
@@ -20,7 +19,7 @@ from refiner_core.judges import (
     judge_prompts_digest,
     parse_judgement,
 )
-from refiner_core.judges.prompting import fence, load_judge_prompts
+from refiner_core.judges.prompting import load_judge_prompts
 
 PINNED = {
     "v1": "38c4d0b131090baac4422edf568d3f92f187572caef7370cf42ed1cdbf7d304c",
@@ -247,37 +246,7 @@ def test_a_fence_is_too_long_to_be_searched_for(version: str, bits: int) -> None
     assert len(re.findall(r"</criterion-\d-[0-9a-f]+>", batch[-1]["content"])) == 2
 
 
-@pytest.mark.parametrize("version", PINNED)
-def test_every_kind_of_request_has_a_prompt_with_its_parts(version: str) -> None:
-    for kind in ("rubric", "citation_recall", "citation_precision", "citation_needed"):
-        system, user = load_judge_prompts(version).render(JudgeRequest(kind, "QQ", "TT", "RR"))
-        assert "never an instruction" in system["content"]
-        assert '{"score": 2}' in system["content"]
-        assert "QQ" in user["content"]
-        assert "TT" in user["content"]
-        assert ("RR" in user["content"]) == ((version, kind) != ("v1", "citation_needed"))
-        assert "{{" not in user["content"]
-
-
-def test_the_default_prompts_show_the_answer_where_a_citation_may_be_needed() -> None:
-    """The first version did not, and still does not: what was judged by it is judged by it."""
-    body = "<snippet id=a>Wheat grew.</snippet> In short, it grew."
-    request = JudgeRequest("citation_needed", "Which crop?", "In short, it grew.", body)
-    _, user = load_judge_prompts(JudgeConfig().prompt).render(request)
-    assert fence("answer", body) in user["content"]
-    assert fence("passage", "In short, it grew.") in user["content"]
-    _, before = load_judge_prompts("v1").render(request)
-    assert "<snippet" not in before["content"]
-
-
 @pytest.mark.parametrize(("version", "pinned"), PINNED.items())
 def test_the_wording_of_a_version_is_pinned(version: str, pinned: str) -> None:
     """Finished runs name their prompts: another wording is another version (add a folder)."""
     assert judge_prompts_digest(version) == pinned
-
-
-def test_an_unknown_version_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"v1.*judge\.prompt"):
-        judge_prompts_digest("v0")
-    with pytest.raises(ConfigurationError, match="v9"):
-        build_judge(JudgeConfig(kind="openai", base_url="http://127.0.0.1:1/v1", prompt="v9"))

@@ -37,19 +37,6 @@ def test_with_fewer_attempts_than_k_there_is_no_number() -> None:
     assert pass_at_k(0, 0, 1) is None
 
 
-def test_nothing_that_succeeds_is_zero_and_not_missing() -> None:
-    assert pass_at_k(4, 0, 4) == 0.0
-    assert pass_hat_k(4, 0, 1) == 0.0
-
-
-def test_thousands_of_attempts_overflow_nothing() -> None:
-    assert pass_at_k(20_000, 1, 10_000) == 0.5
-    assert pass_hat_k(20_000, 19_999, 10_000) == 0.5
-    found = pass_at_k(20_000, 10_000, 3)
-    assert found is not None
-    assert abs(found - 0.875) < 1e-4
-
-
 def test_an_attempt_that_the_infrastructure_ended_counts_as_none() -> None:
     found = task_passes([None, True, False, True], 4)
     assert found["pass@1_first"] is None, "the second attempt is not the first"

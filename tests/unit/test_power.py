@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -61,18 +59,6 @@ def test_a_published_power_comes_out_again_to_the_last_digit() -> None:
     assert detectable_effect(Components(0.01, 0.02, 0.05), 3, 20) == pytest.approx(
         0.3660411164339093, rel=1e-9
     )
-
-
-def test_power_without_a_spread_or_without_prompts() -> None:
-    nothing, seeds_alone = Components(0.0, 0.0, 0.0), Components(0.01, 0.0, 0.0)
-    for parts, seeds in ((nothing, 3), (nothing, 1), (seeds_alone, 1)):
-        assert detectable_effect(parts, seeds, 50) == 0.0
-        assert power_of(parts, seeds, 50, 0.1) == 1.0
-        assert power_of(parts, seeds, 50, 0.0) == 0.0
-    assert power_of(nothing, 3, 1, 0.5) == 0.0
-    assert detectable_effect(nothing, 3, 1) == math.inf
-    for some in ((0.01, 0.0, 0.0), (0.0, 0.01, 0.0), (0.0, 0.0, 0.01)):
-        assert detectable_effect(Components(*some), 3, 2) > 0
 
 
 def test_components_by_hand() -> None:

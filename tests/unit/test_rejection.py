@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 
 from refiner_core.contract.checks.recipe import check_config
-from refiner_core.contract.checks.training import training_notes
 from refiner_core.contract.config import RecipeConfig, RewardConfig, SampleConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.placement import sampling_servers
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.sections.environment import EnvironmentConfig
 from refiner_core.contract.services import asks_judge
@@ -45,10 +43,6 @@ def test_every_full_success_is_kept_and_then_nothing_else() -> None:
     assert whys(found) == ["full_success", "not_full", "full_success"]
 
 
-def test_a_sum_of_floats_that_is_one_up_to_rounding_is_a_full_success() -> None:
-    assert whys([candidate(0, 0.1 + 0.2 + 0.7 - 1e-12)]) == ["full_success"]
-
-
 def test_a_lower_threshold_makes_more_full_successes_and_prefers_the_better_ones() -> None:
     found = [candidate(0, 0.8), candidate(1, 0.95), candidate(2, 0.7)]
     assert whys(found, success=0.8, max_kept=1) == ["surplus", "full_success", "not_full"]
@@ -60,10 +54,6 @@ def test_without_a_full_success_the_best_partial_is_kept_from_the_threshold_on()
     assert whys(found, min_partial=0.61) == ["not_best", "too_low", "not_best"]
 
 
-def test_a_threshold_above_one_keeps_full_successes_alone() -> None:
-    assert whys([candidate(0, 0.0, partial=1.0)], min_partial=2.0) == ["too_low"]
-
-
 def test_of_equal_ones_the_first_attempt_is_kept() -> None:
     found = [candidate(0, 0.2), candidate(1, 0.7), candidate(2, 0.7)]
     assert whys(found) == ["not_best", "best_partial", "not_best"]
@@ -72,10 +62,6 @@ def test_of_equal_ones_the_first_attempt_is_kept() -> None:
 def test_an_episode_is_ranked_by_its_partial_score_and_not_by_its_reward() -> None:
     found = [candidate(0, 0.0, partial=0.9), candidate(1, 0.0, partial=0.3)]
     assert whys(found) == ["best_partial", "not_best"]
-
-
-def test_an_episode_whose_task_has_no_checks_is_no_best_partial() -> None:
-    assert whys([candidate(0, 0.0, partial=None)], min_partial=0.0) == ["too_low"]
 
 
 @pytest.mark.parametrize("flaw", ["error", "unscored", "malformed", "truncated", "no_reward"])
@@ -93,12 +79,6 @@ def test_successes_that_call_the_same_tools_in_the_same_order_are_one() -> None:
     assert whys(found) == ["full_success", "duplicate", "full_success"]
     assert whys(found, distinct="none") == ["full_success"] * 3
     assert whys(found, distinct="text") == ["full_success"] * 3
-
-
-def test_answers_that_are_the_same_text_are_one_by_tools_and_by_text() -> None:
-    found = [candidate(i, 1.0, text="same") for i in range(3)]
-    for distinct in ("tools", "text"):
-        assert whys(found, distinct=distinct) == ["full_success", "duplicate", "duplicate"]
 
 
 def test_a_duplicate_takes_no_place_of_max_kept() -> None:
@@ -179,12 +159,6 @@ def test_an_end_that_the_model_sampled_itself_is_not_doubled() -> None:
     assert with_ends_of_turns(ids, own, (9,), room=9) == (tuple(ids), tuple(own))
 
 
-def test_an_end_of_several_tokens_carries_loss_whole() -> None:
-    ids, own = [1, 8, 9, 5, 2], [True, False, False, False, True]
-    found_ids, loss = with_ends_of_turns(ids, own, (8, 9), room=9)
-    assert (found_ids, loss) == ((1, 8, 9, 5, 2, 8, 9), (True, True, True, False, True, True, True))
-
-
 # ---------------------------------------------------------------- nothing kept
 
 
@@ -263,10 +237,6 @@ def test_sampling_that_cannot_work_is_refused_with_its_field(
     assert field in str(refused.value)
 
 
-def test_partial_thresholds_above_one_are_allowed() -> None:
-    check_config(with_changes(RFT, sample__min_partial=2.0))
-
-
 def test_an_episode_must_fit_into_a_pack() -> None:
     agent = replace(RFT, environment=EnvironmentConfig(name="desk"))
     check_config(agent)
@@ -284,30 +254,6 @@ def test_answers_ask_the_judge_and_episodes_do_not() -> None:
     judged = with_changes(agent, environment__nl_assertions="judge")
     assert asks_judge(judged, "sample")
     assert not asks_judge(replace(RFT, stages=("data", "sft")))
-
-
-def test_servers_of_sampling_take_all_gpus_because_nobody_trains() -> None:
-    def servers(gpus: int, width: int, engines: int = 1) -> tuple[tuple[int, ...], ...]:
-        resources = replace(RFT.sample.resources, gpus=gpus)
-        changed = with_changes(
-            RFT,
-            sample__resources=resources,
-            grpo__vllm_tensor_parallel_size=width,
-            grpo__vllm_num_engines=engines,
-        )
-        return sampling_servers(changed)
-
-    assert servers(4, 1) == ((0,), (1,), (2,), (3,))
-    assert servers(5, 2) == ((0, 1), (2, 3))
-    assert servers(0, 1, engines=2) == ((), ())
-    with pytest.raises(ConfigurationError):
-        servers(1, 2)
-
-
-def test_gpus_that_transformers_leaves_idle_are_said() -> None:
-    many = with_changes(RFT, sample__resources=replace(RFT.sample.resources, gpus=4))
-    assert any("3 of the 4 GPUs of sample stay idle" in note for note in training_notes(many))
-    assert not training_notes(RFT)
 
 
 def test_grpo_starts_from_rft_and_rft_from_what_was_sampled() -> None:

@@ -363,8 +363,6 @@ def test_agreement_is_of_what_both_have_judged() -> None:
         Scores([RewardResult("scored", 1.0, {}, judged(given))] * 10, [None] * 10)
         for given in ([1.0, 0.5], [1.0, None])
     )
-    kind, *criteria = judges_agree(rollouts, first, second, resamples=20)
-    assert (kind["kind"], kind["pairs"], kind["left_out"]) == ("rubric", 10, 10)
-    assert [c["title"] for c in criteria] == ["T0", "T1"]
-    assert criteria[0]["raw"] is not None
-    assert criteria[1]["raw"] is None, "a failed judgement agrees with nothing"
+    (kind,) = judges_agree(rollouts, first, second, resamples=20)
+    assert (kind["kind"], kind["pairs"]) == ("rubric", 10)
+    assert kind["left_out"] == 10, "a failed judgement agrees with nothing"

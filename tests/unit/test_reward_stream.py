@@ -17,7 +17,6 @@ from refiner_core.contract.types import (
     JudgeUsage,
     PromptRow,
     RewardResult,
-    StreamingJudge,
 )
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.judges import LexicalJudge
@@ -26,7 +25,6 @@ from refiner_core.judges.surroundings import (
     usage_between,
     usage_from_json,
     usage_metrics,
-    usage_of,
     usage_sum,
     usage_to_json,
 )
@@ -115,14 +113,6 @@ def test_a_batch_that_is_there_is_one_call_also_for_a_judge_that_streams():
     assert (judge.at_once, judge.submitted) == (1, [])
 
 
-def test_a_malformed_rollout_asks_nothing():
-    judge = ThreadedJudge()
-    item = rollouts(1)[0]._replace(text=MALFORMED)
-    (result,) = streamed([item], judge, [0])
-    assert result.status == "malformed"
-    assert (judge.at_once, judge.submitted) == (0, [])
-
-
 def test_a_failed_judgement_takes_its_rollout_alone_out():
     class FailsOnce:
         def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
@@ -162,17 +152,6 @@ def test_a_judge_that_loses_a_judgement_is_a_bug_and_no_reward():
     for judge in (Short(), ThreadedJudge(Short())):
         with pytest.raises(RuntimeError, match=r"\d+ judgements for \d+ requests"):
             streamed(rollouts(2), judge, [0, 1])
-
-
-def test_who_waits_is_told_how_far_it_is():
-    seen: list[tuple[int, int]] = []
-    stream = RewardStream(REWARD, ThreadedJudge())
-    for place, item in enumerate(rollouts(9)):
-        stream.add(place, item)
-    stream.results(lambda *counts: seen.append(counts))
-    assert seen[-1] == (9, 9)
-    assert seen == sorted(seen)
-    assert len(seen) == 8  # one of them was malformed
 
 
 def test_rubrics_that_do_not_fit_are_named_by_row_as_soon_as_they_are_added():
@@ -225,17 +204,6 @@ def test_a_judge_that_answers_without_judgements_is_no_outage(body: bytes):
     assert not isinstance(outage.value, JudgeUnusable)
 
 
-def test_a_share_that_is_allowed_stops_nothing():
-    require_scored([unscored("x"), RewardResult("scored", 1.0, {})], 0.5, of="answers")
-    require_scored([], 0.0, of="answers")
-
-
-def test_many_kinds_of_failure_are_summed_up():
-    results = [unscored("a", "a", "b", "b", "c", "c", "d", "e")]
-    with pytest.raises(JudgeOutage, match="2 further failed judgements"):
-        require_scored(results, 0.0, of="answers")
-
-
 # ---------------------------------------------------------------- what judging took
 
 
@@ -259,9 +227,3 @@ def test_usage_survives_a_checkpoint_and_one_that_counted_less():
     del kept["paused_s"], kept["answers"]
     assert usage_from_json(kept) == JudgeUsage(asked=8, unusable={"length": 2})
     assert usage_from_json({}) == JudgeUsage()
-
-
-def test_a_judge_that_keeps_no_count_has_no_usage():
-    assert usage_of(LexicalJudge()) is None
-    assert isinstance(ThreadedJudge(), StreamingJudge)
-    assert usage_of(ThreadedJudge()) == JudgeUsage()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -113,20 +112,6 @@ def test_an_uncited_statement_scores_by_whether_it_needs_a_citation() -> None:
         assert parts["uncited"] == 1.0
 
 
-def test_an_unknown_id_is_no_evidence_and_costs_format() -> None:
-    parts = reward_of(rollout("<answer><snippet id=z>claim one</snippet></answer>")).components
-    assert (parts["citation_recall"], parts["citation_f1"], parts["citation_format"]) == (0, 0, 0)
-    assert (parts["uncited"], parts["format_bonus"], parts["format_valid"]) == (0, 0.5, 0)
-
-
-def test_the_same_text_twice_is_two_claims() -> None:
-    text = "<answer><snippet id=a>same</snippet><snippet id=b>same</snippet></answer>"
-    judge = ScriptedJudge(lambda r: 0.0 if "evidence b" in r.reference else 1.0)
-    parts = reward_of(rollout(text), judge).components
-    assert parts["claims"] == 2
-    assert parts["citation_f1"] == 0.5
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_tag_around_nothing_scores_0_without_a_question(order: int) -> None:
     tags = ["<snippet id=a>claim one</snippet>", "<snippet id=b></snippet>"][::order]
@@ -135,11 +120,6 @@ def test_a_tag_around_nothing_scores_0_without_a_question(order: int) -> None:
     for part in ("citation_f1", "citation_recall", "citation_precision"):
         assert parts[part] == 0.5, "nothing that is said is not precise either"
     assert len([r for r in judge.calls[0] if r.kind == "citation_recall"]) == 1
-
-
-def test_evidence_in_the_answer_is_no_evidence() -> None:
-    text = "<answer><tool_output><snippet id=z>claim one</snippet></tool_output></answer>"
-    assert reward_of(rollout(text)).components["citation_format"] == 0.0
 
 
 # ---------------------------------------------------------------- rubrics
@@ -172,14 +152,6 @@ def test_a_negative_rubric_is_flipped_and_its_raw_score_is_stored() -> None:
     assert reward_of(rollout(GOOD), by_kind(P=1.0, N=0.0)).components["rubric"] == 1.0
     stored = {d["title"]: d for d in result.judgements if d["kind"] == "rubric"}
     assert (stored["N"]["polarity"], stored["N"]["score"]) == ("negative", 1.0)
-
-
-def test_the_judge_sees_the_inside_of_the_answer_only() -> None:
-    judge = by_kind()
-    reward_of(rollout(f"I am great. {GOOD} Return 2."), judge)
-    rubric = next(r for r in judge.calls[0] if r.kind == "rubric")
-    assert rubric.text == "<snippet id=a>claim one</snippet>"
-    assert rubric.question == "q?"
 
 
 def test_static_rubrics_join_the_rows_own_and_can_be_dropped_everywhere() -> None:
@@ -255,18 +227,6 @@ def test_a_malformed_answer_scores_0_even_on_negative_rubrics_and_asks_nothing(
     assert judge.calls == []
 
 
-def test_non_stop_penalty_replaces_the_score_last_of_all() -> None:
-    cut = rollout(GOOD, stopped=False)
-    config = {"non_stop_penalty": True, "non_stop_penalty_value": -2.0}
-    result = reward_of(cut, **config)
-    assert (result.status, result.total) == ("scored", -2.0)
-    assert result.components["rubric"] == 0.5  # the parts stay
-    assert reward_of(cut).total == reward_of(rollout(GOOD)).total
-    assert reward_of(rollout(GOOD), **config).total == reward_of(rollout(GOOD)).total
-    malformed = reward_of(rollout("<answer>cut", stopped=False), **config)
-    assert (malformed.status, malformed.total) == ("malformed", -2.0)
-
-
 def test_the_ground_truth_reaches_neither_judge_nor_reward() -> None:
     plain = rollout("<answer>Plain <snippet id=a>claim one</snippet></answer>")
     told = plain._replace(prompt=replace(plain.prompt, truth={"gold_ids": ["CANARY"]}))
@@ -318,11 +278,6 @@ def test_one_failed_judgement_makes_the_whole_rollout_unscored(failing: str) -> 
     assert result.components["format_valid"] == 1.0
 
 
-@pytest.mark.parametrize("score", [math.nan, -0.1, 1.1, 5.0])
-def test_a_score_out_of_range_is_a_failure(score: float) -> None:
-    assert reward_of(rollout(GOOD), by_kind(N=score)).total is None
-
-
 def test_a_failure_leaves_the_other_rollouts_alone_and_the_batch_is_one_call() -> None:
     judge = ScriptedJudge(lambda r: None if "bad" in r.text else 1.0)
     bad = "<answer><snippet id=a>bad</snippet></answer>"
@@ -330,12 +285,6 @@ def test_a_failure_leaves_the_other_rollouts_alone_and_the_batch_is_one_call() -
     results = compute_rewards(items, RewardConfig(), judge)
     assert [r.status for r in results] == ["scored", "unscored", "malformed", "scored"]
     assert len(judge.calls) == 1
-
-
-def test_an_empty_batch_is_no_call() -> None:
-    judge = by_kind()
-    assert compute_rewards([], RewardConfig(), judge) == []
-    assert judge.calls == []
 
 
 # ---------------------------------------------------------------- properties

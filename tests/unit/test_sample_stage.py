@@ -7,18 +7,15 @@ and sampled twice, other attempts after a restart, users' bills for episodes tha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, SampleConfig
 from refiner_core.contract.errors import (
-    ConfigurationError,
     DataError,
     EnvironmentOutage,
     Interrupted,
@@ -30,7 +27,6 @@ from refiner_core.contract.sections.environment import EnvironmentConfig
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
-    Generator,
     Judge,
     Judgement,
     JudgeRequest,
@@ -49,7 +45,6 @@ from refiner_core.judges import LexicalJudge
 from refiner_core.rejection.attempts import Attempt, load_attempts
 from refiner_core.rejection.stage import sample_attempts
 from refiner_core.training.sft import train_sft
-from refiner_core.training.steps.boundary import teller
 from tests.support.counting import RULES, TOOLS, Counting, call, task_of
 from tests.support.qwen_like import qwen_like
 from tests.support.stage_io import FolderStageIO
@@ -280,20 +275,6 @@ def test_attempts_that_the_judge_failed_on_count_apart(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- bad input
 
 
-def test_no_prompts_are_refused(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    write_prompts(tmp_path / "data" / "rl_train.parquet", [])
-    with pytest.raises(DataError, match="no prompts"):
-        bench.run(answer_recipe())
-
-
-def test_a_prompt_without_room_for_an_answer_is_refused(tmp_path: Path) -> None:
-    config = answer_recipe()
-    tight = replace(config, grpo=replace(config.grpo, max_token_length=5))
-    with pytest.raises(ConfigurationError, match=r"grpo\.max_token_length"):
-        Bench(tmp_path).run(tight)
-
-
 def test_nothing_kept_is_refused_and_every_attempt_stays_to_look_at(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     with pytest.raises(DataError, match=r"sample\.min_partial"):
@@ -405,38 +386,6 @@ class EpisodeBench:
 
     def attempts(self, name: str = "out") -> list[Attempt]:
         return load_attempts(self.root / name / "attempts.parquet")
-
-
-def test_turns_are_not_told_as_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`33 attempts, 18 finished` of 15: a generator counts what it samples, and that is turns."""
-    bench, now = EpisodeBench(tmp_path), [0.0]
-    monkeypatch.setattr("refiner_core.batches.time.monotonic", lambda: now[0])
-    io, player = FolderStageIO(tmp_path / "io"), bench.plays()
-
-    @contextmanager
-    def opened(tokenizer: Any, on_step: Callable[[int, int], None]) -> Iterator[Any]:
-        now[0] += 2
-        on_step(18, 33)
-        yield player
-
-    (tmp_path / "out").mkdir()
-    sample_attempts(
-        bench.config,
-        data_dir=tmp_path / "data",
-        model_ref="none",
-        output_dir=tmp_path / "out",
-        io=io,
-        judge=None,
-        open_generator=opened,
-        tokenizer=bench.tokenizer,
-        environment=bench.environment,
-    )
-    told = [progress.values for progress in io.progressed if progress.values]
-    assert told[0] == {"turns_finished": 18.0, "turns": 33.0}
-    of_training: list[Any] = []
-    monkeypatch.undo()
-    teller(lambda part, values: of_training.append(values), turns=True)("generate", 18, 33)
-    assert of_training == [{"turns_finished": 18.0, "turns": 33.0}]
 
 
 def test_episodes_are_kept_by_tools_success_and_partial_score(tmp_path: Path) -> None:
@@ -585,14 +534,3 @@ def test_rft_is_sft_with_a_section_of_its_own(
     assert weights[0] == weights[1]
     progress = next((tmp_path / "io-rft" / "checkpoints").rglob("progress.json"))
     assert json.loads(progress.read_text())["stage"] == "rft"
-
-
-def test_attempts_are_one_table_that_other_tools_read(straight: Bench) -> None:
-    table = pq.read_table(straight.root / "out" / "attempts.parquet")
-    assert table.num_rows == 28
-    assert {"score", "why", "kept", "text", "token_ids"} <= set(table.column_names)
-
-
-def test_the_sampler_of_these_tests_is_a_generator() -> None:
-    sampler: Generator = AnsweringSampler()
-    assert callable(sampler.generate)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,6 @@ from refiner_core.evaluation.statistics import (
     estimate,
     holm,
     mcnemar_of,
-    mean_spread,
     paired_difference_over_seeds,
     two_way_mean,
     two_way_means,
@@ -117,27 +114,6 @@ def test_the_bootstrap_resamples_prompts_and_divides_sums_by_counts() -> None:
     ).confidence_interval
     found = cluster_bootstrap(sums, counts, resamples=300, seed=11, confidence=0.9)
     assert found == pytest.approx((expected.low, expected.high))
-
-
-def test_prompts_of_one_mean_have_that_mean_and_no_warning() -> None:
-    """The acceleration of BCa is undefined there, and its interval would be NaN."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = estimate(rows([[0.0, 1.0], [0.5, 0.5], [1.0, 0.0]]), "m")
-    assert found is not None
-    assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
-
-
-def test_a_large_evaluation_is_not_resampled_all_at_once() -> None:
-    """4000 resamples of 4000 prompts are 128 MB for each array that is made of them."""
-    values = np.random.default_rng(0).random(4_000)
-    tracemalloc.start()
-    try:
-        cluster_bootstrap(values, np.ones(4_000), resamples=4_000, seed=0)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 200e6
 
 
 def test_values_that_are_missing_are_excluded_not_zero() -> None:
@@ -352,27 +328,6 @@ def test_equal_values_are_flat_whatever_rounding_makes_of_them() -> None:
     small = two_way_mean(np.array([[1e-10, 2e-10, 4e-10]]))
     assert small.high is not None
     assert small.high > small.value, "small is not equal"
-
-
-@pytest.mark.filterwarnings("error")
-def test_up_to_one_in_a_million_millions_is_rounding() -> None:
-    """Of the mean, where that is above 1."""
-    for apart, flat in ((1e-12, True), (1.5e-12, False)):
-        found = two_way_mean(np.array([[0.0, apart]]))
-        assert (found.low == found.high) is flat
-    assert two_way_mean(np.array([[10.0, 10.0 + 5e-12]])).low == pytest.approx(10.0, abs=1e-11)
-    assert two_way_mean(np.full((1, 2), 1e-12)).p_value == 1.0, "no difference"
-    assert two_way_mean(np.full((1, 2), 2e-12)).p_value == 0.5
-
-
-def test_what_a_spread_says_of_its_seeds() -> None:
-    """One has no share in it; where they differ more than chance does, none ever doubt it."""
-    one = mean_spread(np.array([[1.0, 2.0, 4.0]]))
-    assert (one.share, one.level, one.seeds, one.prompts) == (0.0, 0.0, 1, 3)
-    three = mean_spread(np.array([[1.0], [2.0], [3.0]]) + np.linspace(-1e-3, 1e-3, 10))
-    assert (three.share, three.level, three.seeds, three.prompts) == (
-        pytest.approx(1.0, abs=1e-5), 1.0, 3, 10
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed_spread", [0.0, 0.05, 0.1])

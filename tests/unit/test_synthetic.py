@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
-from collections import Counter
 from statistics import mean
 
 import pytest
 
 from refiner_core import words
 from refiner_core.data.copier import random_copier
-from refiner_core.data.synthetic import FLAWS, draw_scene, flawed_answer, generate_rows
+from refiner_core.data.synthetic import generate_rows
 from refiner_core.data.truth import score_truth
 
 TRUTH = {
@@ -39,11 +36,6 @@ def test_rows_are_the_same_for_the_same_seed_and_do_not_depend_on_their_number()
     assert generate_rows("sft", 5, 3) != generate_rows("sft", 5, 4)
 
 
-def test_sft_and_rl_rows_of_one_seed_differ():
-    sft, rl = generate_rows("sft", 200, 3), generate_rows("rl", 200, 3)
-    assert not {_user(row) for row in sft} & {_user(row) for row in rl}
-
-
 def test_rows_follow_the_schema():
     for kind, roles in (("sft", ["user", "assistant"]), ("rl", ["user"])):
         for row in generate_rows(kind, 50, 1):
@@ -53,11 +45,6 @@ def test_rows_follow_the_schema():
             assert {"sample_id", "tool_query"} <= set(row["metadata"])
             assert set(json.loads(row["rubrics"])) == {"positive_rubrics", "negative_rubrics"}
             json.dumps(row)
-
-
-def test_sample_ids_are_unique():
-    rows = generate_rows("sft", 100, 1) + generate_rows("sft", 100, 2) + generate_rows("rl", 100, 1)
-    assert len({row["metadata"]["sample_id"] for row in rows}) == 300
 
 
 def test_each_prompt_has_three_to_five_snippets_of_which_one_or_two_answer():
@@ -72,12 +59,6 @@ def test_each_prompt_has_three_to_five_snippets_of_which_one_or_two_answer():
             assert fact["ids"] == [i for i, text in evidence if fact["value"] in text]
             assert all(fact["entity"] in texts[i] for i in fact["ids"])
             assert fact["attribute"] in texts[fact["ids"][0]]
-
-
-def test_titles_in_a_prompt_are_distinct_and_stand_before_the_tag():
-    for row in generate_rows("rl", 200, 6):
-        titles = re.findall(r"\n ([A-Z][a-z]{5} [a-z]+)<snippet id=", _user(row))
-        assert len(titles) == len(set(titles)) == _user(row).count("</snippet>")
 
 
 def test_rubrics_quote_what_must_and_must_not_be_said():
@@ -100,13 +81,6 @@ def test_leaving_out_a_fact_costs_more_than_saying_every_forbidden_thing():
         assert all(r["weight"] > 0 for r in rubrics["negative_rubrics"])
 
 
-def test_about_three_demonstrations_in_ten_have_a_named_flaw():
-    rows = generate_rows("sft", 2000, 9)
-    flaws = Counter(row["metadata"]["flaw"] for row in rows)
-    assert set(flaws) == {None, *FLAWS}
-    assert 0.25 < 1 - flaws[None] / len(rows) < 0.35
-
-
 def test_a_demonstration_is_perfect_exactly_where_it_has_no_flaw():
     for row in generate_rows("sft", 500, 10):
         perfect = score_truth(_demonstration(row), row["truth"])["oracle"] == 1.0
@@ -116,15 +90,6 @@ def test_a_demonstration_is_perfect_exactly_where_it_has_no_flaw():
             assert not perfect
 
 
-def test_the_share_of_flaws_is_an_option():
-    assert all(r["metadata"]["flaw"] is None for r in generate_rows("sft", 50, 1, flaw_share=0.0))
-
-
-def test_an_unknown_flaw_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match="missing_fact"):
-        flawed_answer(draw_scene(random.Random(0)), "typo", random.Random(0))
-
-
 def test_the_halves_of_the_world_share_no_name_value_or_id():
     for draw in (words.draw_name, words.draw_value, words.draw_id):
         rng = random.Random(0)
@@ -132,16 +97,6 @@ def test_the_halves_of_the_world_share_no_name_value_or_id():
         pretrain = {draw(rng, "pretrain") for _ in range(5000)}
         assert not task & pretrain
         assert len(task) > 1500
-
-
-def test_a_similar_name_stays_in_its_half_of_the_world():
-    rng = random.Random(1)
-    task = {words.draw_name(rng, "task") for _ in range(20000)}
-    for name in sorted(task)[:50]:
-        other = words.similar_name(rng, name, "task")
-        assert other != name
-        assert other[:3] == name[:3]
-        assert other in task
 
 
 def test_a_full_answer_scores_one():
@@ -202,34 +157,9 @@ def test_the_random_copier_is_well_formed_and_scores_near_its_known_floor():
     assert 0.30 < mean(s["oracle"] for s in scores) < 0.43
 
 
-def test_the_random_copier_makes_as_many_claims_as_the_demonstrations():
-    rows, rng = generate_rows("sft", 2000, 12, flaw_share=0.3), random.Random(0)
-    copied = mean(random_copier(_user(row), rng).count("</snippet>") for row in rows)
-    shown = mean(_demonstration(row).count("</snippet>") for row in rows)
-    assert copied == pytest.approx(shown, abs=0.1)
-
-
 def test_the_random_copier_cites_what_may_be_cited_and_no_example_of_the_notation():
     shown = "Cite like <snippet id=EXAMPLE>this</snippet>.\n<tool_output>\n"
     evidence = "<snippet id=S_1>One fact.</snippet><snippet id=S_2>Cut short\n</tool_output>"
     answers = {random_copier(shown + evidence, random.Random(seed)) for seed in range(20)}
     cited = {i for answer in answers for i in re.findall(r"id=(\S+?)>", answer)}
     assert cited == {"S_1", "S_2"}
-
-
-def test_the_random_copier_takes_any_prompt():
-    rng = random.Random(0)
-    assert random_copier("No evidence at all.", rng) == "<answer></answer>"
-    long = f'<webpage id="1f0c9a2b-3">{"word " * 500}<b>bold</b></webpage>'
-    answer = random_copier(long, rng)
-    assert answer.startswith("<answer><snippet id=1f0c9a2b-3>word word")
-    assert len(answer.split()) < 50
-
-
-def test_generating_and_scoring_need_no_torch():
-    code = (
-        "import sys, refiner_core.data.synthetic, refiner_core.data.truth; "
-        "import refiner_core.data.copier, refiner_core.models; "
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

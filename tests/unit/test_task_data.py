@@ -20,7 +20,6 @@ from refiner_core.environments.registry import (
     environment_digest,
     load_own,
     open_environment,
-    own_digest,
 )
 from refiner_core.models import tiny_tokenizer
 
@@ -134,20 +133,10 @@ def test_fewer_tasks_are_a_choice_from_all_domains(tmp_path: Path) -> None:
     assert report["rl"]["dropped"] == {"over_max_rows": whole - 30}
 
 
-def test_a_domain_alone(tmp_path: Path) -> None:
-    report = prepared(config_of(DESK, {"environment.domains": ["orders"]}), tmp_path)
-    assert set(report["domains"]["train"]) == set(report["domains"]["test"]) == {"orders"}
-
-
 def test_tasks_that_do_not_fit_name_the_fields(tmp_path: Path) -> None:
     short = {"data.max_prompt_token_length": 64}
     with pytest.raises(DataError, match=r"data\.max_prompt_token_length=\d+ and grpo\.max_token"):
         prepared(config_of(DESK, short), tmp_path)
-
-
-def test_demonstrations_that_do_not_fit_name_the_field(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"set sft\.pack_length=\d+"):
-        prepared(config_of(DESK, {"sft.pack_length": 512}), tmp_path)
 
 
 def test_a_test_task_among_the_training_tasks_is_refused(tmp_path: Path) -> None:
@@ -173,12 +162,6 @@ def test_a_test_task_among_the_training_tasks_is_refused(tmp_path: Path) -> None
             tokenizer=tiny_tokenizer(),
             output_dir=tmp_path,
         )
-
-
-def test_partial_credit_of_a_domain_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    config = config_of(DESK, {"environment.shaping.alpha_by_domain": ["orderz=2"]})
-    with pytest.raises(ConfigurationError, match=r"names 'orderz'.*bookings, orders, devices"):
-        prepared(config, tmp_path)
 
 
 def test_an_environment_without_an_expert_makes_no_demonstrations(tmp_path: Path) -> None:
@@ -225,14 +208,6 @@ def test_a_held_out_task_is_told_by_its_id_within_its_domain(tmp_path: Path, bet
     conversations = _conversations({f"retail{between}12"}, tmp_path, {"domain": "retail"})
     assert conversations == ["held_out_task", True]
     assert _conversations({f"retail{between}12"}, tmp_path, {"domain": "airline"}) == [True, True]
-
-
-def test_metadata_as_text_tells_a_held_out_task_too(tmp_path: Path) -> None:
-    """Tables keep it so; a row with mere words in it ended the stage with a traceback."""
-    told = _conversations({"12"}, tmp_path, {"metadata": json.dumps({"task_id": "12"})}, ids=False)
-    assert told == ["held_out_task", "held_out_task"]
-    words = _conversations({"12"}, tmp_path, {"metadata": "collected in May"}, ids=False)
-    assert words == [False, False]
 
 
 def _conversations(
@@ -282,15 +257,6 @@ def test_an_environment_of_ones_own_is_a_file(tmp_path: Path) -> None:
     assert report["domains"] == {"train": {"lamps": 2}, "test": {"lamps": 1}}
 
 
-def test_its_digest_is_what_stands_in_it(tmp_path: Path) -> None:
-    copy = tmp_path / "mine.py"
-    copy.write_bytes(OWN.read_bytes())
-    here = config_of({"environment.name": f"{copy}:Lamps"})
-    assert own_digest(here.environment) == own_digest(config_of(LAMPS).environment)
-    copy.write_text(OWN.read_text() + "# another rule\n")
-    assert own_digest(here.environment) != own_digest(config_of(LAMPS).environment)
-
-
 @pytest.mark.parametrize(
     ("text", "name", "said"),
     [
@@ -308,14 +274,6 @@ def test_a_file_that_is_no_environment_says_what_is_missing(
     config = config_of({"environment.name": f"{file}:{name}"})
     with pytest.raises(ConfigurationError, match=said):
         load_own(config.environment, config.environment.user)
-
-
-def test_the_check_finds_nothing_in_a_sound_environment() -> None:
-    config = config_of(LAMPS)
-    checked = check_environment(load_own(config.environment, config.environment.user),
-                                ("train", "test"))  # fmt: skip
-    assert checked.findings == ()
-    assert checked.tasks == {"train": 2, "test": 1}
 
 
 def test_the_check_finds_what_a_run_would_stumble_over() -> None:
