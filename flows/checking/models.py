@@ -9,6 +9,7 @@ said. What cannot be read is left to who loads the model
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Mapping
@@ -43,7 +44,11 @@ class ModelFiles:
 
     def json(self, name: str) -> Mapping[str, Any]:
         """A JSON file; empty where there is none that can be read."""
-        return _json(self.folder / name, _state_of(self.folder / name))
+        try:
+            found = json.loads((self.folder / name).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -63,8 +68,11 @@ class ModelFiles:
     def cut_short(self) -> str | None:
         """A weight file that is shorter than its own header says."""
         for path in sorted(self.folder.glob("*.safetensors")):
-            if path.stat().st_size < _length(path, _state_of(path)):
-                return path.name
+            with contextlib.suppress(OSError, ValueError):  # no header: left to who loads it
+                begin, header = safetensors_header(path)
+                ends = (tensor["data_offsets"][1] for tensor in header.values())
+                if path.stat().st_size < begin + max(ends, default=0):
+                    return path.name
         return None
 
     @property
@@ -76,7 +84,7 @@ class ModelFiles:
     def id_from(self, words: int) -> int | None:
         """The highest id that the tokenizer gives, if it is ``words`` or more."""
         path = self.folder / "tokenizer.json"
-        highest = _highest_id(path, _state_of(path))
+        highest = _highest_id(path, path.stat().st_mtime_ns) if path.is_file() else None
         return highest if highest is not None and highest >= words else None
 
 
@@ -102,36 +110,9 @@ def model_files(ref: str, revision: str) -> ModelFiles | None:
     return replace(files, whole=not on_their_way and files.has_weights and not files.missing_shards)
 
 
-def _state_of(path: Path) -> tuple[int, int]:
-    """Changes with the file: what was read of it is remembered under this, for many trials."""
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_mtime_ns, found.st_size
-
-
-@functools.lru_cache(maxsize=64)
-def _json(path: Path, state: tuple[int, int]) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-@functools.lru_cache(maxsize=256)
-def _length(path: Path, state: tuple[int, int]) -> int:
-    """Length that a safetensors file has by its header; 0 where it has none."""
-    try:
-        begin, header = safetensors_header(path)
-        return begin + max((v["data_offsets"][1] for v in header.values()), default=0)
-    except (OSError, ValueError):
-        return 0
-
-
 @functools.lru_cache(maxsize=16)
-def _highest_id(path: Path, state: tuple[int, int]) -> int | None:
+def _highest_id(path: Path, changed_at: int) -> int | None:
+    """Read once for many trials, unless the file changes."""
     try:
         found = json.loads(path.read_bytes())
         vocabulary = found["model"]["vocab"]
@@ -285,25 +266,18 @@ def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
     stretched = isinstance(scaling, dict) and "factor" in json.dumps(scaling)
     if not isinstance(window, int) or stretched:  # then the window is another than its number
         return
-    if config.environment.name and grpo.max_token_length > window:
-        raise ConfigurationError(
-            f"The window of {model.folder} (model.name_or_path) has {window:,} tokens, and an "
-            f"episode may have {grpo.max_token_length:,} (grpo.max_token_length).",
-            expected="grpo.max_token_length <= max_position_embeddings of its config.json",
-            fix=f"set grpo.max_token_length={window}: longer episodes end there, and are counted",
-        )
-    if longest + grpo.response_length > window:
-        raise ConfigurationError(
-            f"The window of {model.folder} (model.name_or_path) has {window:,} tokens; a prompt of "
-            f"{longest:,} (data.max_prompt_token_length) and a response of "
-            f"{grpo.response_length:,} (grpo.response_length) need "
-            f"{longest + grpo.response_length:,}.",
-            expected="data.max_prompt_token_length + grpo.response_length <= "
-            "max_position_embeddings of its config.json",
-            fix=f"set data.max_prompt_token_length={max(1, window - grpo.response_length)}"
-            if window > grpo.response_length
-            else f"lower grpo.response_length below {window}",
-        )
+    needs = {
+        "data.max_prompt_token_length + grpo.response_length": longest + grpo.response_length,
+        "grpo.max_token_length": grpo.max_token_length if config.environment.name else 0,
+    }
+    for fields, need in needs.items():
+        if need > window:
+            raise ConfigurationError(
+                f"The window of {model.folder} (model.name_or_path) has {window:,} tokens, and "
+                f"{fields} is {need:,}.",
+                expected=f"{fields} <= max_position_embeddings of its config.json",
+                fix=f"lower it to {window}, or train a model with a longer window",
+            )
 
 
 def _check_layers(config: RecipeConfig, model: ModelFiles) -> None:

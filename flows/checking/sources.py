@@ -74,7 +74,7 @@ def _check_best(config: RecipeConfig) -> None:
 
     metric, decoding = config.publish.best_metric, config.publish.best_decoding
     known = metrics_of(config)
-    if not has_metric(config, metric) or _of_no_domain(config, metric):
+    if not has_metric(config, metric):
         what, name, offered = "metric", metric, known
         hint = suggest(base_of(metric), known)
     elif decoding not in config.evaluate.decoding:
@@ -86,17 +86,6 @@ def _check_best(config: RecipeConfig) -> None:
         expected="one of: " + ", ".join(offered),
         fix=f"correct publish.best_{what}, or evaluate what it names",
     )
-
-
-def _of_no_domain(config: RecipeConfig, metric: str) -> bool:
-    """True if it is told of a domain that the environment is known not to have."""
-    from refiner_core.evaluation.metric_names import domain_of
-
-    domain = domain_of(metric)
-    known = _known_names(config.environment.name)
-    if not domain or known is None:
-        return bool(domain) and not config.environment.name
-    return domain not in (config.environment.domains or known[0])
 
 
 #: Files up to this size are hashed whole; of larger ones, size, head and tail.

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from flows.cli.aliases import former_option
 from flows.cli.options import argument, command_line, json_option, print_json, say_next
 from flows.starting.flags import FLAGS
 
@@ -25,6 +26,7 @@ def _flags(command: Any) -> Any:
 @click.command("init")
 @argument("folder", metavar="[DIR]", default=".")
 @_flags
+@former_option("--sweep", "Copy a shipped one: `refiner sweep` lists them.")
 @click.option("--yes", "-y", is_flag=True, hidden=True, help="nothing is asked any more")
 @json_option
 def init_command(folder: str, yes: bool, as_json: bool, **flags: str | None) -> None:
@@ -35,14 +37,12 @@ def init_command(folder: str, yes: bool, as_json: bool, **flags: str | None) -> 
     written unless the recipe can be planned.
     """
     from flows.cli.plan import show_made_plan
-    from flows.starting.folder import RECIPE, SWEEP, init_folder
+    from flows.starting.folder import RECIPE, init_folder
 
     given = {name.replace("_", "-"): value for name, value in flags.items() if value is not None}
     place, plan, files = init_folder(folder, given)
     recipe = os.path.relpath(place / RECIPE)
     following = [command_line(verb, recipe) for verb in ("doctor", "plan", "run")]
-    if SWEEP in files:
-        following.append(command_line("sweep", os.path.relpath(place / SWEEP), "--dry-run"))
     if as_json:
         stages = [
             {"stage": s.kind, "name": s.name, "fingerprint": s.fingerprint} for s in plan.stages

@@ -16,27 +16,23 @@ import contextlib
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 from infra.host.processes import environment
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.sections.steering import VARIABLE, Alarm
 
 _COMMAND_S = 60.0
-_TRIES, _PAUSE_S = 3, 1.0
+_ANSWER_S, _TRIES, _PAUSE_S = 10.0, 3, 1.0
 _TRY = "try it with `refiner notify test RECIPE`"
 #: What Apprise calls kinds of messages.
 _TYPES = {"finished": "success", "failed": "failure", "paused": "warning"}
-#: What Apprise adds to the JSON of a POST, and chat servers do not want.
-_NOT_SENT = dict.fromkeys(("version", "attachments", "type"), "")
 
 
 class ChannelFailed(RefinerError, RuntimeError):
@@ -115,8 +111,6 @@ def _command(command: str, message: Mapping[str, Any], prefix: str, show: bool) 
 
 
 def _post(name: str, message: Mapping[str, Any]) -> None:
-    import apprise
-
     found = addresses(name)
     if not found:
         raise ChannelFailed(
@@ -124,76 +118,40 @@ def _post(name: str, message: Mapping[str, Any]) -> None:
             expected="one a line that Apprise knows, or one of http(s), where the message is sent",
             fix=f"export {name}=…" if VARIABLE.fullmatch(name) else f"write it into {name}",
         )
-    asset = apprise.AppriseAsset(
-        async_mode=False,
-        http_redirects=False,
-        default_service_retry=_TRIES - 1,
-        default_service_wait=_PAUSE_S,
-    )
-    kind = apprise.NotifyType(_TYPES.get(str(message["kind"]), "info"))
-    with _heard() as said:
-        for number, address in enumerate(found, start=1):
-            which = f"Address {number} in {name}" if len(found) > 1 else f"The address in {name}"
-            service, is_plain = _service(address, message, asset)
-            if service is None:
-                raise ChannelFailed(
-                    f"{which} is none that Apprise knows",
-                    expected="such as https://…, slack://…, mailto://…, json://…",
-                    fix=f"correct {name}; {_TRY}",
-                )
-            taker = apprise.Apprise(asset=asset)
-            taker.add(service)
-            text = str(message["text"])
-            text = f"{message['title']}\n{text}" if is_plain else text
-            if not taker.notify(body=text, title=str(message["title"]), notify_type=kind):
-                codes = re.findall(r"\berror=(\d{3})\b", "\n".join(said))
-                raise ChannelFailed(
-                    f"{which} did not take the message"
-                    f" ({f'HTTP {codes[-1]}' if codes else 'no answer'})",
-                    expected="a server that does",
-                    fix=f"correct {name}; {_TRY}",
-                )
+    for number, address in enumerate(found, start=1):
+        for tries in range(_TRIES):
+            time.sleep(_PAUSE_S * bool(tries))
+            if not (why := _refusal(address, message)):
+                break
+        else:
+            raise ChannelFailed(
+                f"Address {number} in {name} {why}",
+                expected="a server that takes it, such as https://…, slack://…, mailto://…",
+                fix=f"correct {name}; {_TRY}",
+            )
 
 
-@contextlib.contextmanager
-def _heard() -> Iterator[list[str]]:
-    """Words of Apprise in this thread; nobody else hears it, as an address may be in it."""
-    said: list[str] = []
-    here = threading.get_ident()
-
-    def hear(record: logging.LogRecord) -> bool:
-        if record.thread == here:
-            said.append(record.getMessage())
-        return record.thread != here
-
-    logger = logging.getLogger("apprise")
-    logger.addFilter(hear)
-    try:
-        yield said
-    finally:
-        logger.removeFilter(hear)
-
-
-def _service(address: str, message: Mapping[str, Any], asset: Any) -> tuple[Any, bool]:
-    """The service that takes a message by an address; True if it is a POST of the message's own
-    JSON."""
+def _refusal(address: str, message: Mapping[str, Any]) -> str:
+    """Why an address did not take a message, without the address; empty where it did."""
     import apprise
+    import httpx
 
-    if (service := apprise.Apprise.instantiate(address, asset=asset)) is not None:
-        return service, False
+    for name in ("apprise", "httpx"):  # an address may be in their words
+        logging.getLogger(name).disabled = True
+    asset = apprise.AppriseAsset(async_mode=False, http_redirects=False)
+    service = apprise.Apprise.instantiate(address, asset=asset)
+    if service is not None:
+        taker = apprise.Apprise(asset=asset)
+        taker.add(service)
+        kind = apprise.NotifyType(_TYPES.get(str(message["kind"]), "info"))
+        taken = taker.notify(body=message["text"], title=message["title"], notify_type=kind)
+        return "" if taken else "did not take the message"
+    own = {k: v for k, v in message.items() if k != "version"}
+    own["text"] = f"{message['title']}\n{message['text']}"
     try:
-        parts = urlsplit(address)
-        port = parts.port
-    except ValueError:
-        return None, False
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        return None, False
-    own = {k: v for k, v in message.items() if k not in ("title", "text", "version")}
-    values = {
-        "schema": "jsons" if parts.scheme == "https" else "json",
-        **{"host": parts.hostname, "port": port, "fullpath": parts.path or "/"},
-        **{"user": unquote(parts.username or ""), "password": unquote(parts.password or "")},
-        "params": dict(parse_qsl(parts.query, keep_blank_values=True)),
-        "payload": {**own, **_NOT_SENT, "message": "text"},
-    }
-    return apprise.Apprise.instantiate(values, asset=asset), True
+        answer = httpx.post(address, json=own, timeout=_ANSWER_S)
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL, httpx.LocalProtocolError):
+        return "is none that Apprise knows"
+    except httpx.HTTPError:
+        return "did not take the message (no answer)"
+    return "" if answer.is_success else f"did not take the message (HTTP {answer.status_code})"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import subprocess
 import sys
 import time
@@ -34,13 +33,11 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.records import from_json, to_json
 from refiner_core.contract.sections.steering import Alarm, alarms_of, check_notify
+from refiner_core.report.printing import counted
 
-log = logging.getLogger(__name__)
 NOT_TOLD = "not_told"
 #: How long the end of a run waits for its last messages to go out.
 CATCH_UP_S = 10.0
-#: No message is begun any more, so long after the orchestrator has ended.
-_LINGER_S = 60.0
 #: A job that Slurm starts again is ended whole: nobody is left to mourn then.
 _MOURN_AFTER_S = 3.0
 
@@ -89,12 +86,16 @@ class Sender:
             self._say(f"nobody will be told of this run: {error.strerror or error}")
             return
         alarms = [to_json(alarm) for alarm in alarms_of(self._notify)]
-        last = {"gone": dict(gone), "loud_at": self._loud_at} if self._wants(gone) else {}
+        last = (
+            {"gone": dict(gone), "loud_at": self._loud_at}
+            if gone["kind"] in self._notify.on
+            else {}
+        )
         self._write({"alarms": alarms, "events": str(self._events), **last})
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Have a message sent, if that is wanted."""
-        if self._wants(message) and (message["kind"] == "paused" or not self.quiet):
+        if message["kind"] in self._notify.on and (message["kind"] == "paused" or not self.quiet):
             self._write({"message": dict(message)})
 
     def end(self) -> None:
@@ -118,9 +119,6 @@ class Sender:
         for line in said.splitlines():
             self._say(line)
 
-    def _wants(self, message: Mapping[str, Any]) -> bool:
-        return message["kind"] in self._notify.on
-
     def _write(self, line: Mapping[str, Any]) -> None:
         process = self._process
         if process is None or process.stdin is None or process.stdin.closed:
@@ -136,51 +134,15 @@ class Sender:
 # ---------------------------------------------------------------- in the process
 
 
-class _Sending:
-    """Sends messages by every channel, each in a thread of its own."""
-
-    def __init__(self, alarms: list[Alarm], events: Path) -> None:
-        self._events, self._deadline = events, float("inf")
-        self._threads = {alarm: ThreadPoolExecutor(1) for alarm in alarms}
-
-    def take(self, message: Mapping[str, Any]) -> None:
-        """Send one more."""
-        for alarm, thread in self._threads.items():
-            thread.submit(self._send, alarm, message)
-
-    def finish(self) -> None:
-        """Nothing more comes: end with what is on its way."""
-        self._deadline = time.monotonic() + _LINGER_S
-        for thread in self._threads.values():
-            thread.shutdown()
-
-    def _send(self, alarm: Alarm, message: Mapping[str, Any]) -> None:
-        why = "there was no time left"
-        if time.monotonic() < self._deadline:
-            try:
-                send(alarm, message, show=False)
-            except ChannelFailed as error:
-                why = str(error)
-            except Exception as error:  # a service's own bug; its words may hold the address
-                why = type(error).__name__
-            else:
-                return
-        told = {"kind": message["kind"], "title": message["title"], "channel": alarm.name}
-        try:
-            with self._events.open("a", encoding="utf-8") as file:
-                line = {"at": now_text(), "event": NOT_TOLD, **told, "why": why}
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            log.warning("the event log cannot be written: %s", error)
-        with contextlib.suppress(OSError):  # nobody reads it: the orchestrator has ended
-            sys.stdout.write(f"not told by {alarm.name}: {message['title']}: {why}\n")
-            sys.stdout.flush()
-
-
 def serve(stream: IO[str]) -> None:
-    """Send what comes by a stream until it ends."""
+    """Send what comes by a stream until it ends, by every channel in a thread of its own."""
     head = json.loads(stream.readline())
-    sending = _Sending([from_json(Alarm, a) for a in head["alarms"]], Path(head["events"]))
+    threads = [(from_json(Alarm, a), ThreadPoolExecutor(1)) for a in head["alarms"]]
+
+    def take(message: Mapping[str, Any]) -> None:
+        for alarm, thread in threads:
+            thread.submit(_send, alarm, message, Path(head["events"]))
+
     ended = False
     for line in stream:
         try:
@@ -189,12 +151,31 @@ def serve(stream: IO[str]) -> None:
             break
         if ended := "end" in told:
             break
-        sending.take(told["message"])
+        take(told["message"])
     if not ended and "gone" in head:
         time.sleep(_MOURN_AFTER_S)
         if time.time() >= head["loud_at"]:
-            sending.take(head["gone"])
-    sending.finish()
+            take(head["gone"])
+    for _, thread in threads:
+        thread.shutdown()
+
+
+def _send(alarm: Alarm, message: Mapping[str, Any], events: Path) -> None:
+    try:
+        send(alarm, message, show=False)
+    except ChannelFailed as error:
+        why = str(error)
+    except Exception as error:  # a service's own bug; its words may hold the address
+        why = type(error).__name__
+    else:
+        return
+    told = {"kind": message["kind"], "title": message["title"], "channel": alarm.name}
+    # A full disk, and an orchestrator that has ended: nobody reads it.
+    with contextlib.suppress(OSError), events.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"at": now_text(), "event": NOT_TOLD, **told, "why": why}) + "\n")
+    with contextlib.suppress(OSError):
+        sys.stdout.write(f"not told by {alarm.name}: {message['title']}: {why}\n")
+        sys.stdout.flush()
 
 
 # ---------------------------------------------------------------- by hand, and afterwards
@@ -232,7 +213,7 @@ def try_channels(config: RecipeConfig, *, started: Callable[[str], None]) -> lis
     topic = Topic("test", config.recipe, str(Path(config.workspace).absolute()), host_name())
     told = ", ".join(config.notify.on) or "nothing: notify.on is empty"
     text = f"This is a test. What is told of runs of {config.recipe}: {told}."
-    message = topic.message("test", "of the channels", text, next_="refiner show notify")
+    message = topic.message("test", "of the channels", text, "show notify")
     tried = []
     for alarm in alarms_of(config.notify):
         started(alarm.name)
@@ -255,15 +236,11 @@ def not_told(workspace: Workspace, call: str) -> list[dict[str, Any]]:
 
 
 def not_told_lines(workspace: Workspace, call: str) -> Iterator[str]:
-    """For people: by channel, with what finds out why."""
-    by_channel: dict[str, list[dict[str, Any]]] = {}
-    for event in not_told(workspace, call):
-        by_channel.setdefault(event["channel"], []).append(event)
-    for channel, of_it in by_channel.items():
-        kinds = ", ".join(event["kind"] for event in of_it)
+    """For people: the last one, with what finds out why."""
+    for event in (found := not_told(workspace, call))[-1:]:
         yield (
-            f"not told by {channel}: {kinds}: {of_it[-1]['why']} (`refiner notify test` tries the "
-            "channel)"
+            f"not told: {counted(len(found), 'message')}, the last ({event['kind']}) by "
+            f"{event['channel']}: {event['why']} (`refiner notify test` tries the channel)"
         )
 
 

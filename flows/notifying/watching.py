@@ -66,13 +66,12 @@ class _Watching(Hears):
         events = workspace.layout.run(call).events
         self._sender = sender or Sender(notify, record.started_at, events, say)
         self._workspace = workspace
-        self._was_over = before.standing == "ended" and before.exit_code == 0
-        self._resumed, self._worked = resumed, False
-        self._clock, self._began = clock, clock()
-        self._pauses = Pauses(60.0 * notify.pause_min)
+        #: Whether its end is news; so it is, too, once something has been worked on.
+        self._is_news = resumed and not (before.standing == "ended" and before.exit_code == 0)
+        self._clock, self._pauses = clock, Pauses(60.0 * notify.pause_min)
         self._asked = ""
-        self._works = True
-        gone = words.gone(self.topic, str(ProcessId.of()))
+        why = f"Its orchestrator, {ProcessId.of()}, is gone without a word (killed, out of memory)."
+        gone = words.gone(self.topic, why, "orchestrator_gone")
         self._safely(lambda: self._sender.begin(gone))
 
     def asked_to_stop(self, why: str) -> None:
@@ -81,6 +80,7 @@ class _Watching(Hears):
 
     def show(self, views: Mapping[str, StageView]) -> None:
         """Hear how all stages are now."""
+        self._is_news |= not all(view.terminal for view in views.values())
         self._safely(lambda: self._look(views))
 
     def over(self, views: Mapping[str, StageView]) -> None:
@@ -94,7 +94,8 @@ class _Watching(Hears):
             why = "it was left by Ctrl-C; jobs that it had submitted may go on"
             self._tell(words.stopped(self.topic, why))
         else:
-            self._tell(words.broke(self.topic, error))
+            why = f"{type(error).__name__}: {words.line(str(error))}"
+            self._tell(words.gone(self.topic, why, "error"))
         self._safely(self._sender.end)
 
     def close(self) -> None:
@@ -102,18 +103,15 @@ class _Watching(Hears):
         with contextlib.suppress(KeyboardInterrupt):  # the run is over, and has its exit code
             self._safely(self._sender.close)
 
-    @abstractmethod
     def _look(self, views: Mapping[str, StageView]) -> None:
-        """See what is worth a word now."""
+        """See what is worth a word now. ARM/seed1/grpo is a stage of the trial ARM/seed1."""
+        sights = {" ".join(name.rsplit("/", 1)): sight_of(view) for name, view in views.items()}
+        for pause in self._pauses.look(sights, self._clock(), quiet=self._sender.quiet):
+            self._tell(words.paused(self.topic, *pause))
 
     @abstractmethod
     def _end(self, views: Mapping[str, StageView]) -> None:
         """Tell how all of it has ended."""
-
-    def _watch_pauses(self, sights: Mapping[str, Sight]) -> None:
-        now = self._clock() - self._began
-        for pause in self._pauses.look(sights, now, quiet=self._sender.quiet):
-            self._tell(words.paused(self.topic, *pause))
 
     def _why_stopped(self) -> str:
         asked = self._workspace.cancel_asked(self.topic.call)
@@ -123,13 +121,11 @@ class _Watching(Hears):
         self._safely(lambda: self._sender.tell(message))
 
     def _safely(self, action: Callable[[], None]) -> None:
-        """A bug here must not end a run; it is said once."""
+        """A bug here must not end a run."""
         try:
             action()
         except Exception as error:
-            if self._works:
-                log.warning("telling of %s does not work", self.topic.name, exc_info=error)
-            self._works = False
+            log.warning("telling of %s does not work", self.topic.name, exc_info=error)
 
 
 class RunWatching(_Watching):
@@ -139,20 +135,16 @@ class RunWatching(_Watching):
         super().__init__(*common, **more)
         self._plan = plan
 
-    def _look(self, views: Mapping[str, StageView]) -> None:
-        self._worked = self._worked or not all(view.terminal for view in views.values())
-        self._watch_pauses({name: sight_of(view) for name, view in views.items()})
-
     def _end(self, views: Mapping[str, StageView]) -> None:
         states = {view.state for view in views.values()}
         if states <= {"done", "skipped"}:
-            is_new = self._worked or not self._was_over
-            if is_new and (self._resumed or "done" in states):
+            if self._is_news:
                 self._tell(words.finished(self.topic, views, self._numbers()))
         elif "failed" not in states and (why := self._why_stopped()):
             self._tell(words.stopped(self.topic, why))
         else:
-            causes = {v.name: self._cause(v) for v in views.values() if _ended_badly(v)}
+            ended = (v for v in views.values() if v.state in ("failed", "interrupted"))
+            causes = {v.name: self._cause(v) for v in ended if not _waited_in_vain(v)}
             self._tell(words.failed(self.topic, views, causes))
 
     def _numbers(self) -> list[dict[str, Any]]:
@@ -175,25 +167,14 @@ class RunWatching(_Watching):
         return last.outcome.failure if last is not None and last.outcome is not None else "failed"
 
 
-def _ended_badly(view: StageView) -> bool:
-    return view.state == "failed" or (
-        view.state == "interrupted" and not view.message.startswith("needs ")
-    )
+def _waited_in_vain(view: StageView) -> bool:
+    return view.state == "interrupted" and view.message.startswith("needs ")
 
 
 def sight_of(view: StageView) -> Sight:
-    """Sight of a stage: why it stands still, if it does, and how far it has come."""
-    done = view.progress.done if view.progress is not None else 0
-    cause = ""
-    if view.state == "paused":
-        cause = paused_after(view.message) or "disk_full"
-    elif view.state == "waiting":
-        cause = paused_after(view.message)
-    return Sight(cause, view.message, done, view.terminal)
-
-
-#: A trial that fails when the sweep is about to end is told of with its end.
-_TRIAL_WAIT_S = 5.0
+    """Sight of a stage: why it stands still, if it does."""
+    cause = paused_after(view.message) if view.state in ("paused", "waiting") else ""
+    return Sight(cause or ("disk_full" if view.state == "paused" else ""), view.message)
 
 
 class SweepWatching(_Watching):
@@ -203,48 +184,37 @@ class SweepWatching(_Watching):
         super().__init__(*common, **more)
         self._sweep = sweep
         self._told_held = self._told_trial = False
-        self._failed_at: float | None = None
         self._was_wrong: frozenset[str] | None = None
 
     def _look(self, views: Mapping[str, StageView]) -> None:
-        trials = self._sweep.standing()
-        self._worked = self._worked or bool(views)
-        # ARM/seed1/grpo is a stage of the trial ARM/seed1.
-        sights = {" ".join(n.rsplit("/", 1)): sight_of(view) for n, view in views.items()}
-        self._watch_pauses(sights)
+        super()._look(views)
         if self._sweep.held:
             self._tell_held()
-        self._watch_trials(trials)
+        trials = self._sweep.standing()
+        wrong = frozenset(name for name, word in trials.items() if word.state == "failed")
+        self._was_wrong = wrong if self._was_wrong is None else self._was_wrong
+        if (new := sorted(wrong - self._was_wrong)) and not self._told_trial:
+            self._told_trial = True
+            text = f"{new[0]}: {words.line(trials[new[0]].reason)}\nThe other trials go on."
+            about = {"stage": new[0], "cause": "trial_failed"}
+            happened = f"goes on, but {new[0]} has failed"
+            self._tell(self.topic.message("failed", happened, text, "status", **about))
 
     def _tell_held(self) -> None:
         if not self._told_held:
-            self._tell(words.held(self.topic, self._sweep.held))
+            why = words.line(self._sweep.held, 800)
+            text = f"Nothing more is begun: {why}\nWhat runs goes on to its end."
+            self._tell(self.topic.message("paused", "is held", text, "status", cause="held"))
         self._told_held = True
-
-    def _watch_trials(self, trials: Mapping[str, Any]) -> None:
-        """Tell of the first one that fails while this call works on it."""
-        wrong = frozenset(name for name, word in trials.items() if word.state == "failed")
-        if self._was_wrong is None:
-            self._was_wrong = wrong
-        new = [name for name in trials if name in wrong - self._was_wrong]
-        if not new or self._told_trial:
-            return
-        now = self._clock()
-        self._failed_at = now if self._failed_at is None else self._failed_at
-        if now - self._failed_at >= _TRIAL_WAIT_S:
-            first, self._told_trial = new[0], True
-            counts = trials_text(trials)
-            self._tell(words.trial_failed(self.topic, first, trials[first].reason, counts))
 
     def _end(self, _: Mapping[str, StageView]) -> None:
         trials = self._sweep.standing()
-        wrong = {n: w.reason for n, w in trials.items() if w.state == "failed"}
-        halted = {n: w.reason for n, w in trials.items() if w.state == "interrupted"}
-        if not wrong and (why := self._why_stopped()):
+        bad = {n: w for n, w in trials.items() if w.state in ("failed", "interrupted")}
+        failed = any(word.state == "failed" for word in bad.values())
+        if not failed and (why := self._why_stopped()):
             self._tell(words.stopped(self.topic, why))
-        elif self._sweep.held and not wrong:
+        elif self._sweep.held and not failed:
             self._tell_held()
-        elif wrong or halted:
-            self._tell(words.sweep_ended(self.topic, {**wrong, **halted}, trials_text(trials)))
-        elif self._worked or (self._resumed and not self._was_over):
-            self._tell(words.sweep_ended(self.topic, {}, trials_text(trials)))
+        elif bad or self._is_news:
+            wrong = {name: word.reason for name, word in bad.items()}
+            self._tell(words.sweep_ended(self.topic, wrong, trials_text(trials)))

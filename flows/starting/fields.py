@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from refiner_core.contract.field_facts import (
@@ -22,7 +22,6 @@ from refiner_core.contract.field_facts import (
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.loading import Setting, load_recipe, settings
-from refiner_core.contract.protocols import configs_under
 from refiner_core.contract.records import picked, to_json
 from refiner_core.report.printing import folded
 
@@ -37,7 +36,6 @@ class InRecipe:
     recipe: str
     values: Any
     set_by: Mapping[str, list[Setting]]
-    under: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, recipe: str, overrides: Sequence[str]) -> InRecipe:
@@ -49,7 +47,7 @@ class InRecipe:
             It cannot be read; a value of another type than its field.
         """
         config = load_recipe(recipe, overrides)
-        return cls(recipe, config, settings(recipe, overrides), configs_under(config))
+        return cls(recipe, config, settings(recipe, overrides))
 
     def value(self, path: str) -> Any:
         """In effect."""
@@ -70,12 +68,6 @@ class InRecipe:
         """The kinds of this recipe's stages whose fingerprints a field enters."""
         return [kind for kind in facts.kinds if KINDS[kind].entry in self.values.stages]
 
-    def measured_with(self, path: str) -> dict[str, Any]:
-        """Values under protocol files that fix it otherwise."""
-        own = self.value(path)
-        found = {name: get_field(config, path) for name, config in self.under.items()}
-        return {name: value for name, value in found.items() if value != own}
-
 
 def field_json(facts: FieldFacts, found: InRecipe | None = None) -> dict[str, Any]:
     """A field for scripts."""
@@ -91,7 +83,6 @@ def field_json(facts: FieldFacts, found: InRecipe | None = None) -> dict[str, An
         value["source"] = found.source(facts.path)
         places = found.places(facts.path)
         value["set_by"] = [picked(one, "place", "text", "included_by") for one in places]
-        value["under_protocols"] = to_json(found.measured_with(facts.path))
     return value
 
 
@@ -125,8 +116,7 @@ def _in_recipe(facts: FieldFacts, found: InRecipe) -> list[tuple[str, str]]:
         said += [("" if number else "source", line)]
     if places and value != facts.default:
         said += [("", f"instead of the default, {value_text(facts.default)}")]
-    under = found.measured_with(facts.path).items()
-    return [*said, *(("", f"{value_text(v)} under the protocol {name}") for name, v in under)]
+    return said
 
 
 def _type(facts: FieldFacts) -> str:

@@ -132,12 +132,6 @@ FLAGS: Mapping[str, _Flag] = {
         "`folder`, or OWNER/NAME of a repository on the Hub",
         ("refiner", "agent", "command"),
     ),
-    "sweep": _Flag(
-        "yes: also sweep.yaml, an ablation over this recipe to change as you like",
-        ("yes", "no"),
-        "y|n",
-        tasks=("refiner", "agent"),
-    ),
 }
 
 
@@ -156,7 +150,7 @@ def all_answers(given: Mapping[str, str], folder: Path) -> tuple[dict[str, str],
         **{"rubrics": "instance", "judge": "lexical", "judge-model": "Qwen/Qwen3.5-35B-A3B"},
         **{"where": "slurm" if partitions else "local", "partition": next(iter(partitions), "")},
         **{"account": next(iter(accounts), ""), "workspace": str(folder / "runs")},
-        **{"publish": "folder", "sweep": "no", **given},
+        **{"publish": "folder", **given},
     }
     task, tiny, on_slurm = made["task"], made["base"] == TINY, made["where"] == "slurm"
     of_agent = {DESK: SYNTHETIC, TAU2: TAU2_ROWS}.get(made["environment"], NONE)

@@ -26,9 +26,9 @@ from refiner_core.contract.loading import load_recipe, override_text
 from refiner_core.contract.plan import Plan
 from refiner_core.data.sources import SYNTHETIC
 
-RECIPE, CLUSTER, SWEEP = "recipe.yaml", "cluster.yaml", "sweep.yaml"
+RECIPE, CLUSTER = "recipe.yaml", "cluster.yaml"
 #: Whatever may be made.
-NAMES = (RECIPE, SCHEMA_FILE, CLUSTER, SWEEP, ".gitignore", "README.md")
+NAMES = (RECIPE, SCHEMA_FILE, CLUSTER, ".gitignore", "README.md")
 
 
 class Begun(NamedTuple):
@@ -125,7 +125,6 @@ def _file_texts(
     )
     templates.filters["yaml"] = lambda value: override_text("", value).removeprefix("=")
     rendered = [RECIPE, *[CLUSTER] * (answers["where"] == "slurm")]
-    rendered += [SWEEP] * answers["sweep"].startswith("y")
     files = {n: templates.get_template(f"{n}.jinja").render(values) for n in rendered}
     files[SCHEMA_FILE] = json.dumps(recipe_schema(), indent=1) + "\n"
     files[".gitignore"] = "/runs/\n*.log\n"
@@ -166,8 +165,4 @@ def _planned(scratch: Path, files: Mapping[str, str]) -> Plan:
         for stage in plan.stages:
             if profile.executor_for(stage) == "slurm":
                 profile.check(stage.resources, stage.name, needs_network=stage.needs_network)
-    if SWEEP in files:
-        from flows.sweeping.planning import make_sweep_plan
-
-        make_sweep_plan(str(scratch / SWEEP))
     return plan

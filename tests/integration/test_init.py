@@ -79,13 +79,11 @@ BIG = ("--base", "Qwen/Qwen3-4B")
 def test_every_combination_of_answers_is_ready_to_plan(
     here: Path, words: list[str], stages: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tunes = "command" not in words and "evaluate" not in words
-    assert made("mine", "--yes", *words, *(["--sweep", "yes"] if tunes else [])) == 0
+    assert made("mine", "--yes", *words) == 0
     shown = capsys.readouterr()
     plan = make_recipe_plan("mine/recipe.yaml")
     assert {*stages.split()} <= {s.name for s in plan.stages}
     assert "refiner run mine/recipe.yaml" in shown.err
-    assert (here / "mine" / "sweep.yaml").exists() == tunes
     assert (here / "mine" / "cluster.yaml").exists() == ("slurm" in words)
     assert plan.config.recipe == "mine"
     assert plan.config.workspace == str(here / "mine" / "runs")

@@ -137,7 +137,7 @@ def test_a_channel_that_fails_fails_no_run_and_terminal_log_and_status_say_so(
     said = f"not told by command: {place.run} has finished: The command ended with code 7"
     assert said in capfd.readouterr().err
     done = refiner("status", f"workspace={place.root}")
-    assert "not told by command: finished: The command ended with code 7" in done.stdout
+    assert "(finished) by command: The command ended with code 7" in done.stdout
     (event,) = refiner("status", f"workspace={place.root}", "--json").json["not_told"]
     assert (event["channel"], event["kind"]) == ("command", "finished")
 

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from flows.api import make_recipe_plan
-from flows.checking.models import ModelFiles, check_model_files, model_files
+from flows.checking.models import check_model_files, model_files
 from flows.sweeping.planning import make_sweep_plan
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
+from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
 from refiner_core.models import tiny_model_dir
-from tests.support.command import refiner
 
 TINY = load_recipe("tiny")
 WORDS = 835  # of the shipped model
@@ -91,81 +88,62 @@ def in_pickles(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "fields", "error", "says"),
+    ("edit", "fields", "says"),
     [
         (
             lambda f: edited(f, "tokenizer.json", added_tokens=[{"id": 900, "content": "<|x|>"}]),
             {},
-            ConfigurationError,
             r"ids up to 900.*embeddings of 835 tokens.*66 too many.*tokenizer_name_or_path",
         ),
         (
             tokenizer(chat_template=...),
             {},
-            ConfigurationError,
             r"\(model\.name_or_path\) has no chat template.*set model\.chat_template",
         ),
         (
             config(max_position_embeddings=2048),
             {"environment__name": "desk", "grpo__max_token_length": 4096},
-            ConfigurationError,
-            r"has 2,048 tokens, and an episode may have 4,096.*set grpo\.max_token_length=2048",
+            r"has 2,048 tokens, and grpo\.max_token_length is 4,096",
         ),
         (
             tokenizer(eos_token=None),
             {},
-            ConfigurationError,
             r"no end-of-text token .*never learn to stop",
         ),
-        (tokenizer(eos_token=...), {}, ConfigurationError, r"no end-of-text token"),
+        (tokenizer(eos_token=...), {}, r"no end-of-text token"),
         (
             gone("tokenizer.json"),
             {},
-            ConfigurationError,
             r"has no tokenizer.*tokenizer\.json.*tokenizer_name_or_path",
         ),
-        (index_of_three, {}, ConfigurationError, r"lacks 2 of the weight files.*model-00001-of"),
-        (gone("model.safetensors"), {}, ConfigurationError, r"a configuration, but no weights"),
+        (index_of_three, {}, r"lacks 2 of the weight files.*model-00001-of"),
+        (gone("model.safetensors"), {}, r"a configuration, but no weights"),
         (
             lambda f: weights(f, {"model.embed_tokens.weight": (WORDS, 128)}, short=9),
             {},
-            ConfigurationError,
             r"model\.safetensors .* is cut short: it has 427,\d+ bytes",
         ),
-        (
-            config(max_position_embeddings=300),
-            {},
-            ConfigurationError,
-            r"has 300 tokens; a prompt of 256 .*response of 48.*need 304.*prompt_token_length=252",
-        ),
-        (
-            config(max_position_embeddings=40),
-            {},
-            ConfigurationError,
-            r"lower grpo\.response_length below 40",
-        ),
+        (config(max_position_embeddings=300), {}, r"has 300 tokens, and data\..* is 304"),
         (
             config(layer_types=["linear_attention"] * 3 + ["full_attention"]),
             {},
-            UnsupportedError,
             r"layers of kind linear_attention.*runs on from one packed sequence",
         ),
         (
             config(final_logit_softcapping=30.0),
             {},
-            UnsupportedError,
             r"final_logit_softcapping \(30\.0\)",
         ),
-        (config(logits_scaling=8.0), {}, UnsupportedError, r"scale of logits \(8\.0\)"),
+        (config(logits_scaling=8.0), {}, r"scale of logits \(8\.0\)"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
-    tmp_path: Path, edit: Edit | None, fields: dict[str, Any], error: type[RefinerError], says: str
+    tmp_path: Path, edit: Edit | None, fields: dict[str, Any], says: str
 ) -> None:
     folder = copied(tmp_path / "model")
     if edit is not None:
         edit(folder)
-    with pytest.raises(error, match=says) as refused:
+    with pytest.raises(RefinerError, match=says) as refused:
         check_model_files(recipe(folder, **fields))
     assert all((refused.value.expected, refused.value.fix)), "what is right, and how to mend it"
 
@@ -218,14 +196,6 @@ def test_another_tokenizer_is_held_against_the_model(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is read
 
 
-def test_ids_are_those_that_the_tokenizer_gives() -> None:
-    path = tiny_model_dir() / "tokenizer.json"
-    highest = max(Tokenizer.from_file(str(path)).get_vocab().values())
-    files = ModelFiles(tiny_model_dir(), whole=True)
-    assert files.id_from(highest) == highest
-    assert files.id_from(highest + 1) is None
-
-
 def cached(home: Path, complete: bool) -> Path:
     """The shipped model as a snapshot of somebody/model in a Hub cache."""
     repository = home / "hub" / "models--somebody--model"
@@ -265,17 +235,6 @@ def test_of_an_unfinished_download_only_what_is_there_is_judged(
         check_model_files(wanted)
 
 
-def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
-    """Who mends a file and plans again in the same process is not told of the old one."""
-    folder = copied(tmp_path / "model")
-    config(max_position_embeddings=100)(folder)
-    with pytest.raises(ConfigurationError):
-        check_model_files(recipe(folder))
-    config(max_position_embeddings=4096)(folder)
-    os.utime(folder / "config.json", ns=(1, 1))
-    check_model_files(recipe(folder))
-
-
 @pytest.mark.parametrize("damaged", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_what_cannot_be_read_is_left_to_who_loads_it(tmp_path: Path, damaged: str) -> None:
     folder = copied(tmp_path / "model")
@@ -296,15 +255,3 @@ def test_plans_of_recipes_and_sweeps_refuse_it(tmp_path: Path) -> None:
         make_recipe_plan("tiny", overrides)
     with pytest.raises(ConfigurationError, match="has 100 tokens"):
         make_sweep_plan("kl-tiny", overrides)
-
-
-def test_the_command_that_plans_says_it_and_starts_nothing(tmp_path: Path) -> None:
-    folder = copied(tmp_path / "model")
-    edited(folder, "tokenizer_config.json", chat_template=...)
-    room = tmp_path / "runs"
-    for call in (["plan", "tiny"], ["run", "tiny", "--dry-run"]):
-        done = refiner(*call, f"model.name_or_path={folder}", f"workspace={room}")
-        assert done.code == 2
-        assert "has no chat template" in done.stderr
-        assert "Traceback" not in done.stderr
-    assert not room.exists()

@@ -19,7 +19,6 @@ from flows.notifying.messages import Pauses, Sight, Topic
 from flows.notifying.watching import SweepWatching
 from flows.running.calls import warn_of_silence
 from flows.sweeping.admission import TrialWord
-from infra.orchestrator.reconcile import paused_after
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import Orchestrator
 from infra.store.workspace import Workspace
@@ -68,7 +67,6 @@ def test_a_finished_run_says_numbers_before_and_after_and_where_the_models_lie()
     assert "  oracle: 0.100 (base) -> 0.811 [0.711, 0.911] (grpo)" in message["text"].splitlines()
     assert "random_copier" not in message["text"]
     assert "2 stages done" in message["text"]
-    assert "1 were there already" in message["text"]
     assert "published: /runs/published/refiner" in message["text"]
     assert message["next"] == f"refiner report {TOPIC.name} 'workspace=/scratch/me/my runs'"
 
@@ -89,7 +87,6 @@ def test_a_failure_begins_with_what_failed_by_itself_and_says_how_to_mend_it() -
     message = words.failed(TOPIC, views, causes)
     assert message["title"].endswith("has failed: grpo, loss, norm or reward was not finite")
     assert message["text"].splitlines()[0].endswith("To mend it: set grpo.learning_rate")
-    assert "1 of 4 stages are done." in message["text"]
     assert (message["cause"], message["next"].split()[:3]) == (
         "not_finite",
         ["refiner", "logs", "grpo"],
@@ -106,22 +103,14 @@ def test_who_gave_up_waiting_is_told_to_resume_and_not_to_look_for_a_bug() -> No
 def test_a_message_is_short_and_has_no_credentials() -> None:
     text = "x" * 9000 + " https://me:hunter2@host/"
     signed = words.stopped(TOPIC, "https://me:hunter2@host/a?X-Amz-Signature=abcdef")
-    long = TOPIC.message("failed", "a\nb" * 900, text, next_="refiner status", stage="s, " * 900)
+    long = TOPIC.message("failed", "a\nb" * 900, text, "show notify", stage="s, " * 900)
     assert len(long["text"]) <= 2000, "as much as all chat servers take"
     assert len(long["title"]) <= 200
     assert "\n" not in long["title"]
-    assert long["text"].endswith("\nNext: refiner status")
+    assert "\nNext: refiner show notify" in long["text"]
     assert len(json.dumps(long)) < 5000
     assert "hunter2" not in signed["text"]
     assert "abcdef" not in signed["text"]
-
-
-def test_what_goes_out_names_the_run_or_the_sweep() -> None:
-    message = words.stopped(TOPIC, "stopped by Ctrl-C")
-    assert (message["run"], message["sweep"]) == (TOPIC.name, "")
-    sweep = replace(TOPIC, call=sweep_call("betas"))
-    message = words.sweep_ended(sweep, {}, "6 trials: 6 done")
-    assert (message["run"], message["sweep"]) == ("", "betas")
 
 
 # ---------------------------------------------------------------- pauses
@@ -132,18 +121,16 @@ def told(pauses: Pauses, *sights: Sight, every_s: float = 10.0) -> list[float]:
     return [t for t, s in zip(times, sights, strict=True) if pauses.look({"grpo": s}, t)]
 
 
-OUT = Sight("judge_outage", "pauses after judge outage, 30 s more", done=7)
-TRIES, FURTHER = Sight(done=5), Sight(done=8)
+OUT, TRIES = Sight("judge_outage", "pauses after judge outage, 30 s more"), Sight()
 
 
 @pytest.mark.parametrize(
     ("sights", "expected"),
     [
-        ((OUT, OUT, FURTHER), []),  # over within a moment
+        ((OUT, OUT, TRIES), []),  # over within a moment
         ((OUT, TRIES, OUT, TRIES, OUT, TRIES, OUT, OUT), [40.0]),
-        ((OUT,) * 6 + (TRIES, FURTHER) + (OUT,) * 4, [30.0, 110.0]),  # another one
-        ((OUT,) * 2 + (Sight(ended=True),) * 3, []),  # its end is another message
-        ((OUT,) + (TRIES,) * 9, []),  # it works on, only not far yet
+        ((OUT,) * 6 + (TRIES,) * 62 + (OUT,) * 4, [30.0, 710.0]),  # another one
+        ((OUT,) + (TRIES,) * 9, []),
     ],
 )
 def test_a_pause_is_told_once_when_it_lasts(
@@ -156,14 +143,7 @@ def test_several_stages_that_wait_for_the_same_are_one_pause() -> None:
     pauses, short = Pauses(0.0), Sight("disk_full", "12 GB more are needed")
     news = pauses.look({"grpo": short, "evaluate": short}, 1.0)
     assert news == [("disk_full", ["grpo", "evaluate"], "12 GB more are needed")]
-    assert pauses.look({"grpo": FURTHER, "evaluate": short}, 2.0) == []
-    assert pauses.look({"grpo": FURTHER, "evaluate": FURTHER}, 3.0) == []
-    assert len(pauses.look({"grpo": short, "evaluate": FURTHER}, 4.0)) == 1
-
-
-def test_why_a_stage_waits_is_read_from_what_the_reconciler_says() -> None:
-    assert paused_after("pauses after environment outage, 30 s more") == "environment_outage"
-    assert paused_after("waits for a free slot (dispatch.max_parallel)") == ""
+    assert pauses.look({"grpo": TRIES, "evaluate": short}, 2.0) == []
 
 
 # ---------------------------------------------------------------- sweeps
@@ -235,9 +215,7 @@ def test_of_a_sweep_the_first_failed_trial_is_told_and_the_others_with_the_end(
 ) -> None:
     for trial in "abc":
         sweep.supervisor.states[trial] = "failed"
-        for _ in range(3):
-            sweep.clock[0] += 3.0
-            sweep.watching.show(sweep.supervisor.views())
+        sweep.watching.show(sweep.supervisor.views())
     assert sweep.told == [("failed", "sweep betas goes on, but a has failed")]
     sweep.supervisor.states["d"] = "done"
     sweep.watching.over({})
@@ -360,12 +338,11 @@ def _is_running(pid: int) -> bool:
         ("no-such-service://secret-path", "is none that Apprise knows"),
         ("# a comment\nhttps:///secret-path\n", "is none that Apprise knows"),
         ("http://127.0.0.1:{port}/secret-path", r"\(no answer\)"),
-        ("json://127.0.0.1:{port}/secret-path", r"\(no answer\)"),
+        ("json://127.0.0.1:{port}/secret-path", "did not take the message"),
     ],
 )
-@pytest.mark.parametrize("by", ["variable", "file"])
 def test_an_address_that_takes_nothing_says_why_and_not_where(
-    text: str, says: str, by: str, tmp_path: Path,
+    text: str, says: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(channels, "_TRIES", 1)
@@ -373,11 +350,9 @@ def test_an_address_that_takes_nothing_says_why_and_not_where(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # taken, and nobody listens
         text = text.format(port=free.getsockname()[1])
-        monkeypatch.setenv("TEAM_HOOK", text)
         file.write_text(text)
-        alarm = Alarm("url", "TEAM_HOOK" if by == "variable" else str(file))
         with pytest.raises(ChannelFailed, match=says) as refused:
-            channels.send(alarm, words.stopped(TOPIC, "why"))
+            channels.send(Alarm("url", str(file)), words.stopped(TOPIC, "why"))
     assert "secret-path" not in str(refused.value) + caplog.text
 
 
@@ -394,7 +369,7 @@ def test_an_address_gets_what_its_service_takes_and_one_that_sends_on_is_a_failu
         (body,) = hook.bodies
         text = f"{message['title']}\n{message['text']}"
         assert body == {**{k: v for k, v in message.items() if k != "version"}, "text": text}
-        assert hook.paths == ["/secret-path?key=a+b&key2=c"]
+        assert hook.paths == ["/secret-path?key=a%20b&key2=c"]
         assert [b["message"] for b in other.bodies] == [message["text"]] * 3, "as Apprise has it"
         hook.status = 302
         with pytest.raises(ChannelFailed, match="Address 1 in TEAM_HOOK did not take"):
