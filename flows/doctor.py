@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -30,7 +31,10 @@ from infra.doctor.check import (
     found,
     run_checks,
 )
+from infra.host.processes import host_name
 from infra.host.secrets import mask_keys_of, masked, shown_override
+from infra.store.provenance import read_certificates, versions
+from infra.store.workspace import Workspace
 from infra.tracking import shown_address
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError, no_such
@@ -147,6 +151,7 @@ def _recipe_checks(plan: Plan | None, refusal: RefinerError | None, look: Look) 
             hung="curl --max-time 10 JUDGE/models",
         ),
     ]
+    checks.append(Check("gpu", "certificate", _certificate, limit_s=20))
     if look.recipe:
         checks.append(
             Check("recipe", "plan", lambda _: _plan(plan, refusal, look), needed=lambda _: True)
@@ -154,6 +159,28 @@ def _recipe_checks(plan: Plan | None, refusal: RefinerError | None, look: Look) 
     if plan is not None:
         checks.append(Check("workspace", "forecast", lambda _: _forecast(plan, look), limit_s=60))
     return checks
+
+
+def _certificate(look: Look) -> Iterator[Finding]:
+    """The certificate of this node: what has failed, and what has changed since."""
+    mend = shlex.join(["refiner", "certify", f"workspace={look.workspace}"])
+    known = read_certificates(Workspace.read_only(look.workspace))
+    made = next((c for c in known if c.host.get("name") == host_name()), None)
+    if made is None:
+        if look.gpus or shutil.which("nvidia-smi"):
+            what = "this node has none: its GPUs were not tried"
+            yield found("missing", what, mend, "trust in numbers")
+        return
+    now, counts = versions(), [f"{made.count(v)} {v}" for v in ("pass", "fail", "absent")]
+    changed = [
+        f"{name} is {now[name]} (certified: {old})"
+        for name, old in sorted(made.versions.items())
+        if now.get(name, old) != old
+    ]
+    failed = [f"failed: {check.name}" for check in made.checks if check.verdict == "fail"]
+    what = "; ".join([f"certified on {made.made_at[:10]}: {', '.join(counts)}", *changed, *failed])
+    outdated = found("warning", what, mend, "it no longer describes this node")
+    yield outdated if changed or failed else fine(what)
 
 
 def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterator[Finding]:

@@ -9,8 +9,8 @@ what eager attention over such rows is off in bfloat16. The same holds for gradi
 backward pass is wrong trains, and wrongly. Responses are the model's own samples, since what is
 trained on is likely under the policy.
 
-Speed: SFT and the GRPO update, with tokens per second and MFU. The model has the order's shape and
-random weights; rows fill packs of 8,192 tokens on a GPU, and small ones on a CPU.
+Speed: SFT and the GRPO update, with tokens per second and MFU, and sampling. The model has the
+order's shape and random weights; rows fill packs of 8,192 tokens on a GPU, and small ones on a CPU.
 MFU is model floating-point operations over seconds x the peak of the device: 6 x parameters per
 token (the output head's at targets only) and 12 x layers x width x mean context for attention;
 recomputed activations are not counted, a prompt that samples share counts once per sample. The peak
@@ -58,6 +58,7 @@ from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.training.batches import Sample, collate, pack_samples, to_device
 from refiner_core.training.engines.plain import open_engine
+from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.model.loading import Loaded, load_for_training
 from refiner_core.training.model.logprobs import token_scores
 from refiner_core.training.rollouts.rollout import TrainSample
@@ -249,6 +250,7 @@ def speed_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
     config = recipe(order, grpo=sizes)
     engine = open_engine(config, "grpo", str(model))
     yield _grpo(order, GrpoUpdate(engine, None, config.grpo, 0), peak, of)
+    yield _sampling(order, engine)
 
 
 # ---------------------------------------------------------------- floating-point operations
@@ -389,4 +391,26 @@ def _grpo(order: Order, update: GrpoUpdate, peak: float, of: str) -> CertifiedCh
         mfu=mfu,
         parameters=shape_of(order.model).parameters,
         seconds=seconds,
+    )
+
+
+def _sampling(order: Order, engine: Engine) -> CertifiedCheck:
+    """Tokens per second where transformers samples, which a plan's time is forecast by."""
+    generator = TransformersGenerator(engine.model, engine.tokenizer, batch_size=64)
+    requests = [
+        GenerationRequest(sample.prompt_ids, derive_seed(0, "certify", i))
+        for i, sample in enumerate(_rollouts(order))
+    ]
+    params, tokens = SamplingParams(max_new_tokens=min(128, order.load.response)), list[int]()
+
+    def act() -> None:
+        tokens.append(sum(len(done.token_ids) for done in generator.generate(requests, params)))
+
+    seconds = [timed(order, act) for _ in range(2)][-1]
+    per_s = tokens[-1] / seconds
+    return check(
+        *("sampling by transformers", tokens[-1] > 0),
+        f"{per_s:,.0f} tokens/s of {len(requests)} samples at once",
+        tokens_per_s=per_s,
+        parameters=shape_of(order.model).parameters,
     )

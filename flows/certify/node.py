@@ -28,7 +28,7 @@ from infra.host.processes import environment
 from infra.store import atomic
 from infra.store.provenance import host, new_scratch, versions, write_certificate
 from infra.store.workspace import Workspace, now_text
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import RecipeConfig, RolloutServerConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.loading import apply_overrides, load_recipe
@@ -41,6 +41,7 @@ _MADE_BY = {
     "numerics": ("device", "numeric_checks"),
     "ranks": ("processes", "rank_checks"),
     "speed": ("device", "speed_checks"),
+    "servers": ("processes", "server_checks"),
     "faults": ("processes", "fault_checks"),
 }
 PARTS = tuple(_MADE_BY)
@@ -107,7 +108,7 @@ def make_order(config: RecipeConfig, found: dict[str, Any], model: str | None) -
         )
     tried = [model] if model else (list(reversed(SHAPES)) if gpus else ["tiny"])
     worlds = tuple(sorted({1, 2, gpus} & set(range(1, gpus + 1)))) or (2,)
-    last = Order(gpus, dtype, tried[-1], False, worlds)
+    last = Order(gpus, dtype, tried[-1], False, worlds, vllm=_vllm(config))
     orders = (replace(last, model=n, checkpointing=c) for n in tried for c in (False, True))
     return next((order for order in orders if not gpus or _fits(order, found)), last)
 
@@ -126,8 +127,8 @@ def certify_node(
     Parameters
     ----------
     recipe, overrides
-        As for :func:`flows.api.run_recipe`; without a recipe, words on the defaults. Workspace
-        and type of weights are used.
+        As for :func:`flows.api.run_recipe`; without a recipe, words on the defaults. Workspace,
+        type of weights and ``grpo.rollout_server`` are used.
     model
         Shape to measure speed with: ``tiny``, ``0.6B``, ``1.7B``, ``4B``; None is the largest that
         fits.
@@ -259,6 +260,15 @@ def _fits(order: Order, found: Mapping[str, Any]) -> bool:
     need = training_memory(sft_recipe(order), "sft", shape_of(order.model))
     on_disk = 4 * shape_of(order.model).parameters
     return bool(need.gpu_bytes <= _FILL * found["bytes"] and on_disk <= found["disk"])
+
+
+def _vllm(config: RecipeConfig) -> dict[str, Any]:
+    """Place of vLLM, if the recipe names it; a plain `vllm` on PATH counts too."""
+    server, plain = config.grpo.rollout_server, RolloutServerConfig()
+    names = ("python", "setup", "container", "args", "weights_dir")
+    said = {name: getattr(server, name) for name in names}
+    given = any(said[name] != getattr(plain, name) for name in ("python", "setup", "container"))
+    return said if given or shutil.which("vllm") else {}
 
 
 def _driver() -> str:

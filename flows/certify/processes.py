@@ -1,10 +1,14 @@
-"""Checks of several processes: ranks, planted faults.
+"""Checks of several processes: ranks, rollout servers, planted faults.
 
 In: an order and a scratch folder. Out: checks.
 
-Ranks: plain torch and ZeRO-1 to 3 on 1 to N of them, against one process. Each number
+Ranks: plain torch and ZeRO-1 to 3 on 1 to N of them, against one process; collectives. Each number
 of ranks is one start, through the launcher that training stages use
 (:mod:`infra.ranks.launch`), with every engine in turn.
+
+Servers, where an environment has vLLM: the start, new weights, and the key of the
+routes. Weights are changed between two loads, and a fixed prompt is scored on both sides: what
+a server has has to be the new weights, not those before.
 
 Faults: a worker that is killed with SIGKILL and goes on, as a real run, with an orchestrator and a
 worker of its own.
@@ -13,17 +17,28 @@ worker of its own.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+import torch
+
 from flows.certify.rank import train
-from flows.certify.work import Order, absent, check, open_io, write_rows
+from flows.certify.work import Order, absent, check, open_io, recipe, write_rows
 from flows.proving.planning import plan_resume_proofs
 from flows.proving.runs import prove_resume
 from infra.ranks.launch import run_ranks
+from infra.rollouts import servers as opening
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.placement import Placement
 from refiner_core.contract.proofs import CertifiedCheck
+from refiner_core.contract.types import Endpoint
+from refiner_core.generation.load import load_model, load_tokenizer
+from refiner_core.generation.vllm.admin import Admin, make_canary, tolerance_of
 from refiner_core.training.ranks import Ranks
 
 #: Largest relative difference of a loss or norm to that of one process in plain torch: sums over
@@ -50,6 +65,11 @@ def rank_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
             yield check(f"{world} ranks", False, f"{type(error).__name__}: {error}")
             continue
         yield from engine_checks(order, world, found, expected)
+        if "all_reduce" in found:
+            rate, wrong = found["all_reduce"]
+            why = f"{rate:.3g} GB/s per rank"
+            why += f"; wrong on {wrong} ranks" if wrong else ", every element right"
+            yield check(f"all_reduce on {world} ranks", not wrong, why, gb_per_s=rate)
 
 
 def engine_checks(
@@ -78,6 +98,83 @@ def _furthest(found: Sequence[float], expected: Sequence[float]) -> float:
         return math.inf
     gaps = [abs(a - b) / max(abs(b), 1e-9) for a, b in zip(found, expected, strict=True)]
     return max(gaps) if all(math.isfinite(gap) for gap in gaps) else math.inf
+
+
+_MODEL = "builtin:tiny"
+_WINDOW = 512
+#: How much the weights are changed by before the second load.
+_CHANGE = 1.05
+_WEIGHTS = "vLLM, weights by reload"
+#: A route that changes a server; vLLM leaves it open.
+_CONTROL = "/pause"
+
+
+def server_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
+    """A server, new weights for it, and its key; absent without an environment that has vLLM."""
+    if not order.vllm:
+        why = "no environment with vLLM is given (grpo.rollout_server.python=…)"
+        yield absent(_WEIGHTS, why)
+        return
+    config = _config(order)
+    model = load_model(_MODEL, config.model)
+    model.to("cuda:0" if order.gpus else "cpu")
+    tokenizer = load_tokenizer(_MODEL, config.model)
+    tolerance = tolerance_of(None, config.model.dtype)
+
+    @contextmanager
+    def whole() -> Iterator[Any]:
+        yield model
+
+    try:
+        with opening.open_vllm(config, tokenizer, folder) as rollouts:
+            began = time.monotonic()
+            rollouts.sync(whole(), "before")
+            start_s, began = time.monotonic() - began, time.monotonic()
+            old = make_canary(model, tokenizer, _WINDOW)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(_CHANGE)
+            rollouts.sync(whole(), "after")
+            seconds = time.monotonic() - began
+            [endpoint] = rollouts.fleet.endpoints()
+            admin = Admin(endpoint, 60.0)
+            gap = admin.difference(make_canary(model, tokenizer, _WINDOW), "after")
+            stale = admin.difference(old, "after")
+            yield check(
+                *(_WEIGHTS, gap <= tolerance < stale),
+                f"up in {start_s:.0f} s; new weights in {seconds:.2g} s, log-probabilities off by "
+                f"{gap:.2g} (at most {tolerance:g}), from the old ones by {stale:.2g}",
+                start_s=start_s,
+                seconds=seconds,
+                gap=gap,
+            )
+            yield _keyed(endpoint)
+    except UnsupportedError as error:
+        yield absent(_WEIGHTS, error.what)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        yield check(_WEIGHTS, False, why)
+
+
+def _config(order: Order) -> RecipeConfig:
+    server = {**order.vllm, "colocate": bool(order.gpus)}
+    fields = {
+        "generation_backend": "vllm",
+        "max_token_length": _WINDOW,
+        "response_length": 64,
+        "resources.gpus": min(order.gpus, 1),
+        **{f"rollout_server.{name}": value for name, value in server.items()},
+    }
+    return recipe(order, model={"gradient_checkpointing": False}, grpo=fields)
+
+
+def _keyed(endpoint: Endpoint) -> CertifiedCheck:
+    """True if a route that changes the server turns away who has no key."""
+    name = "vLLM, key of its control routes (reload)"
+    status = httpx.post(
+        endpoint.url.removesuffix("/v1") + _CONTROL, timeout=20, trust_env=False
+    ).status_code
+    return check(name, status in (401, 403), f"{_CONTROL} without the key: HTTP {status}")
 
 
 def fault_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:

@@ -1,13 +1,15 @@
 """Program of each rank of a certification: ``python -m flows.certify.rank``.
 
 In: the order of the part, and the agent's settings. Out: over the bridge of rank 0, per engine the
-losses and gradient norms of a short SFT.
+losses and gradient norms of a short SFT, and what a sum over all ranks gave and took.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +20,20 @@ from infra.ranks.protocol import ORDER
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.ranks import Ranks, open_ranks
 
+#: float32 elements that a collective moves per rank.
+_ELEMENTS = {True: 1 << 26, False: 1 << 21}
+_ROUNDS = 5
+
 
 def measure_as(rank: int) -> None:
-    """Train as one rank, with each engine in turn."""
-    told = json.loads(os.environ[ORDER])
+    """Train and measure as one rank."""
+    order = json.loads(os.environ[ORDER])
     io = RemoteIO.from_environment() if rank == 0 else None
-    order, folder = Order.read(Path(told["order"])), Path(told["folder"])
-    found: dict[str, Any] = {"engines": {}, "missing": {}}
-    with open_ranks(cuda=order.gpus > 0) as ranks:
-        for zero in order.zero:
-            try:
-                found["engines"][str(zero)] = train(order, folder, ranks, zero, f"zero-{zero}")
-            except UnsupportedError as error:  # no DeepSpeed: the same on every rank
-                found["missing"][str(zero)] = error.what
+    asked = Order.read(Path(order["order"]))
+    with open_ranks(cuda=asked.gpus > 0) as ranks:
+        report = _measured(asked, Path(order["folder"]), ranks)
     if io is not None:
-        io.finish(found)
+        io.finish(report)
 
 
 #: Four steps of four packs.
@@ -65,6 +66,37 @@ def train(order: Order, folder: Path, ranks: Ranks, zero: int, attempt: str) -> 
         "loss": [row["loss/train_avg"] for row in rows],
         "norm": [row["grad_norm"] for row in rows],
     }
+
+
+def _measured(order: Order, folder: Path, ranks: Ranks) -> dict[str, Any]:
+    found: dict[str, Any] = {"engines": {}, "missing": {}}
+    for zero in order.zero:
+        try:
+            found["engines"][str(zero)] = train(order, folder, ranks, zero, f"zero-{zero}")
+        except UnsupportedError as error:  # no DeepSpeed: the same on every rank
+            found["missing"][str(zero)] = error.what
+    if ranks.world > 1:
+        found["all_reduce"] = _all_reduce(order, ranks)
+    return found
+
+
+def _all_reduce(order: Order, ranks: Ranks) -> tuple[float, int]:
+    """Bus bandwidth in GB/s, as NCCL's tests count it, and on how many ranks a sum was wrong."""
+    import torch
+    import torch.distributed as dist
+
+    world, size = ranks.world, _ELEMENTS[order.gpus > 0]
+    device = torch.device("cuda", torch.cuda.current_device()) if order.gpus else "cpu"
+    mine = torch.full((size,), float(ranks.rank + 1), device=device)
+    right, seconds = [], []
+    for _ in range(_ROUNDS + 1):
+        value, began = mine.clone(), time.perf_counter()
+        dist.all_reduce(value)
+        right.append(bool((value == world * (world + 1) / 2).all()))
+        seconds.append(time.perf_counter() - began)
+    wrong = ranks.add([float(not all(right))])[0]
+    moved = 4 * 2 * (world - 1) / world * size
+    return moved / statistics.median(seconds[1:]) / 1e9, int(wrong)  # the first one connects
 
 
 if __name__ == "__main__":

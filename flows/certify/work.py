@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,6 +78,8 @@ class Order:
         Numbers of ranks to train with.
     zero
         ZeRO stages to try; 0 is plain torch.
+    vllm
+        Fields of ``grpo.rollout_server`` where an environment with vLLM is given.
     rank_module
         What each rank runs.
     """
@@ -88,6 +90,7 @@ class Order:
     checkpointing: bool
     worlds: tuple[int, ...]
     zero: tuple[int, ...] = (0, 1, 2, 3)
+    vllm: dict[str, Any] = field(default_factory=dict)
     rank_module: str = "flows.certify.rank"
 
     @classmethod

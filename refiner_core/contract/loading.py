@@ -49,10 +49,7 @@ def without_former(values: Mapping[str, Any]) -> dict[str, Any]:
     name = "grpo.rollout_server.weight_transfer"
     if dict(leaves("", values)).get(name) in ("nccl", "ipc"):
         warn_former(name, "weights go through files in memory (grpo.rollout_server.weights_dir)")
-    notify, disk = values.get("notify"), values.get("disk")
-    caches = disk.get("watch_caches") if isinstance(disk, Mapping) else None
-    if caches not in (None, [*RecipeConfig().disk.watch_caches]):
-        warn_former("disk.watch_caches", "caches have tools of their own (`hf cache prune`)")
+    notify = values.get("notify")
     if not isinstance(notify, Mapping):
         return dict(values)
     kept = {k: v for k, v in notify.items() if k != "prefect"}

@@ -22,7 +22,9 @@ from tests.support.command import Finished, command, environment, refiner, wait_
 TRIED = (
     *("kernel eager, float32", "kernel sdpa, float32", "bfloat16 against float32, padded rows"),
     *("sampling against one forward pass, float32", "plain torch on 2 ranks", "ZeRO-3 on 2 ranks"),
-    *("SFT throughput", "GRPO update", "kill -9 and resume"),
+    *("all_reduce on 2 ranks", "SFT throughput", "GRPO update"),
+    "sampling by transformers",
+    "kill -9 and resume",
 )
 
 
@@ -43,6 +45,7 @@ def test_a_cpu_is_certified_by_every_part(certified: tuple[Finished, Path]) -> N
     checks: Mapping[str, Any] = {c["name"]: c for c in done.json["checks"]}
     assert done.code == 0, [c for c in checks.values() if c["verdict"] == "fail"] or done.stderr
     assert {name: checks[name]["verdict"] for name in TRIED} == dict.fromkeys(TRIED, "pass")
+    assert {c["verdict"] for n, c in checks.items() if n.startswith("vLLM")} == {"absent"}
     assert checks["SFT throughput"]["figures"]["tokens_per_s"] > 0
     assert checks["GRPO update"]["figures"]["mfu"] > 0
 
@@ -97,4 +100,4 @@ def test_a_rank_whose_sums_are_wrong_is_found(tmp_path: Path) -> None:
 def test_a_part_that_there_is_not_is_refused(tmp_path: Path) -> None:
     done = refiner("certify", f"workspace={tmp_path}/runs", "--only", "kernels")
     assert done.code == 2
-    assert "numerics, ranks, speed, faults" in done.stderr
+    assert "numerics, ranks, speed, servers, faults" in done.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import torch
 from flows.certify.device import EXACT, kernel_check, own_samples, score_rows
 from flows.certify.device import _load as load
 from flows.certify.node import make_order, run_part
-from flows.certify.processes import engine_checks
+from flows.certify.processes import engine_checks, server_checks
 from flows.certify.work import Order
+from flows.doctor import examine
 from infra.store.provenance import read_certificates, write_certificate
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
@@ -24,6 +25,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.proofs import Certificate, CertifiedCheck
 from tests.support.card_facts import full_facts
+from tests.support.vllm_server import shim
 
 CPU = Order(0, "float32", "tiny", False, (2,))
 _SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -86,7 +88,7 @@ def test_kernels_that_a_cpu_cannot_train_with_are_absent(
         assert kernel_of(kernel).verdict == "absent"
 
 
-# ---------------------------------------------------------------- ranks
+# ---------------------------------------------------------------- ranks and servers
 
 
 def test_an_engine_that_trains_something_else_or_less_fails() -> None:
@@ -99,6 +101,50 @@ def test_an_engine_that_trains_something_else_or_less_fails() -> None:
     assert verdicts == ["pass", "fail", "fail", "absent"]
     found["engines"]["0"] = nan
     assert next(iter(engine_checks(CPU, 2, found, expected))).verdict == "fail"
+
+
+@pytest.fixture
+def with_vllm(tmp_path: Path) -> Order:
+    """The tests' server, which speaks as vLLM does."""
+    setup = [f"export PATH={shim(tmp_path / 'bin')}:$PATH"]
+    return replace(CPU, vllm={"setup": setup, "weights_dir": str(tmp_path)})
+
+
+def test_new_weights_reach_a_server_and_its_control_routes_ask_for_the_key(
+    with_vllm: Order, tmp_path: Path
+) -> None:
+    found = {c.name: c for c in server_checks(with_vllm, tmp_path / "work")}
+    assert [c.verdict for c in found.values()] == ["pass", "pass"]
+    assert found["vLLM, weights by reload"].figures["gap"] < 1e-3
+    assert "HTTP 401" in found["vLLM, key of its control routes (reload)"].why
+
+
+def test_weights_that_are_changed_on_their_way_are_found(
+    with_vllm: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from refiner_core.generation.vllm.sync import write_folder
+
+    def perturbed(model: Any, tokenizer: Any, folder: Path) -> None:
+        if folder.name.endswith("-2"):  # the second transfer
+            weight = model.model.layers[1].mlp.down_proj.weight
+            with torch.no_grad():
+                kept = weight.clone()
+                weight.mul_(1.1)
+            write_folder(model, tokenizer, folder)
+            weight.data.copy_(kept)
+        else:
+            write_folder(model, tokenizer, folder)
+
+    monkeypatch.setattr("refiner_core.generation.vllm.sync.write_folder", perturbed)
+    first = next(iter(server_checks(with_vllm, tmp_path / "work")))
+    assert first.verdict == "fail"
+    assert "differ from the trainer's" in first.why
+
+
+def test_without_vllm_every_way_is_absent_and_says_which_field(tmp_path: Path) -> None:
+    found = list(server_checks(CPU, tmp_path))
+    assert {c.verdict for c in found} == {"absent"}
+    assert "grpo.rollout_server.python" in found[0].why
 
 
 # ---------------------------------------------------------------- the parts, and what they try
@@ -121,7 +167,7 @@ def test_the_largest_shape_that_fits_is_measured_on_a_gpu() -> None:
 def part(order: Order, folder: Path, seconds: float) -> list[CertifiedCheck]:
     found: list[CertifiedCheck] = []
     deadline = time.monotonic() + seconds
-    run_part("numerics", order, folder, deadline, found.append)
+    run_part("servers", order, folder, deadline, found.append)
     return found
 
 
@@ -131,7 +177,7 @@ def test_a_part_that_hangs_or_dies_is_a_failed_check_and_one_without_time_is_abs
     assert [c.verdict for c in part(CPU, tmp_path / "a", -1)] == ["absent"]
     [slow] = part(CPU, tmp_path / "b", 0.3)
     assert (slow.verdict, "came to no end" in slow.why) == ("fail", True)
-    dead = part(replace(CPU, dtype="float7"), tmp_path / "c", 120)
+    dead = part(replace(CPU, dtype="float7", vllm={"python": "x"}), tmp_path / "c", 120)
     assert dead[-1].verdict == "fail"
 
 
@@ -167,6 +213,30 @@ def test_a_certificate_comes_back_and_a_damaged_one_says_what_to_do(tmp_path: Pa
     workspace.layout.certificate("node17").write_text('{"version": 99}')
     with pytest.raises(WorkspaceError, match="has version 99"):
         read_certificates(workspace)
+
+
+def test_the_doctor_says_what_was_certified_and_what_has_changed_since(tmp_path: Path) -> None:
+    from infra.host.processes import host_name
+    from infra.store.provenance import versions
+
+    def finding() -> Iterator[Any]:
+        found = examine(None, (f"workspace={tmp_path}/runs",), only=("gpu",))
+        return iter([f for f in found if f.name == "certificate"])
+
+    assert next(finding(), None) is None, "no GPU, and nothing asks for one"
+    workspace = Workspace.open(tmp_path / "runs")
+    here = {"host": {"name": host_name()}, "versions": {"torch": versions()["torch"]}}
+    write_certificate(workspace, certificate(**here))
+    assert next(finding()).state == "ok"
+    write_certificate(workspace, certificate(**{**here, "versions": {"torch": "1.0"}}))
+    old = next(finding())
+    assert (old.state, "certified: 1.0" in old.what) == ("warning", True)
+    write_certificate(
+        workspace,
+        certificate(**here, checks=(CertifiedCheck("planted hang", "fail", "not named"),)),
+    )
+    failed = next(finding())
+    assert (failed.state, "failed: planted hang" in failed.what) == ("warning", True)
 
 
 def test_a_card_tells_of_hardware_that_was_certified_and_of_no_other() -> None:
