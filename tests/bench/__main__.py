@@ -42,7 +42,6 @@ BENCHES = (
     "overlap",
     "packing",
     "parsing",
-    "publishing",
     "report",
     "rounds",
     "startup",
