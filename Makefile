@@ -87,7 +87,6 @@ bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench
 	$(BIN)/python -m tests.bench.dispatch
 	$(BIN)/python -m tests.bench.recovery
-	$(BIN)/python -m tests.bench publishing
 	$(BIN)/python -m tests.bench sweeps
 	$(BIN)/python -m tests.bench sweep_again
 	$(BIN)/python -m tests.bench report

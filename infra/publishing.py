@@ -115,8 +115,6 @@ class Published:
         All files of the revision that refiner has put there.
     changed
         Names whose bytes were sent or written by this call.
-    sent_bytes, requests
-        What this call took.
     """
 
     where: Literal["folder", "hub"]
@@ -125,8 +123,6 @@ class Published:
     files: tuple[OutputFile, ...]
     changed: tuple[str, ...]
     commit: str | None = None
-    sent_bytes: int = 0
-    requests: int = 0
 
 
 class Target(Protocol):

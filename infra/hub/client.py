@@ -13,10 +13,8 @@ stop is noticed.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
-import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,10 +33,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.hf_api import ModelInfo, RepoFile
 from huggingface_hub.utils import (
-    are_progress_bars_disabled,
     build_hf_headers,
     disable_progress_bars,
-    enable_progress_bars,
     hf_raise_for_status,
     parse_ratelimit_headers,
 )
@@ -201,7 +197,6 @@ class HubClient:
                 found = translated(error, self.session.doing, self.repo_id)
                 raise found or outage(why, self.session.doing, self.repo_id) from None
             operation.check_sent()
-            self.session.sent_bytes += operation.upload_info.size  # at most: known parts are not
 
     def pause(self, failures: int, why: str = "") -> None:
         """Wait before another try of what failed for the ``failures``-th time.
@@ -211,7 +206,8 @@ class HubClient:
         HubOutage
             Patience is over; only if ``why`` says what has failed.
         """
-        if not self.session.pause(failures) and why:
+        patience = self.session.patience
+        if not patience.wait(failures, None, patience.clock()) and why:
             raise outage(why, self.session.doing, self.repo_id)
 
     def create_branch(self, branch: str, commit: str) -> None:
@@ -251,17 +247,13 @@ def hub_client(
             raise OfflineModeIsEnabled("HF_HUB_OFFLINE")
     with _ONE_AT_A_TIME:
         session = _HubSession(repo_id, patience, timeout_s)
-        quiet = are_progress_bars_disabled()
-        if not quiet:
-            disable_progress_bars()
+        disable_progress_bars()
         huggingface_hub.set_client_factory(lambda: session)
         try:
             yield HubClient(repo_id, endpoint, session)
         finally:
             huggingface_hub.set_client_factory(default_client_factory)
             session.close()
-            if not quiet:
-                enable_progress_bars()
 
 
 @contextmanager
@@ -278,13 +270,10 @@ class _HubSession(httpx2.Client):
     """A session that bears with the Hub as long as ``patience`` lasts."""
 
     def __init__(self, repo_id: str, patience: Patience, timeout_s: float) -> None:
-        super().__init__(follow_redirects=True, timeout=timeout_s, verify=_certificates())
-        #: Sent so far, repeated requests included: how many, and bytes of their bodies.
-        self.requests = self.sent_bytes = 0
+        super().__init__(follow_redirects=True, timeout=timeout_s)
         #: What is being done, for messages.
         self.doing = "asking for the repository"
-        self._repo_id, self._patience = repo_id, patience
-        self._lock = threading.Lock()
+        self._repo_id, self.patience = repo_id, patience
 
     def request(self, method: str, url: Any, **kwargs: Any) -> httpx2.Response:
         """Send a request until there is an answer that is not a passing one.
@@ -304,8 +293,8 @@ class _HubSession(httpx2.Client):
         begin = body.tell() if hasattr(body, "seek") else None
         failures = 0
         while True:
-            self._patience.check()
-            since = self._patience.clock()
+            self.patience.check()
+            since = self.patience.clock()
             try:
                 response = super().request(method, url, **kwargs)
             except _FINAL:
@@ -317,22 +306,11 @@ class _HubSession(httpx2.Client):
                     return response
                 why, asked = _words(response), asked_wait(response)
             failures += 1
-            if not self._patience.wait(failures, asked, since):
+            if not self.patience.wait(failures, asked, since):
                 why += "" if asked is None else f"; it asks to wait {asked:.0f} s"
                 raise outage(why, self.doing, self._repo_id) from None
             if begin is not None:
                 body.seek(begin)
-
-    def pause(self, failures: int) -> bool:
-        """Wait as after a failed request; False if patience is over."""
-        return self._patience.wait(failures, None, self._patience.clock())
-
-    def send(self, request: httpx2.Request, **kwargs: Any) -> httpx2.Response:
-        """Send one request, counted."""
-        with self._lock:
-            self.requests += 1
-            self.sent_bytes += int(request.headers.get("Content-Length", 0))
-        return super().send(request, **kwargs)
 
 
 def asked_wait(response: httpx2.Response) -> float | None:
@@ -342,12 +320,6 @@ def asked_wait(response: httpx2.Response) -> float | None:
     if limit is not None and limit.remaining == 0:
         value = str(limit.reset_in_seconds)
     return min(float(value), _MOST_S) if value.isdecimal() else None
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """Read once: it takes longer than a request."""
-    return httpx2.create_ssl_context()
 
 
 def _passing(response: httpx2.Response) -> bool:

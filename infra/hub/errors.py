@@ -168,15 +168,9 @@ def outage(why: str, doing: str, repo_id: str) -> HubOutage:
 def _of_text(error: BaseException, repo_id: str) -> RefinerError | None:
     """Errors of the client that have no class of their own, only a text."""
     text = str(error)
-    if isinstance(error, ValueError) and text.startswith("LFS batch API returned errors"):
-        status = 413 if _STORAGE.search(text) else 400
-        return refused(status, text, "sending files", repo_id)
-    if isinstance(error, ValueError) and text.startswith("Invalid metadata in README.md"):
-        return HubRefused(
-            f"The Hub refuses the card of {repo_id}: {_shown(text)}.",
-            expected="front matter that it understands",
-            fix="correct publish.card_template and publish.license",
-        )
+    known = ("LFS batch API returned errors", "Invalid metadata in README.md")
+    if isinstance(error, ValueError) and text.startswith(known):
+        return refused(413 if _STORAGE.search(text) else 400, text, "sending files", repo_id)
     return None
 
 

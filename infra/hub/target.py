@@ -314,8 +314,6 @@ class _Publishing:
             files=all_files(self.publication, self.evidence),
             changed=tuple(sorted(self.changed)),
             commit=commit,
-            sent_bytes=self.hub.session.sent_bytes,
-            requests=self.hub.session.requests,
         )
 
 

@@ -40,7 +40,6 @@ BENCHES = (
     "judging",
     "memory",
     "parsing",
-    "publishing",
     "report",
     "rounds",
     "startup",

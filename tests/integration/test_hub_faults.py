@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from infra.hub import client
 from infra.hub import errors as patience
 from infra.hub.target import HubTarget, check_hub
-from infra.publishing import Publication, Published
+from infra.publishing import Publication
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -206,16 +206,6 @@ def test_two_publishers_at_once_lose_nothing(
     assert [r.status for r in hub.log if "/commit/" in r.path].count(412) == 1
 
 
-def test_a_file_that_somebody_adds_meanwhile_is_kept(hub: LoopbackHub, tmp_path: Path) -> None:
-    target(hub).publish(publication(tmp_path, 50))
-    fault = Fault(
-        "call", where=writes_to("/commit/"), does=lambda _: hub.add(REPO, {"notes.txt": b"mine"})
-    )
-    hub.faults = [fault]
-    target(hub).publish(publication(tmp_path, 100))
-    assert hub.contents(REPO, "step-100")["notes.txt"] == b"mine"
-
-
 def test_others_that_never_let_one_through_are_an_outage(
     hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,15 +291,6 @@ def test_a_transfer_that_corrupts_is_repeated(hub: LoopbackHub, tmp_path: Path) 
     assert "tags/step-100" not in hub.refs(REPO)
 
 
-def test_addresses_for_uploads_that_are_too_old_are_asked_for_again(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
-    hub.faults = [Fault("answer", where=writes_to("/put/"), status=403, says="Request has expired")]
-    target(hub).publish(publication(tmp_path, 50))
-    assert len([r for r in hub.log if r.path.endswith("/batch")]) == 2
-    assert hub.contents(REPO, "step-50")["model.safetensors"] == b"weights of step 50"
-
-
 def test_a_source_that_was_replaced_meanwhile_is_not_published(
     hub: LoopbackHub, tmp_path: Path
 ) -> None:
@@ -387,39 +368,12 @@ def test_a_token_that_expires_on_the_way_is_refused_and_another_goes_on(
     assert hub.large_bytes(before) == 0, "what was sent already is not sent again"
 
 
-def test_a_private_repository_of_others_looks_as_if_it_were_not_there(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
-    hub.create("else/model")
-    with pytest.raises(HubRefused, match=r"403.*may write to else"):
-        target(hub).publish(publication(tmp_path, 50, repo_id="else/model"))
-
-
 def test_a_full_storage_is_refused_until_there_is_room(hub: LoopbackHub, tmp_path: Path) -> None:
     hub.quota = 10
     with pytest.raises(HubRefused, match="storage of me on the Hub has no room for me/model"):
         target(hub).publish(publication(tmp_path, 50))
     hub.quota = None
     target(hub).publish(publication(tmp_path, 50))
-
-
-def test_a_card_that_the_hub_does_not_understand_is_refused(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
-    from dataclasses import replace
-
-    from infra.publishing import FileToPublish
-
-    wanted = publication(tmp_path, 50)
-    bad = FileToPublish.of_text("README.md", "---\nlicense: [\n---\n")
-    files = tuple(bad if f.name == "README.md" else f for f in wanted.files)
-    with pytest.raises(HubRefused, match="refuses the card"):
-        target(hub).publish(replace(wanted, files=files))
-
-
-def test_a_name_that_is_none_is_refused(hub: LoopbackHub, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"is no name of a repository.*repo_id"):
-        target(hub).publish(publication(tmp_path, 50, repo_id="me/-bad-"))
 
 
 def test_no_answer_of_the_hub_brings_a_token_into_an_error(
@@ -485,11 +439,3 @@ def test_a_hub_that_cannot_be_reached_before_a_run_is_a_warning(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(HubRefused, match="HF_HUB_OFFLINE"):
         check_hub(RecipeConfig(publish=publish))
-
-
-def test_a_publication_says_what_it_took(hub: LoopbackHub, tmp_path: Path) -> None:
-    published: Published = target(hub).publish(publication(tmp_path, 50))
-    assert (published.requests, published.sent_bytes) == (
-        len(hub.log),
-        sum(r.bytes for r in hub.log),
-    )

@@ -94,18 +94,6 @@ def test_main_is_the_best_also_where_an_earlier_step_turns_out_to_be_it(
     assert (root / REPO / "model.safetensors").read_bytes() == b"weights of step 50"
 
 
-def test_a_card_of_a_step_changes_main_only_where_main_is_that_step(
-    root: Path, tmp_path: Path
-) -> None:
-    target = FolderTarget(root, STEPS)
-    for step in (50, 100):
-        target.publish(publication(tmp_path, step))
-        target.publish(publication(tmp_path, step, says=f"{step}!", only_card=True))
-    target.publish(publication(tmp_path, 50, says="late", only_card=True))
-    texts = [target.read_text(REPO, r, "README.md") for r in ("main", "step-100", "step-50")]
-    assert texts == [card("100!"), card("100!"), card("late")]
-
-
 def test_files_that_are_no_longer_wanted_go_and_those_of_others_stay(
     root: Path, tmp_path: Path
 ) -> None:
@@ -291,19 +279,3 @@ def test_what_was_published_is_known_to_be_gone_or_replaced(root: Path, tmp_path
     shutil.rmtree(root)
     assert target_damage(published) == f"{root / REPO} is gone"
     assert target_damage(updated) == f"{root / REPO} is gone"
-
-
-def test_weights_of_another_size_are_told_though_the_manifest_is_as_it_was(
-    root: Path, tmp_path: Path
-) -> None:
-    target, last = FolderTarget(root, FINAL), publication(tmp_path, 100, final=True)
-    published = {**report_of(target.publish(last), last), "card": card()}
-    path = root / REPO / "model.safetensors"
-    size = path.stat().st_size
-    path.write_bytes(path.read_bytes()[:-1])
-    assert target_damage(published) == f"{path} has {size - 1} bytes instead of {size}"
-
-
-def test_a_hub_is_not_asked_whether_it_still_has_it() -> None:
-    report = {"where": "hub", "target": "http://127.0.0.1:1/me/model", "files": [], "card": ""}
-    assert target_damage(report) is None

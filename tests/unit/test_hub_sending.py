@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from infra.hub import client
-from infra.hub.client import Sending, operations
+from infra.hub.client import operations
 from infra.publishing import FileToPublish
-from refiner_core.contract.errors import Interrupted, StageFailed
+from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.types import Progress
 
 
@@ -22,25 +22,6 @@ def stored(folder: Path, data: bytes, name: str = "model.safetensors") -> FileTo
 
 def never() -> bool:
     return False
-
-
-def test_progress_is_told_each_32_mib_and_at_the_end_of_each_file() -> None:
-    told: list[Progress] = []
-    sending = Sending(2, told.append, never)
-    tell = 32 << 20
-    for name, count in (("a", tell - 1), ("a", 1), ("b", tell), ("a", 5), ("a", 0), ("b", 0)):
-        sending.moved(name, count)
-    assert [(p.done, p.total, p.phase, p.values["sent_bytes"]) for p in told] == [
-        (0, 2, "sending a", tell),
-        (0, 2, "sending b", 2 * tell),
-        (1, 2, "sending a", 2 * tell + 5),
-        (2, 2, "sending b", 2 * tell + 5),
-    ]
-    told.clear()
-    sending.moved("b", tell - 1)
-    assert not told, "what was told counts no more"
-    with pytest.raises(Interrupted):
-        Sending(1, told.append, lambda: True).moved("a", 1)
 
 
 def test_what_the_client_reads_to_send_it_is_counted_and_nothing_else(
