@@ -370,17 +370,3 @@ def _index_metric(entry: Entry) -> dict[str, Any]:
         "name": f"{entry.values['metric']} ({said})",
         "value": round(entry.value or 0.0, 6),
     }
-
-
-def index_numbers(facts: CardFacts) -> list[tuple[str, str]]:
-    """The numbers of ``model-index``, in order, each with its fact."""
-    found = []
-    for entry in own_entries(facts):
-        if entry.value is None:
-            continue
-        parts = [("n", str(entry.values["n"]))]
-        if entry.interval is not None:
-            parts += zip(("low", "high"), (f"{end:.3f}" for end in entry.interval), strict=True)
-        parts.append(("value", str(round(entry.value, 6))))
-        found += [(text, f"evaluations.{entry.place}.{part}") for part, text in parts]
-    return found

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from refiner_core.cards.build import marked_card
 from refiner_core.cards.evidence import facts_from_json, facts_to_json
 from refiner_core.cards.facts import AttemptNote, CardFacts, numbers_in, record_of, unmarked
-from refiner_core.cards.results import index_numbers
+from refiner_core.cards.results import own_entries
 from refiner_core.contract.config import (
     DataConfig,
     GrpoConfig,
@@ -224,3 +224,17 @@ def card_numbers(facts: CardFacts) -> list[CardNumber]:
         section = text[3:] if text.startswith("## ") else section
         found += [(text[start:end], section, fact) for start, end, fact in numbers_in(line)]
     return [CardNumber(*number, record_of(facts, number[2])) for number in found]
+
+
+def index_numbers(facts: CardFacts) -> list[tuple[str, str]]:
+    """The numbers of ``model-index``, in order, each with its fact."""
+    found = []
+    for entry in own_entries(facts):
+        if entry.value is None:
+            continue
+        parts = [("n", str(entry.values["n"]))]
+        if entry.interval is not None:
+            parts += zip(("low", "high"), (f"{end:.3f}" for end in entry.interval), strict=True)
+        parts.append(("value", str(round(entry.value, 6))))
+        found += [(text, f"evaluations.{entry.place}.{part}") for part, text in parts]
+    return found

@@ -23,7 +23,7 @@ from refiner_core.cards.lint.markdown import Document, Finding, front_findings, 
 from refiner_core.cards.lint.numbers import (
     claim_findings,
     impossible_shares,
-    prose_findings,
+    part_findings,
     totals,
 )
 from refiner_core.cards.lint.quantities import quantities
@@ -40,31 +40,13 @@ _NO_EVIDENCE = Finding(
     "warning",
 )
 _OUR_SECTIONS = {"Training set-up", "Reproduction", "Known notes", "Provenance"}
-
-
+#: A folder of some machine: a card that refiner makes names none at all.
+_PATH = re.compile(
+    r"(?<![\w.:/-])(?:/(?:root|mnt|work|data|tmp|opt|var|home|Users|scratch|gpfs|lustre|nfs)/"
+    r"[\w.~-]+|~/\.?\w[\w.-]*|[A-Z]:\\\w+)"
+)
 #: Characters of a card; a larger one is no card.
 LARGEST = 1_000_000
-
-
-def _of_itself(text: str, *, has_evidence: bool) -> Iterator[Finding]:
-    """Findings about a README by itself."""
-    document = read_document(text)
-    known = quantities(document)
-    shares = list(impossible_shares(document, known))
-    impossible = [q for _, q in shares if q is not None]
-    ours = {*document.headings} >= _OUR_SECTIONS
-    if ours and not has_evidence:
-        yield _NO_EVIDENCE
-    unknown_base = bool(_UNKNOWN_BASE.search(text))
-    yield from front_findings(document.front, document.front_line, unknown_base=unknown_base)
-    yield from _signs(document)
-    if ours:
-        yield from _paths(document)
-    for table in document.tables:
-        yield from totals(table)
-    yield from (finding for finding, _ in shares)
-    yield from claim_findings(document, known, impossible)
-    yield from prose_findings(document)
 
 
 def check_card(
@@ -96,30 +78,26 @@ def lint_card(text: str, evidence: str | None = None, *, template: str | None = 
     return [f"line {f.line}: {f.message}" for f in found if f.is_error]
 
 
-# ---------------------------------------------------------------- what stands in no number
-
-#: A folder of some machine: a card that refiner makes names none at all.
-_PATH = re.compile(
-    r"(?<![\w.:/-])(?:/(?:root|mnt|work|data|tmp|opt|var|home|Users|scratch|gpfs|lustre|nfs)/"
-    r"[\w.~-]+|~/\.?\w[\w.-]*|[A-Z]:\\\w+)"
-)
-
-
-def _paths(document: Document) -> Iterator[Finding]:
-    for paragraph in document.paragraphs:
-        for found in _PATH.finditer(paragraph.text):
-            yield _path(paragraph.line_of(found.start()), found)
-    for row in (row for table in document.tables for row in table.rows):
-        yield from (_path(row.line, m) for cell in row.cells for m in _PATH.finditer(cell))
-
-
-def _path(line: int, found: re.Match[str]) -> Finding:
-    message = f"{found.group()} is a path of some machine"
-    return Finding(line, "machine-path", message, "name what others can get")
+def _of_itself(text: str, *, has_evidence: bool) -> Iterator[Finding]:
+    """Findings about a README by itself."""
+    document = read_document(text)
+    ours = {*document.headings} >= _OUR_SECTIONS
+    if ours and not has_evidence:
+        yield _NO_EVIDENCE
+    unknown_base = bool(_UNKNOWN_BASE.search(text))
+    yield from front_findings(document.front, unknown_base=unknown_base)
+    yield from _signs(document, ours=ours)
+    for table in document.tables:
+        yield from totals(table)
+    known = quantities(document)
+    shares = list(impossible_shares(document, known))
+    yield from (finding for finding, _ in shares)
+    yield from claim_findings(document, known, [q for _, q in shares if q is not None])
+    yield from part_findings(document)
 
 
-def _signs(document: Document) -> Iterator[Finding]:
-    """Secrets, and characters that nobody sees."""
+def _signs(document: Document, *, ours: bool) -> Iterator[Finding]:
+    """Secrets, characters that nobody sees, and on a card of ours paths."""
     for number, line in enumerate(document.text.split("\n"), start=1):
         if has_secret(line):
             what = "something looks like an access token or key"
@@ -127,3 +105,6 @@ def _signs(document: Document) -> Iterator[Finding]:
         if found := CONTROLS.search(line):
             what = f"the character U+{ord(found.group()):04X} is shown by nobody"
             yield Finding(number, "control-character", what, "take it out")
+        if ours and (found := _PATH.search(line)):
+            what = f"{found.group()} is a path of some machine"
+            yield Finding(number, "machine-path", what, "name what others can get")

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from difflib import SequenceMatcher
+from itertools import zip_longest
 from typing import Any
 
 from refiner_core.cards.build import build_card, marked_card
@@ -22,14 +22,14 @@ from refiner_core.cards.evidence import Evidence, load_evidence
 from refiner_core.cards.facts import CardFacts, finite, numbers_in, record_of
 from refiner_core.cards.lint.markdown import Finding
 from refiner_core.cards.public import proof_problems
-from refiner_core.cards.results import index_numbers
 from refiner_core.contract.errors import RefinerError
 
-_CLOSE = 1e-9
+_CLOSE, _CLOSE_BOUND = 1e-9, 1e-6
+_ODD = "evidence-inconsistent"
 _FIX_EVIDENCE = "evaluate and publish again; or take the evidence that was published"
 
 
-def inconsistencies(evidence: Evidence) -> Iterator[Finding]:
+def inconsistencies(evidence: Evidence) -> Iterator[str]:
     """Statements of the evidence that cannot be."""
     facts = evidence.facts
     pairs = {
@@ -39,102 +39,56 @@ def inconsistencies(evidence: Evidence) -> Iterator[Finding]:
     }
     for name, (outside, inside) in pairs.items():
         if outside != inside:
-            yield _finding(f"{name} is {outside!r}, and facts.{name} is {inside!r}")
-    for problem in [*_of_rows(facts), *proof_problems(facts)]:
-        yield _finding(problem)
+            yield f"{name} is {outside!r}, and facts.{name} is {inside!r}"
+    yield from proof_problems(facts)
+    for which in ("sft", "rl"):
+        at = f"reports.data.{which}"
+        read, kept = (finite(facts.fact(f"{at}.{key}")) for key in ("read", "kept"))
+        dropped = sum((facts.fact(f"{at}.dropped") or {}).values())
+        if read is not None and kept is not None and read != kept + dropped:
+            yield f"facts.{at}: {read:g} rows were read, and {kept:g} kept + {dropped:g} dropped"
     for place, entry in enumerate(facts.evaluations):
-        for problem in [*_of_number(entry), *_of_protocol(facts, entry)]:
-            yield _finding(f"{_name(facts, place, entry)}: {problem}")
-        if _is_outside(entry):
-            bootstrap = str(entry.get("interval", "")).startswith("bootstrap")
-            value, low, high = entry["value"], entry["low"], entry["high"]
-            message = f"{value!r} does not lie in its interval [{low!r}, {high!r}]"
-            yield replace(
-                _finding(f"{_name(facts, place, entry)}: {message}"),
-                severity="warning" if bootstrap else "error",
-            )
+        path = f"evaluations.{place}"
+        record = record_of(facts, path)
+        where = f", from {record}" if record else ""
+        name = f"{entry['metric']} of {entry['stage']}, {entry['decoding']}{where}"
+        for problem in _of_number(facts, entry):
+            yield f"facts.{path} ({name}): {problem}"
 
 
-def _of_number(entry: Mapping[str, Any]) -> Iterator[str]:
-    value, low, high = (finite(entry.get(key)) for key in ("value", "low", "high"))
-    numerator, denominator = finite(entry.get("numerator")), finite(entry.get("denominator"))
-    n = finite(entry.get("n"))
+def _of_number(facts: CardFacts, entry: Mapping[str, Any]) -> Iterator[str]:
+    """Problems of one evaluation: a value is its numerator over its denominator, lies in its
+    interval, and counts no more prompts than its protocol has and were sampled."""
+    value, low, high, over, under, n = (
+        finite(entry.get(key)) for key in ("value", "low", "high", "numerator", "denominator", "n")
+    )
     if value is None:
         return
-    quotient = numerator / denominator if numerator is not None and denominator else None
-    if quotient is not None and not math.isclose(value, quotient, rel_tol=_CLOSE, abs_tol=_CLOSE):
-        yield f"{value!r} is not {numerator:g} / {denominator:g} = {quotient!r}"
-    if denominator is not None and n is not None and denominator < n:
-        yield f"{n:g} prompts have {denominator:g} samples"
-    if low is not None and high is not None:
-        if low > high:
-            yield f"its interval [{low!r}, {high!r}] ends before it begins"
-        yield from _wilson(entry, value, low, high)
-
-
-def _is_outside(entry: Mapping[str, Any]) -> bool:
-    """True if a value does not lie in its interval; few prompts and a skew can bring a bootstrap
-    there, nothing brings a Wilson interval there."""
-    value, low, high = (finite(entry.get(key)) for key in ("value", "low", "high"))
-    if value is None or low is None or high is None or low > high:
-        return False
-    slack = _CLOSE * max(1.0, abs(value))
-    return not low - slack <= value <= high + slack
-
-
-def _of_protocol(facts: CardFacts, entry: Mapping[str, Any]) -> Iterator[str]:
-    """No more prompts count than the protocol has."""
+    if over is not None and under and not math.isclose(value, over / under, abs_tol=_CLOSE):
+        yield f"{value!r} is not {over:g} / {under:g} = {over / under!r}"
     prompts = finite((facts.protocols.get(entry["protocol"]) or {}).get("num_prompts"))
-    n = finite(entry["n"])
-    if prompts is not None and n is not None and n > prompts:
+    if n is not None and under is not None and under < n:
+        yield f"{n:g} prompts have {under:g} samples"
+    if n is not None and prompts is not None and n > prompts:
         yield f"n is {n:g}, and its protocol has {prompts:g} prompts"
-
-
-def _of_rows(facts: CardFacts) -> Iterator[str]:
-    """Rows that were read were kept or dropped."""
-    for which, counts in (facts.reports.get("data") or {}).items():
-        known = [finite(counts.get(key)) for key in ("read", "kept")] if counts else [None]
-        if which in ("sft", "rl") and None not in known:
-            read, kept = known
-            dropped = sum((counts.get("dropped") or {}).values())
-            if read != kept + dropped:
-                yield (
-                    f"facts.reports.data.{which}: {read:g} rows were read, and {kept:g} kept + "
-                    f"{dropped:g} dropped"
-                )
-
-
-def _wilson(entry: Mapping[str, Any], value: float, low: float, high: float) -> Iterator[str]:
-    """Wilson intervals follow from counts alone; others need the samples."""
-    counts = {
-        "wilson": (entry.get("numerator"), entry.get("denominator")),
-        "wilson over prompts": (value * int(entry["n"]), entry["n"]),
-    }.get(str(entry.get("interval")))
-    numbers = [finite(count) for count in counts or (None, None)]
-    successes, trials = numbers
-    if successes is None or not trials or not 0 <= round(successes) <= round(trials):
+    if low is None or high is None:
         return
-    from refiner_core.evaluation.statistics import wilson
+    slack, how = _CLOSE * max(1.0, abs(value)), str(entry.get("interval"))
+    # Few prompts and a skew can bring a bootstrap away from its value.
+    if low > high or not (how.startswith("bootstrap") or low - slack <= value <= high + slack):
+        yield f"{value!r} does not lie in its interval [{low!r}, {high!r}]"
+    # Wilson intervals follow from counts alone; others need the samples.
+    counts = {"wilson": (over, under), "wilson over prompts": (value * (n or 0), n)}.get(how)
+    known = [round(count) for count in counts or () if count is not None]
+    if len(known) == 2 and 0 <= known[0] <= known[1] != 0:
+        from refiner_core.evaluation.statistics import wilson
 
-    first, last = wilson(round(successes), round(trials))
-    if not (math.isclose(first, low, abs_tol=1e-6) and math.isclose(last, high, abs_tol=1e-6)):
-        yield (
-            f"its interval is [{low:.6f}, {high:.6f}]; Wilson's of {round(successes)} of "
-            f"{round(trials)} is [{first:.6f}, {last:.6f}]"
-        )
-
-
-def _name(facts: CardFacts, place: int, entry: Mapping[str, Any]) -> str:
-    record = record_of(facts, f"evaluations.{place}")
-    where = f", from {record}" if record else ""
-    return (
-        f"facts.evaluations.{place} ({entry['metric']} of {entry['stage']}, {entry['decoding']}"
-        f"{where})"
-    )
-
-
-def _finding(message: str) -> Finding:
-    return Finding(1, "evidence-inconsistent", message, _FIX_EVIDENCE)
+        first, last = wilson(*known)
+        if max(abs(first - low), abs(last - high)) > _CLOSE_BOUND:
+            yield (
+                f"its interval is [{low:.6f}, {high:.6f}]; Wilson's of {known[0]} of {known[1]} "
+                f"is [{first:.6f}, {last:.6f}]"
+            )
 
 
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?|[^\W\d]+|\s+|.", re.DOTALL)
@@ -165,12 +119,13 @@ def evidence_findings(text: str, evidence: str, template: str | None = None) -> 
         return [Finding(1, "too-large", what, _FIX)]
     try:
         read = load_evidence(evidence)
+        wrong = [Finding(1, _ODD, said, _FIX_EVIDENCE) for said in inconsistencies(read)]
         if read.facts.template not in (None, template):
-            return [_NOT_RUN, *inconsistencies(read)]
+            return [_NOT_RUN, *wrong]
         expected = build_card(read.facts)
     except RefinerError as error:
         return [Finding(1, "evidence", f"its evidence cannot be used: {error.what}", error.fix)]
-    return [*inconsistencies(read), *differences(text, expected, read)]
+    return [*wrong, *differences(text, expected, read)]
 
 
 def differences(text: str, expected: str, evidence: Evidence) -> Iterator[Finding]:
@@ -182,66 +137,40 @@ def differences(text: str, expected: str, evidence: Evidence) -> Iterator[Findin
         what = f"it has {len(have)} lines, and the evidence gives {len(want)}"
         yield Finding(1, "evidence", what, _FIX)
         return
-    origin = _Origin(evidence.facts, want)
+    facts = evidence.facts
+    marked = marked_card(facts, facts.template).split("\n")
     matcher = SequenceMatcher(None, have, want, autojunk=False)
     for kind, i1, i2, j1, j2 in matcher.get_opcodes():
         if kind == "equal":
             continue
-        paired = min(i2 - i1, j2 - j1)
-        for offset in range(paired):
-            yield from _changed(i1 + offset + 1, have[i1 + offset], j1 + offset, origin)
-        for i in range(i1 + paired, i2):
-            yield Finding(
-                i + 1, "evidence", f"the evidence gives no line {_short(have[i])!r}", _FIX
-            )
-        for j in range(j1 + paired, j2):
-            line = min(i2, len(have) - 1) + 1
-            yield Finding(
-                line, "evidence", f"here the evidence gives the line {_short(want[j])!r}", _FIX
-            )
+        for i, j in zip_longest(range(i1, i2), range(j1, j2)):
+            if j is None:
+                yield Finding(
+                    i + 1, "evidence", f"the evidence gives no line {have[i]!r:.160}", _FIX
+                )
+            elif i is None:
+                what = f"here the evidence gives the line {want[j]!r:.160}"
+                yield Finding(min(i2, len(have) - 1) + 1, "evidence", what, _FIX)
+            else:
+                for what in _changes(have[i], want[j], list(numbers_in(marked[j])), facts):
+                    yield Finding(i + 1, "evidence", what, _FIX)
 
 
-def _changed(line: int, have: str, place: int, origin: _Origin) -> Iterator[Finding]:
-    """Differences of two lines: each number or word that does, unless most of them do."""
-    want = origin.lines[place]
+def _changes(
+    have: str, want: str, placed: Sequence[tuple[int, int, str]], facts: CardFacts
+) -> Iterator[str]:
+    """Differences of two lines: each number or word that does, with its fact, unless most do."""
     ours, theirs = _TOKEN.findall(have), _TOKEN.findall(want)
     changes = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
     if len(ours) != len(theirs) or not 0 < len(changes) <= _MOST:
-        yield Finding(line, "evidence", f"the evidence gives the line {_short(want)!r}", _FIX)
+        yield f"the evidence gives the line {want!r:.160}"
         return
     for i in changes:
         start = len("".join(theirs[:i]))
-        source = origin.of(place, start, start + len(theirs[i]))
-        message = f"{_short(ours[i])!r} stands here, and the evidence gives {_short(theirs[i])!r}"
+        end = start + len(theirs[i])
+        fact = next((fact for a, b, fact in placed if a < end and start < b), None)
+        record = fact and record_of(facts, fact)
+        source = f" (fact {fact}{f', from {record}' if record else ''})" if fact else ""
         around = "".join(theirs[max(0, i - 6) : i + 5]).strip()
-        yield Finding(line, "evidence", f"{message}{source}: …{around}…", _FIX)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "…"
-
-
-class _Origin:
-    """Origin of each number of a card: its fact."""
-
-    def __init__(self, facts: CardFacts, lines: Sequence[str]) -> None:
-        self.facts, self.lines = facts, lines
-        marked = marked_card(facts, facts.template).split("\n")
-        self._placed = [list(numbers_in(line)) for line in marked]
-        line, start = 0, 0
-        front = next((i for i, text in enumerate(lines) if text.startswith("## ")), len(lines))
-        for text, fact in index_numbers(facts):
-            # By itself, or else as part of a name (`H200`).
-            pattern = re.compile(rf"(?<![\w.]){re.escape(text)}(?!\w|\.\d)")
-            for place in range(line, front):
-                if found := pattern.search(lines[place], start if place == line else 0):
-                    line, start = place, found.end()
-                    self._placed[line].append((found.start(), start, fact))
-                    break
-
-    def of(self, line: int, start: int, end: int) -> str:
-        """`` (fact evaluations.3.value, from stages/…)``; empty where no number stands there."""
-        facts = (fact for a, b, fact in self._placed[line] if a < end and start < b)
-        fact = next(facts, None)
-        record = None if fact is None else record_of(self.facts, fact)
-        return f" (fact {fact}, from {record})" if record else f" (fact {fact})" if fact else ""
+        said = f"{ours[i]!r:.160} stands here, and the evidence gives {theirs[i]!r:.160}"
+        yield f"{said}{source}: …{around:.160}…"

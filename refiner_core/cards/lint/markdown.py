@@ -8,8 +8,7 @@ Nothing is executed.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -25,19 +24,15 @@ _RUN = re.compile(r"\s{65,}|[\d,.]{65,}")
 _CAPTION = 2000
 
 
-@dataclass(frozen=True)
-class Paragraph:
-    """Prose of a block as it is read, with its line ends and inline code in its marks;
-    ``without_code`` has every character where it was, and that code blanked."""
+class Paragraph(NamedTuple):
+    """Prose of a block, or a row of a table, as it is read; inline code is blanked."""
 
     line: int
     text: str
-    without_code: str
-    line_ends: tuple[int, ...] = field(repr=False)
 
     def line_of(self, offset: int) -> int:
         """The line in which a character of ``text`` stands."""
-        return self.line + bisect_left(self.line_ends, offset)
+        return self.line + self.text.count("\n", 0, offset)
 
 
 class Row(NamedTuple):
@@ -61,15 +56,21 @@ class Table:
 
 @dataclass
 class Document:
-    """A README. ``front`` is the text between the two lines of ``---`` (None where there is no such
-    block), and ``front_line`` the line of its first character."""
+    """A README. ``front`` is the text between the two lines of ``---``; None where there is no such
+    block."""
 
     text: str
     front: str | None = None
-    front_line: int = 0
     paragraphs: list[Paragraph] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     headings: list[str] = field(default_factory=list)
+
+    def texts(self) -> Iterator[Paragraph]:
+        """Paragraphs, and rows of tables as such."""
+        yield from self.paragraphs
+        for row in (row for table in self.tables for row in table.rows):
+            cells = "".join(f"{cell}\t" for cell in row.cells)
+            yield Paragraph(row.line, cells)
 
 
 @cache
@@ -84,8 +85,7 @@ def read_document(text: str) -> Document:
     if lines[0].rstrip() == "---":
         end = next((i for i in range(1, len(lines)) if lines[i].rstrip() == "---"), None)
         if end is not None:
-            document.front, document.front_line = "\n".join(lines[1:end]), 2
-            start = end + 1
+            document.front, start = "\n".join(lines[1:end]), end + 1
     sections: list[tuple[int, str]] = []
     caption = ""
     tokens = iter(_markdown().parse("\n".join(lines[start:])))
@@ -93,20 +93,20 @@ def read_document(text: str) -> Document:
         line = start + 1 + (token.map or [0])[0]
         if token.type == "html_block":
             text = _MARKUP.sub(_blank, token.content.removesuffix("\n"))
-            document.paragraphs.append(_paragraph([(text, text)], line))
+            document.paragraphs.append(Paragraph(line, _without_runs(text)))
         elif token.type == "heading_open":
             inline = next(tokens)
-            title, level = _cell(inline), int(token.tag[1])
+            title, level = " ".join(_seen(inline, code=True).split()), int(token.tag[1])
             sections = [(n, t) for n, t in sections if n < level] + [(level, title)]
             document.headings.append(title)
-            document.paragraphs.append(_paragraph(_parts(inline), line))
+            document.paragraphs.append(Paragraph(line, _seen(inline)))
             caption = ""
         elif token.type == "table_open":
             headings = tuple(title for _, title in sections)
             document.tables.append(_table(tokens, line, start + 1, headings, caption))
             caption = ""
         elif token.type == "inline":
-            document.paragraphs.append(_paragraph(_parts(token), line))
+            document.paragraphs.append(Paragraph(line, _seen(token)))
             caption = document.paragraphs[-1].text[-_CAPTION:]
     return document
 
@@ -120,7 +120,7 @@ def _table(
         if token.type == "table_close":
             break
         if token.type == "inline":
-            cells.append(_cell(token))
+            cells.append(" ".join(_seen(token, code=True).split()))
         elif token.type == "tr_open":
             cells = []
             at = first + (token.map or [line - first])[0]
@@ -129,34 +129,18 @@ def _table(
     return Table(line, rows[0].cells, tuple(rows[1:]), headings, caption)
 
 
-def _parts(inline: Token) -> list[tuple[str, str]]:
-    """What a reader sees of each part of a text, and the same with inline code blanked."""
-    return [
-        (f"`{t.content}`", " " * (len(t.content) + 2))
-        if t.type == "code_inline"
-        else (_read(t), _read(t))
-        for t in inline.children or ()
-    ]
-
-
-def _paragraph(parts: Sequence[tuple[str, str]], line: int) -> Paragraph:
-    text, without = "".join(seen for seen, _ in parts), "".join(blanked for _, blanked in parts)
-    ends = tuple(place for place, sign in enumerate(text) if sign == "\n")
-    return Paragraph(line, _without_runs(text), _without_runs(without), ends)
-
-
-def _cell(inline: Token) -> str:
-    parts = (t.content if t.type == "code_inline" else _read(t) for t in inline.children or ())
-    return _without_runs(" ".join("".join(parts).split()))
-
-
-def _read(token: Token) -> str:
-    """What a reader sees of a part of a line."""
-    if token.type in ("softbreak", "hardbreak"):
-        return "\n"
-    if token.type == "html_inline":
-        return _MARKUP.sub(_blank, token.content)
-    return token.content
+def _seen(inline: Token, *, code: bool = False) -> str:
+    """What a reader sees of a text, with inline ``code`` or with blanks in its place."""
+    parts = []
+    for token in inline.children or ():
+        if token.type in ("softbreak", "hardbreak"):
+            parts.append("\n")
+        elif token.type == "html_inline":
+            parts.append(_MARKUP.sub(_blank, token.content))
+        else:
+            hidden = token.type == "code_inline" and not code
+            parts.append(" " if hidden else token.content)
+    return _without_runs("".join(parts))
 
 
 def _blank(found: re.Match[str]) -> str:
@@ -229,48 +213,46 @@ class Finding:
 
 #: Characters of a front matter; YAML is slow to read.
 _LARGEST = 100_000
-_REQUIRED = {"license": "licence-missing", "base_model": "base-model-missing"}
+#: The line after the first ---.
+_FIRST_LINE = 2
 
 
-def front_findings(
-    block: str | None, first_line: int, *, unknown_base: bool = False
-) -> Iterator[Finding]:
+def front_findings(block: str | None, *, unknown_base: bool = False) -> Iterator[Finding]:
     """Problems of a front matter.
 
     Parameters
     ----------
     block
         The text; None where there is none.
-    first_line
-        Line of the file that it begins in.
     unknown_base
         The card says that nobody has recorded the base model.
     """
+    line, wrong = 1, ""
+    matter: Any = None
     if block is None:
-        missing = "there is no front matter (a block between two lines of ---)"
-        yield Finding(1, "front-matter", missing, "begin the file with: license, base_model, …")
+        wrong = "there is no front matter (a block between two lines of ---)"
+    elif len(block) > _LARGEST:
+        wrong = f"the front matter has {len(block)} characters, at most {_LARGEST} are read"
+    else:
+        line = _FIRST_LINE
+        try:
+            # A few lines of aliases stand for gigabytes.
+            for token in yaml.scan(block):
+                if isinstance(token, yaml.AliasToken):
+                    raise yaml.MarkedYAMLError(problem="an alias", problem_mark=token.start_mark)
+            matter = yaml.safe_load(block)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            mark = getattr(error, "problem_mark", None)
+            reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
+            line += mark.line if mark else 0
+            wrong = f"the front matter is not YAML that cards may have: {reason}"
+    if not wrong and not isinstance(matter, dict):
+        wrong = "the front matter is not a mapping"
+    if wrong:
+        fix = "begin the file with a block between two lines of ---: license, base_model, …"
+        yield Finding(line, "front-matter", wrong, fix)
         return
-    if len(block) > _LARGEST:
-        size = f"{len(block)} characters, at most {_LARGEST} are read"
-        yield Finding(1, "front-matter", f"the front matter has {size}")
-        return
-    try:
-        # A few lines of aliases stand for gigabytes.
-        alias = next((t for t in yaml.scan(block) if isinstance(t, yaml.AliasToken)), None)
-        if alias is not None:
-            what = "it has an alias, which cards need none of"
-            raise yaml.MarkedYAMLError(problem=what, problem_mark=alias.start_mark)
-        matter = yaml.safe_load(block)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        line = first_line + (mark.line if mark else 0)
-        yield Finding(line, "front-matter", f"the front matter is not YAML: {reason}")
-        return
-    if not isinstance(matter, dict):
-        yield Finding(first_line, "front-matter", "the front matter is not a mapping")
-        return
-    for key, rule in _REQUIRED.items():
+    for key, rule in (("license", "licence-missing"), ("base_model", "base-model-missing")):
         if not matter.get(key):
             severity: Severity = "warning" if unknown_base and key == "base_model" else "error"
             what = f"the front matter has no {key}"
