@@ -16,6 +16,7 @@ from refiner_core.evaluation.metrics import is_number
 from refiner_core.evaluation.power import (
     Components,
     detectable_effect,
+    likely_components,
     power_of,
 )
 from sweeps.forecast import amount
@@ -61,6 +62,8 @@ class Detectable:
     effect
         The smallest difference to the baseline that is found in 80 % of such sweeps, by the
         strictest of all arms' comparisons (Holm). None: unknown.
+    effect_range
+        Its likely range (80 %), where few seeds say how far seeds differ; None where none do.
     seeds, prompts, arms
         As planned; ``arms`` are those compared with the baseline, ``prompts`` None is not known.
     power_for_wanted
@@ -81,6 +84,7 @@ class Detectable:
     power_for_wanted: float | None = None
     would_do: Mapping[str, int | None] | None = None
     warnings: tuple[str, ...] = ()
+    effect_range: tuple[float, float] | None = None
 
 
 def aim_of(plan: SweepPlan) -> Question:
@@ -127,15 +131,18 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
     arms = max(0, len({t.arm for t in plan.trials}) - 1)
     strict = ALPHA / max(1, arms)
     known = evidence.components
-    effect = found = would_do = None
+    effect = found = would_do = limits = None
     if known is not None and prompts is not None and prompts >= 2 and seeds:
         effect = detectable_effect(known, seeds, prompts, POWER, strict)
+        if (likely := likely_components(known)) is not None and seeds > 1:
+            low, high = (detectable_effect(c, seeds, prompts, POWER, strict) for c in likely)
+            limits = low, high
         if (wanted := aim.smallest_effect) is not None:
             found = power_of(known, seeds, prompts, wanted, strict)
             if found < POWER:
                 would_do = _would_do(known, seeds, prompts, wanted, strict)
-    result = Detectable(aim, effect, seeds, prompts, arms, evidence, found, would_do)
-    return replace(result, warnings=tuple(_warnings(result)))
+    result = Detectable(aim, effect, seeds, prompts, arms, evidence, found, would_do, (), limits)
+    return replace(result, warnings=tuple(_warnings(plan, result)))
 
 
 def _would_do(
@@ -159,8 +166,14 @@ def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
 # ---------------------------------------------------------------- warnings
 
 
-def _warnings(found: Detectable) -> list[str]:
+def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
     aim, texts = found.aim, []
+    if plan.trials[0].plan.evaluation(aim.model, aim.protocol) is None:
+        where = f" under protocol {aim.protocol}" if aim.protocol else ""
+        return [
+            f"No stage evaluates {aim.model or 'any model'}{where}: the sweep's question stays "
+            "open; add `evaluate` to stages, or correct `question:`"
+        ]
     if found.prompts is not None and found.prompts < 2:
         texts.append(
             f"{found.prompts} held-out prompts: nothing can be compared; raise "

@@ -132,6 +132,12 @@ def detectable_lines(found: Detectable) -> list[str]:
     known = found.evidence.components
     if found.effect is not None and known is not None and known.seed is None:
         lines.append("  that is, if seeds do not matter: how far they differ is not known")
+    if found.effect_range is not None and known is not None:
+        low, high = found.effect_range
+        lines.append(
+            f"  likely between {low:.3f} and {high:.3f}: {known.seeds} seeds say little of how far "
+            "seeds differ"
+        )
     lines.append(f"  by {found.evidence.text}")
     return lines + [f"Warning: {text}." for text in found.warnings]
 

@@ -105,6 +105,30 @@ def mean_components(found: Sequence[Components]) -> Components:
     )
 
 
+def likely_components(
+    components: Components, share: float = 0.8
+) -> tuple[Components, Components] | None:
+    """The least and the most that seeds may spread, where an estimate has the mean square that it
+    has: between them lies the truth in ``share`` of all estimates. None where seeds are not known.
+
+    Of few seeds the mean square is a chi-squared number with as few degrees of freedom; prompts are
+    many, so that what they spread is taken as it is.
+    """
+    if components.seed is None or components.seeds < 2:
+        return None
+    from scipy.stats import chi2
+
+    freedom = components.seeds - 1
+    square = components.prompts * components.seed + components.residual
+    tail = (1 - share) / 2
+    least, most = (
+        max(0.0, square * freedom / float(chi2.ppf(q, freedom)) - components.residual)
+        / components.prompts
+        for q in (1 - tail, tail)
+    )
+    return components._replace(seed=least), components._replace(seed=most)
+
+
 def detectable_effect(
     components: Components, seeds: int, prompts: int, power: float = 0.8, alpha: float = 0.05
 ) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.power import (
     Components,
     detectable_effect,
+    likely_components,
     power_of,
     variance_components,
 )
@@ -78,3 +81,23 @@ def test_components_by_hand() -> None:
     assert Components(None, 0.0, 0.5)[3:] == (0, 0), "assumed"
     with pytest.raises(ConfigurationError, match="from 1 of 2 prompts"):
         variance_components(np.array([[1.0, np.nan]]))
+
+
+def test_likely_spreads_of_three_seeds_by_hand() -> None:
+    """With two degrees of freedom chi-squared is -2 ln of a share."""
+    known = Components(0.01, 0.02, 0.5, 3, 100)
+    square = 100 * 0.01 + 0.5
+    found = likely_components(known)
+    assert found is not None
+    least, most = found
+    assert least == known._replace(seed=pytest.approx((square / math.log(10) - 0.5) / 100))
+    assert most == known._replace(seed=pytest.approx((square / -math.log(0.9) - 0.5) / 100))
+    half = likely_components(known, 0.5)
+    assert half is not None
+    assert half[1].seed == pytest.approx((square / -math.log(0.75) - 0.5) / 100)
+    small = likely_components(known._replace(seed=0.0))
+    assert small is not None
+    assert small[0].seed == 0.0
+    assert likely_components(known._replace(seeds=2)) is not None
+    assert likely_components(known._replace(seeds=1)) is None
+    assert likely_components(known._replace(seed=None)) is None

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from flows.running.calls import make_recipe_plan
-from flows.sweeping.planning import detectable_lines
+from flows.sweeping.planning import detectable_json, detectable_lines
 from refiner_core.evaluation.power import (
     Components,
     detectable_effect,
+    likely_components,
     power_of,
+    variance_components,
 )
 from sweeps.power import Evidence, aim_of, assumed, detectable
 from sweeps.values import Question, SweepFile, SweepPlan, Trial
@@ -135,3 +138,40 @@ def test_shares_have_a_worst_case_and_other_numbers_none(plan: SweepPlan) -> Non
 
 def test_one_planned_seed_of_what_only_seeds_spread_has_an_answer() -> None:
     assert detectable_effect(Components(0.01, 0.0, 0.0), seeds=1, prompts=50) == 0.0
+
+
+def test_a_few_earlier_seeds_give_a_range_and_not_a_number(plan: SweepPlan) -> None:
+    """Three seeds say within a factor of three how far seeds differ; one number says otherwise."""
+    found = detectable(plan, 100, KNOWN)
+    assert found.effect is not None
+    assert found.effect_range is not None
+    low, high = found.effect_range
+    assert low < found.effect < 1.5 * found.effect < high
+    told = detectable_lines(found)[1]
+    assert told.startswith(f"  likely between {low:.3f} and {high:.3f}: 3 seeds say little")
+    assert detectable_json(found)["effect_range"] == [low, high]
+    more = Evidence(KNOWN.components._replace(seeds=30), "pairs", "measured", 0.5)  # type: ignore[union-attr]
+    narrow = detectable(plan, 100, more).effect_range
+    assert narrow is not None
+    assert low <= narrow[0] <= found.effect < narrow[1] < high
+    one_seed = Evidence(Components(None, 0.06, 0.0, 1, 100), "one seed", "measured", 0.5)
+    assert detectable(plan, 100, one_seed).effect_range is None
+    assert detectable_json(detectable(plan, None, KNOWN))["effect_range"] is None
+
+
+@pytest.mark.parametrize("seed_sd", [0.0, 0.02, 0.06])
+def test_the_range_holds_the_truth_about_as_often_as_it_says(seed_sd: float) -> None:
+    """From one earlier pair of arms with three seeds."""
+    rng = np.random.default_rng(5)
+    truth = detectable_effect(Components(seed_sd**2, 0.002, 0.05), 3, 100)
+    held = 0
+    for _ in range(80):
+        values = rng.normal(0, seed_sd or 1e-12, (3, 1)) + rng.normal(0, 0.002**0.5, (1, 100))
+        values = values + rng.normal(0, 0.05**0.5, (3, 100))
+        limits = likely_components(variance_components(values))
+        assert limits is not None
+        low, high = (detectable_effect(c, 3, 100) for c in limits)
+        held += (
+            low <= truth * 1.1 and truth <= high * 1.1
+        )  # what prompts spread is an estimate, too
+    assert held >= 0.72 * 80
