@@ -19,11 +19,8 @@ import pytest
 from flows.cli.main import main
 from flows.proving.planning import draw_points
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.sections.publish import LICENSES
-from refiner_core.environments.checking import check_environment
 from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
-from refiner_core.environments.registry import open_environment
 from refiner_core.evaluation.episodes import _numbers
 from refiner_core.evaluation.metrics import main_metrics
 from refiner_core.training.steps.boundary import teller
@@ -181,34 +178,6 @@ def test_metrics_and_licences_that_there_are_pass() -> None:
 def test_one_attempt_is_told_once() -> None:
     names = ("pass@1_first", "pass@1", "pass^1", "partial")
     assert main_metrics(names) == ["pass@1", "partial"]
-
-
-def test_what_an_environment_does_not_tell_is_said_once() -> None:
-    class Silent:
-        """The desk, of whose episodes nobody sees how far they are."""
-
-        def __init__(self) -> None:
-            config = replace_fields(RecipeConfig(), {"environment.name": "desk"})
-            self._desk = open_environment(config, evaluation=False)
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._desk, name)
-
-        def episode(self, task: object) -> object:
-            return Mute(self._desk.episode(task))  # type: ignore[arg-type]
-
-    class Mute:
-        def __init__(self, episode: object) -> None:
-            self._episode = episode
-
-        def __getattr__(self, name: str) -> object:
-            if name in ("checks", "_episode"):
-                raise AttributeError(name)
-            return getattr(self._episode, name)
-
-    found = check_environment(Silent(), ("train", "test"), most=2)  # type: ignore[arg-type]
-    told = [f.where for f in found.findings if "tells no progress" in f.what]
-    assert told == ["every task"]
 
 
 def test_a_second_attempt_counts_whether_or_not_it_helped() -> None:
