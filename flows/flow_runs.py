@@ -8,8 +8,9 @@ Who does what:
 - The flow records the call, starts the orchestrator (a process in a session of its own) where
   nobody works on it, and follows what that records. It writes nothing else into the workspace but
   the wish to cancel.
-- *Cancel* and *Suspend* are recorded as `refiner cancel` does; the running stages save. *Retry* and
-  *Resume* go on with the call that the flow run's parameter names: nothing that is done runs again.
+- *Cancel* is recorded as `refiner cancel` does; the running stages save. *Suspend* cancels the
+  stages that have not begun; those that run end by themselves. *Retry* and *Resume* go on with the
+  call that the flow run's parameter names: nothing that is done runs again.
 - Where this process is killed, the orchestrator works on, and a retry follows it again. Where the
   orchestrator is killed, the flow run is Crashed, and a retry starts another one.
 
@@ -25,10 +26,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 import httpx
+import psutil
 from prefect import flow, get_run_logger, task
 from prefect.artifacts import (
     create_markdown_artifact,
@@ -38,23 +40,33 @@ from prefect.artifacts import (
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.context import TagsContext, TaskRunContext
+from prefect.events import emit_event
 from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.artifacts import artifact_key, artifacts_of, inert, markdown_table
+from flows.artifacts import (
+    artifact_key,
+    artifacts_of,
+    inert,
+    markdown_table,
+    shortened,
+)
 from flows.running.background import Detached, detach_run
-from flows.running.following import Follower, Node, inputs_of, new_lines
+from flows.running.following import Follower, Node, SweepFollower, inputs_of, new_lines
 from flows.running.showing import Launch
-from infra.host.processes import ProcessId
+from infra.host.processes import ProcessId, host_name
+from infra.orchestrator.timeline import Incident, run_incidents
 from infra.store.layout import is_sweep, sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import LaunchError, RefinerError
+from refiner_core.contract.records import to_json
 from refiner_core.contract.types import Progress, StageView
+from refiner_core.report.sweep.document import PAGE, TEXT
 
 #: Task runs that follow a stage at the same time.
 MOST_TASKS = 64
@@ -66,8 +78,12 @@ _MOST_LINES = 100
 TERMINATION_S = 20.0
 #: A busy file system may show a process's end before its last line.
 LAST_LINE_S = 5.0
+#: Longer than a sweep takes for its last report at most.
+_LAST_REPORT_S = 90.0
 #: A flow run's label: the process that follows the call, as :class:`ProcessId` writes it.
 FOLLOWER = "refiner.follower"
+#: Of what happens beside the stages: `refiner.short`, `refiner.incident` and so on.
+_EVENTS = "refiner"
 _begun_in_terminal: ContextVar[bool] = ContextVar("begun_in_terminal", default=False)
 
 
@@ -199,7 +215,7 @@ class Call:
     room: Workspace
     name: str
     id: str
-    follower: Follower
+    follower: Follower | SweepFollower
 
     @property
     def noun(self) -> str:
@@ -214,15 +230,21 @@ class Call:
             return detach_sweep(self.name, self.room.root, launch=Launch(use_server=False))
         return detach_run(self.room.read_run(self.id), self.room.root, use_server=False)
 
-    def end(self) -> None:
-        """Ask for its end: what runs saves."""
-        from flows.running.cancelling import cancel_run
-        from flows.sweeping.launching import cancel_sweep
+    def end(self, how: Literal["cancel", "suspend"]) -> None:
+        """End it, or keep it from beginning more."""
+        from flows.running.cancelling import cancel_run, waiting_stages
+        from flows.sweeping.launching import cancel_sweep, suspend_sweep
 
+        room, name = self.room, self.name
         if is_sweep(self.id):
-            cancel_sweep(self.name, self.room.root, wait_s=0)
-        else:
-            cancel_run(self.name, (), self.room.root, wait_s=0)
+            if how == "cancel":
+                cancel_sweep(name, room.root, wait_s=0)
+            else:
+                suspend_sweep(room, name)
+            return
+        stages = waiting_stages(room, room.read_run(name)) if how == "suspend" else []
+        if stages or how == "cancel":
+            cancel_run(name, stages, room.root, wait_s=0)
 
     @staticmethod
     def of_run(room: Workspace, run: str) -> Call:
@@ -234,8 +256,7 @@ class Call:
     def of_sweep(room: Workspace, name: str) -> Call:
         """The newest version of a recorded sweep."""
         record = read_sweep(room, name)
-        call, trials = sweep_call(record.name), {t.name: "" for t in record.trials}
-        return Call(room, record.name, call, Follower(room, call, trials))
+        return Call(room, record.name, sweep_call(record.name), SweepFollower(room, record))
 
 
 @contextlib.contextmanager
@@ -304,26 +325,32 @@ class _Follow:
     """One flow run that follows one call."""
 
     def __init__(self, call: Call) -> None:
-        self._call, self._follower = call, call.follower
+        self._call, self._noun = call, call.noun
+        self._follower = call.follower
         self._views: Mapping[str, StageView] = {}
         self._closed = False  # nothing more will come
         self._futures: dict[str, PrefectFuture[Any]] = {}
         self._log = get_run_logger()
         self._run_id = UUID(str(this_run.id))
-        self._asked = self._suspended = False
+        self._ends = ""  # "cancel" or "suspend" once somebody wants it
+        self._incidents: list[Incident] = []
+        self._report = (0, 0)
 
     def to_the_end(self) -> State[Any]:
         """Follow until every stage has ended, or nobody works on the call any more."""
+        self._emit("began")
         try:
             lost = self._until_over()
         except TerminationSignal:
-            self._cancel()
+            self._wish("cancel")
             self._wait_for_saves()
             raise
         finally:
             self._closed = True
         for future in self._futures.values():
             future.wait()
+        if is_sweep(self._call.id):
+            self._wait_for_report()
         return self._last_word(self._views, lost)
 
     def _until_over(self) -> str:
@@ -358,25 +385,28 @@ class _Follow:
     # ------------------------------------------------------------ what somebody wants
 
     def _hear(self) -> None:
-        """Hear whether this flow run is to be cancelled or suspended: stages that run save."""
+        """True if this flow run is to be cancelled or suspended."""
         state = flow_run_state(self._run_id)
         if state is None:
             return
-        if state.is_cancelling() or state.is_cancelled() or state.is_paused():
-            self._suspended = state.is_paused()
-            self._cancel()
+        if state.is_cancelling() or state.is_cancelled():
+            self._wish("cancel")
+        elif state.is_paused():
+            self._wish("suspend")
 
-    def _cancel(self) -> None:
-        """Record the wish, once."""
-        if self._asked:
+    def _wish(self, what: Literal["cancel", "suspend"]) -> None:
+        """Record it, once."""
+        if self._ends in (what, "cancel"):
             return
+        before, self._ends = self._ends, what
         try:
-            self._call.end()
+            self._call.end(what)
         except (RefinerError, OSError) as error:
-            self._log.warning("The wish to end it could not be recorded: %s", error)
+            self._ends = before
+            self._log.warning("The wish to %s could not be recorded: %s", what, error)
             return
-        self._asked = True
-        self._log.info("Stages that run save and end.")
+        said = "running stages save and end" if what == "cancel" else "no further stage begins"
+        self._log.info("%s: %s", what.capitalize(), said)
 
     def _wait_for_saves(self) -> None:
         """Before the runner kills this process: as long as it gives, then say what goes on."""
@@ -386,15 +416,18 @@ class _Follow:
             time.sleep(0.2)
         self._views = self._follower.look()
         saves = orchestrator_of(self._call.room, self._call.id).works
-        self._log.info("Stages still save." if saves else "All stages have saved and ended.")
+        head = "Stages still save." if saves else "All stages have saved and ended."
+        self._put(head, "cancelled", "What was saved")
 
     # ------------------------------------------------------------ what is shown
 
     def _show(self, views: Mapping[str, StageView]) -> None:
-        """Submit a task run for each stage that has begun."""
+        """Submit a task run for each stage that has begun, and tell what else has happened."""
         with TagsContext(current_tags=set()):  # each tag costs a request for a concurrency slot
             for name in self._call.follower.nodes:
                 self._submit(name, views)
+        with warned(self._log, "what else has happened"):
+            self._tell_news()
 
     def _submit(self, name: str, views: Mapping[str, StageView]) -> None:
         """After the stages that it is made from, if it has begun and has no task run yet."""
@@ -421,14 +454,56 @@ class _Follow:
             time.sleep(_GLANCE_S)
         return self._views[name], self._closed
 
+    def _tell_news(self) -> None:
+        news = self._follower.news()
+        for event in news:
+            self._emit(str(event["event"]), event, of=_EVENTS)
+        if is_sweep(self._call.id):
+            self._tell_report()
+        elif news:
+            self._tell_incidents()
+
+    def _tell_incidents(self) -> None:
+        room = self._call.room
+        found = run_incidents(room, room.read_run(self._call.id))
+        known = {incident.key for incident in self._incidents}
+        for incident in found:
+            if incident.key not in known:
+                self._emit("incident", {**to_json(incident), "line": incident.line}, of=_EVENTS)
+        if found and found != self._incidents:
+            self._incidents = found
+            title = f"What went wrong in {self._call.name}, and what it cost"
+            text = "\n".join(f"- {incident.line}" for incident in found)
+            self._put(text, "incidents", title)
+
+    def _wait_for_report(self) -> None:
+        """The last one is made after the last trial, by whoever works on the sweep."""
+        until = time.monotonic() + _LAST_REPORT_S
+        while time.monotonic() < until:
+            who = orchestrator_of(self._call.room, self._call.id)
+            if who.host != host_name() or not psutil.pid_exists(who.pid):
+                break
+            time.sleep(_LOOK_S)
+        with warned(self._log, "the report"):
+            self._tell_report()
+
+    def _tell_report(self) -> None:
+        """The sweep's report, as whoever works on it keeps it fresh."""
+        folder = self._call.room.layout.reports / self._call.name
+        try:
+            found = (folder / TEXT).stat()
+        except FileNotFoundError:
+            return
+        seen = (found.st_mtime_ns, found.st_size)
+        if seen != self._report:
+            self._report = seen
+            text = (folder / TEXT).read_text(encoding="utf-8")
+            title = f"What the arms of {self._call.name} have shown; the page: `{folder / PAGE}`"
+            self._put(shortened(text, str(folder / TEXT)), "report", title)
+
     def _last_word(self, views: Mapping[str, StageView], lost: str) -> State[Any]:
         rows = [{"stage": v.name, "state": v.state, "what": v.message} for v in views.values()]
-        with warned(self._log, "how each stage stands"):
-            create_markdown_artifact(
-                inert(markdown_table(rows)),
-                key=artifact_key(self._call.name, "stages"),
-                description="How each stage stands",
-            )
+        self._put(markdown_table(rows), "stages", "How each stage stands")
         more = (
             f"Retry goes on from here where a `refiner serve` runs, and `refiner resume "
             f"{self._call.name} workspace={self._call.room.root}` does anywhere."
@@ -437,12 +512,31 @@ class _Follow:
         words = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
         failed = [f"{v.name}: {v.message}" for v in views.values() if v.state == "failed"]
         if lost:
-            return Crashed(message=f"{lost} {more}")
-        if failed:
-            return Failed(message="; ".join([words, *failed]) + f". {more}")
-        if all(s in ("done", "skipped") for s in states):
-            return Completed(message=words)
-        if self._suspended:
+            state: State[Any] = Crashed(message=f"{lost} {more}")
+        elif failed:
+            state = Failed(message="; ".join([words, *failed]) + f". {more}")
+        elif all(s in ("done", "skipped") for s in states):
+            state = Completed(message=words)
+        elif self._ends == "suspend":
+            self._emit("suspended")
             with get_client(sync_client=True) as client:
                 raise Pause(state=client.read_flow_run(self._run_id).state)
-        return Cancelled(message=f"{words}. {more}")
+        else:
+            state = Cancelled(message=f"{words}. {more}")
+        self._emit(str(state.type.value).lower(), {"message": state.message or "", "next": more})
+        return state
+
+    def _put(self, markdown: str, name: str, title: str) -> None:
+        key = artifact_key(self._call.name, name)
+        with warned(self._log, title):
+            create_markdown_artifact(inert(markdown), key=key, description=title)
+
+    def _emit(self, what: str, payload: Mapping[str, Any] = {}, of: str = "") -> None:
+        """An event that automations can be built on."""
+        resource = {
+            "prefect.resource.id": f"refiner.{self._noun}.{self._call.name}",
+            "prefect.resource.name": self._call.name,
+            "prefect.resource.role": self._noun,
+            "refiner.stage": str(payload.get("stage") or payload.get("stage_id") or ""),
+        }
+        emit_event(f"{of or f'refiner.{self._noun}'}.{what}", resource, payload=dict(payload))

@@ -152,6 +152,12 @@ def cancel(
     return CancelOutcome(run.run, names, "here", not left, left, who)
 
 
+def waiting_stages(workspace: Workspace, run: RunRecord) -> list[str]:
+    """The stages of a run that no attempt was ever made at."""
+    made = ((n, workspace.layout.stage(i).attempt_numbers()) for n, i in run.stages.items())
+    return [name for name, numbers in made if not numbers]
+
+
 def _signal(who: Orchestrator) -> bool:
     """Ask the process that works on the run to stop, as Ctrl-C would; False if it is not here."""
     if who.standing != "running" or who.host != host_name() or not who.pid:

@@ -1,30 +1,46 @@
 """Follows what the orchestrator of a run or a sweep records. No Prefect import.
 
 In: a call's event log (append-only, one writer) and, of stages at work, their heartbeats. Out: the
-newest :class:`~refiner_core.contract.types.StageView` of each stage (of a sweep: of each trial).
-Only new lines are read, so following costs no scan of the workspace. A ``begin`` line says that
-another process has taken the call up: what stood before it is history.
+newest :class:`~refiner_core.contract.types.StageView` of each stage (of a large sweep: of each
+trial), and what else has happened. Only new lines are read, so following costs no scan of the
+workspace. A ``begin`` line says that another process has taken the call up: what stood before it
+is history.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from infra.host.files import again
+from infra.store.layout import sweep_call
 from infra.store.workspace import Workspace
-from refiner_core.contract.records import from_json
+from refiner_core.contract.records import SweepRecord, from_json
 from refiner_core.contract.types import TERMINAL, Progress, StageView, ViewState
 
+#: Lines of the event log that are of use to somebody who is not looking at the run.
+TOLD = (
+    *("short", "reclaimed", "room", "cancel", "stop", "kill", "release", "refused", "closed"),
+    *("outage", "back"),
+    *("trial", "canary", "hold"),  # of a sweep
+)
+#: A sweep of more stages is shown by its trials.
+MOST_STAGES = 200
 _AT_WORK = ("running", "reattached")
 #: As the event log says it -> a view's state.
 _STATES: Mapping[str, ViewState] = {
     **{state: state for state in get_args(ViewState)},
     "held": "interrupted",  # of a trial
 }
+#: Of a stage that several trials share, the view that says most.
+_SAYS_MOST: tuple[ViewState, ...] = (
+    *("waiting", "blocked", "interrupted", "failed", "skipped"),
+    *("queued", "paused", "reattached", "running", "done"),
+)
 
 
 @dataclass(frozen=True)
@@ -68,10 +84,12 @@ class Follower:
 
     def __init__(self, workspace: Workspace, call: str, stages: Mapping[str, str]) -> None:
         self.nodes = {name: Node(name, stage_id) for name, stage_id in stages.items()}
+        self.runs: dict[str, str] = {}  # trial -> its run
         self._workspace = workspace
         self._log = workspace.layout.run(call).events
         self._position = 0
         self._views = {node.name: node.waiting for node in self.nodes.values()}
+        self._news: list[Mapping[str, Any]] = []
 
     def look(self) -> dict[str, StageView]:
         """The views now."""
@@ -82,16 +100,26 @@ class Follower:
                 self._views[name] = replace(view, progress=self._progress(view))
         return dict(self._views)
 
+    def news(self) -> list[Mapping[str, Any]]:
+        """Other events since the newest ``begin``, each once."""
+        news, self._news = self._news, []
+        return news
+
     def _take_in(self, event: Mapping[str, Any]) -> None:
         what = event.get("event")
         if what == "begin":
             self._views = {name: self._anew(view) for name, view in self._views.items()}
+            self._news = []
+        elif what in TOLD:
+            self._news.append(event)
         name = str(event.get("stage") or event.get("trial"))
         view = self._views.get(name)
         if what == "claim" and view is not None:
             self._views[name] = replace(view, attempt=int(event.get("attempt") or 0))
         if what not in ("stage", "trial") or view is None:
             return
+        if event.get("run"):
+            self.runs[name] = str(event["run"])
         view = replace(
             view,
             state=_STATES.get(str(event.get("state")), "waiting"),
@@ -139,6 +167,49 @@ class Follower:
                 continue
 
 
+class SweepFollower:
+    """The newest views of a sweep: of each stage once, ``ARM/seed1/grpo``, those that trials share
+    by their own name; of one with more than ``most`` stages, of each trial."""
+
+    def __init__(self, workspace: Workspace, record: SweepRecord, most: int = MOST_STAGES) -> None:
+        self._workspace = workspace
+        self._trials = Follower(
+            workspace, sweep_call(record.name), {t.name: "" for t in record.trials}
+        )
+        self._stages = {t.name: t.stages for t in record.trials}
+        self._names = _stage_names(record)
+        self._followers: dict[tuple[str, str], Follower] = {}
+        self._by_stage = len(self._names) <= most
+        self.nodes = self._trials.nodes
+        if self._by_stage:
+            self.nodes = {name: Node(name, stage_id) for stage_id, name in self._names.items()}
+
+    def look(self) -> dict[str, StageView]:
+        """The views now."""
+        trials = self._trials.look()
+        if not self._by_stage:
+            return trials
+        views = {name: node.waiting for name, node in self.nodes.items()}
+        for trial, whole in trials.items():
+            stages, mine = self._stages[trial], dict[str, StageView]()
+            run = self._trials.runs.get(trial) if whole.state != "waiting" else None
+            if run is not None:
+                follower = Follower(self._workspace, run, stages)
+                mine = self._followers.setdefault((trial, run), follower).look()
+            over: ViewState = "skipped" if whole.state in ("done", "skipped") else "interrupted"
+            for name, stage_id in stages.items():
+                node = self._names[stage_id]
+                view = replace(mine.get(name, self.nodes[node].waiting), name=node)
+                if whole.terminal and not view.terminal:  # it never came to be
+                    view = replace(view, state=over, message=whole.message)
+                views[node] = max(views[node], view, key=_says)
+        return views
+
+    def news(self) -> list[Mapping[str, Any]]:
+        """Events of trials and the disk since the newest ``begin``, each once."""
+        return self._trials.news()
+
+
 def inputs_of(workspace: Workspace, nodes: Mapping[str, Node], name: str) -> list[str]:
     """The stages that are over before this one begins, by its record; not those of which it only
     reads a checkpoint."""
@@ -150,6 +221,28 @@ def inputs_of(workspace: Workspace, nodes: Mapping[str, Node], name: str) -> lis
     wanted = {f for role, f in record.spec.input_fingerprints.items() if role not in at_step}
     of_stages = [node for node in nodes.values() if node.id]
     return [n.name for n in of_stages if any(f.startswith(n.fingerprint) for f in wanted)]
+
+
+def _says(view: StageView) -> int:
+    return _SAYS_MOST.index(view.state)
+
+
+def _stage_names(record: SweepRecord) -> dict[str, str]:
+    """Stage id -> its name among all stages of the sweep; with some of its fingerprint where
+    several that trials share go by one name."""
+    count = Counter(i for t in record.trials for i in t.stages.values())
+    first = {i: (t, name) for t in reversed(record.trials) for name, i in t.stages.items()}
+    alike = Counter(name for i, (_, name) in first.items() if count[i] > 1)
+    names = {}
+    for trial in record.trials:
+        for stage_id in trial.stages.values():
+            owner, name = first[stage_id]
+            if count[stage_id] == 1:
+                names[stage_id] = f"{owner.name}/{name}"
+            else:
+                more = f"-{stage_id.rpartition('-')[2][:6]}" if alike[name] > 1 else ""
+                names[stage_id] = f"{name}{more}"
+    return names
 
 
 def new_lines(path: Path, position: int) -> tuple[list[str], int]:

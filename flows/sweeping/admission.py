@@ -322,7 +322,12 @@ class Admission(Source):
         asked = self.workspace.cancel_asked(sweep_call(self._name))
         if self._stopping or asked is None:
             return
-        reason = f"cancelled by {asked.get('by', 'somebody')}"
+        by = asked.get("by", "somebody")
+        if asked["stages"]:  # trials: none of them is to begin
+            if not self.held:
+                self._hold(f"suspended by {by}; `refiner resume` goes on")
+            return
+        reason = f"cancelled by {by}"
         self.note({"event": "cancel", "reason": reason})
         ours = {member.run.run for member in self.shown}
         self._stopping = True

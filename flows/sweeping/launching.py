@@ -29,7 +29,7 @@ from flows.running.calls import (
     warn_of_silence,
     with_room,
 )
-from flows.running.cancelling import CancelOutcome, cancel
+from flows.running.cancelling import CancelOutcome, cancel, waiting_stages
 from flows.running.console import Console
 from flows.running.showing import Hears, Launch, orchestrate
 from flows.running.status import is_finished
@@ -38,7 +38,7 @@ from flows.sweeping.budget import Budget, UseReader
 from flows.sweeping.forecasting import forecast_json, forecast_of, passed_by
 from flows.sweeping.planning import SweepLook, detectable_json, forecast_sweep, make_sweep_plan
 from flows.sweeping.status import use_file
-from infra.host.processes import ProcessId
+from infra.host.processes import ProcessId, host_name, user_name
 from infra.jobs.dispatch import make_router
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
@@ -514,3 +514,22 @@ def cancel_sweep(
     )
     outcome = cancel(room, call, wait_s=wait_s, now=now, tell=tell, ours=frozenset(runs.values()))
     return replace(outcome, run=sweep, stages=())
+
+
+def suspend_sweep(workspace: Workspace, name: str) -> None:
+    """Let a sweep begin no further trial, and its trials at work no further stage. What runs goes
+    on to its end; `refiner resume` goes on with the rest.
+
+    Raises
+    ------
+    OSError, NoSpaceError
+        It could not be recorded.
+    """
+    sweep, by = read_sweep(workspace, name), f"{user_name()} on {host_name()}"
+    workspace.ask_cancel(sweep_call(name), by, [t.name for t in sweep.trials])
+    for trial in sweep.trials:
+        run = trial_run(workspace, name, trial.name)
+        if run is None or not orchestrator_of(workspace, run).works:
+            continue
+        if waiting := waiting_stages(workspace, workspace.read_run(run)):
+            workspace.ask_cancel(run, by, waiting)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows.running.following import Follower
+from flows.running.following import SweepFollower
 from flows.sweeping.launching import record_version
 from flows.sweeping.planning import make_sweep_plan
 from infra.prefect_server import server_status, stop_server
@@ -127,11 +127,11 @@ def following(folder: Path) -> dict[str, Any]:
     between two looks."""
     plan = make_sweep_plan(sweep_file(folder, TRIALS), [f"workspace={folder / 'swept'}"])
     room = Workspace.open(folder / "swept")
-    record_version(plan, room, (), {})
-    call, names = sweep_call(plan.name), [t.name for t in plan.trials]
+    record = record_version(plan, room, (), {})
+    call, names = sweep_call(record.name), [t.name for t in plan.trials]
     events = room.layout.run(call).events
     events.parent.mkdir(parents=True, exist_ok=True)
-    follower = Follower(room, call, dict.fromkeys(names, ""))
+    follower = SweepFollower(room, record)
     with events.open("a", encoding="utf-8") as log:
 
         def say(state: str, trials: list[str]) -> None:
@@ -146,6 +146,7 @@ def following(folder: Path) -> dict[str, Any]:
             say("done", [names[(i * CHANGES + k) % TRIALS] for k in range(CHANGES)])
             before = time.process_time()
             views = follower.look()
+            follower.news()
             orchestrator_of(room, call)
             used += time.process_time() - before
     assert sum(view.state == "done" for view in views.values()) == min(TRIALS, LOOKS * CHANGES)

@@ -142,13 +142,16 @@ def test_a_killed_orchestrator_shows_as_crashed_and_a_retry_brings_it_back(
     assert served.ends(sft.flow_run, 60)["type"] == "CANCELLED"
 
 
-def test_suspended_it_saves_and_resumed_it_goes_on(served: Served, tmp_path: Path) -> None:
+def test_suspended_it_begins_no_stage_and_resumed_it_goes_on(
+    served: Served, tmp_path: Path
+) -> None:
     flow_run = served.launch(recipe="tiny", workspace=str(tmp_path), overrides=list(SMALL))
     eventually(lambda: list(tmp_path.glob("stages/sft-*/checkpoints/step-*")), 120)
     state = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_reschedule": True}}
     served.prefect.post(f"/flow_runs/{flow_run}/set_state", {"state": state})
     run, room = served.call(flow_run), Workspace.read_only(tmp_path)
     eventually(lambda: not orchestrator_of(room, run).works, 120)
+    assert Stage(tmp_path, "sft").result(), "what ran has ended by itself"
     assert not Stage(tmp_path, "grpo").attempts
     eventually(lambda: served.state(flow_run)["name"] == "Suspended", 30)
     served.prefect.post(f"/flow_runs/{flow_run}/resume")
@@ -182,7 +185,7 @@ def test_a_wrong_type_is_refused_by_the_form(served: Served) -> None:
     assert refused.value.code in (409, 422)
 
 
-def test_a_sweep_shows_each_trial(served: Served, tmp_path: Path) -> None:
+def test_a_sweep_shows_every_stage_once_and_its_last_report(served: Served, tmp_path: Path) -> None:
     file = tmp_path / "two.yaml"
     file.write_text(
         "recipe: tiny\nfactors: {sft.learning_rate: [1.0e-3, 2.0e-3]}\nseeds: [1]\n"
@@ -191,7 +194,10 @@ def test_a_sweep_shows_each_trial(served: Served, tmp_path: Path) -> None:
     flow_run = served.launch("sweep", sweep=str(file), workspace=str(tmp_path / "runs"))
     end = served.ends(flow_run)
     assert end["type"] == "COMPLETED", end["message"]
-    assert len(served.prefect.task_runs(flow_run)) == 2
+    names = {name.partition(" ")[0] for name in served.prefect.task_runs(flow_run)}
+    assert len(names) == 3
+    assert "data" in names, "the trials share it"
+    assert "finished" in served.prefect.artifacts(flow_run)["two-report"]["data"]
 
 
 def test_a_pool_that_does_not_exist_is_named(served: Served) -> None:

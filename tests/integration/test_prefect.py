@@ -17,8 +17,10 @@ import psutil
 import pytest
 
 from infra.prefect_server import ensure_server, server_status
+from refiner_core.contract.records import Outcome
 from refiner_core.contract.types import Progress
 from tests.support.browser import chromium
+from tests.support.plans import claim
 from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.recorded_call import RecordedCall
 from tests.support.told_campaign import patch_router, told_run
@@ -156,6 +158,37 @@ def test_a_person_sees_the_stages(
         eventually(lambda: all(title in page.text() for title in wanted))
 
 
+def test_an_automation_acts_on_the_event_of_a_run_that_fails(
+    prefect: PrefectApi, tmp_path: Path
+) -> None:
+    """As flows/README.md says; here it begins a deployment's flow run."""
+    flow = prefect.post("/flows/", {"name": "own-flow"})
+    target = prefect.post("/deployments/", {"name": "on-failure", "flow_id": flow["id"]})
+    trigger = {
+        "type": "event",
+        "posture": "Reactive",
+        "expect": ["refiner.run.failed"],
+        "match": {"prefect.resource.id": "refiner.run.*"},
+        "threshold": 1,
+        "within": 0,
+    }
+    action = {"type": "run-deployment", "source": "selected", "deployment_id": target["id"]}
+    wanted = {"name": "on-failure", "trigger": trigger, "actions": [action]}
+    prefect.post("/automations/", wanted)
+    call = RecordedCall(tmp_path)
+    with call.worked_on():
+        call.shows("data", "running")
+        call.shows("data", "failed", message="no rows")
+        call.shows("sft", "blocked", attempt=0)
+        call.end(1)
+        name = f"refiner.run.{call.run}"
+        event = eventually(lambda: prefect.events(name).get("refiner.run.failed"))
+    assert "data: no rows" in event["payload"]["message"]
+    assert f"refiner resume {call.run}" in event["payload"]["next"]
+    of_it = {"deployments": {"id": {"any_": [target["id"]]}}}
+    eventually(lambda: prefect.post("/flow_runs/filter", of_it))
+
+
 def test_ctrl_c_shows_as_cancelled_and_resumed_it_is_another_flow_run_of_the_same_server(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
@@ -270,6 +303,37 @@ def test_a_run_of_another_host_is_closed_by_what_its_workspace_says(
     far.room.write_orchestrator(far.run, {"process": theirs, "state": "ended"})
     show_another("2")
     assert "has ended" in prefect.get(f"/flow_runs/{made['id']}")["state"]["message"]
+
+
+def test_a_full_disk_is_an_event_and_stands_in_the_timeline(
+    prefect: PrefectApi, tmp_path: Path
+) -> None:
+    call = RecordedCall(tmp_path, "data", "sft")
+    full = Outcome("disk_full", "resume", "saving the checkpoint of step 3", 5, 3, errno=122)
+    with call.worked_on():
+        call.shows("data", "skipped", attempt=0)
+        stage = claim(call.room, call.plan, "sft")
+        call.room.start_attempt(stage.id, 1, {"started_at": "2026-11-21T01:00:00+00:00"})
+        call.room.close_attempt(stage.id, 1, full, 30.0)
+        claim(call.room, call.plan, "sft", after=1)
+        call.note({"event": "claim", "stage": "sft", "attempt": 1})
+        call.note({"event": "short", "stage_id": stage.id, "need_bytes": 10**9})
+        call.note({"event": "reclaimed", "stage_id": stage.id, "bytes": 56 * 10**9})
+        call.note({"event": "claim", "stage": "sft", "attempt": 2})
+        call.shows("sft", "paused", 2, message="no room")
+        flow_run = eventually(lambda: in_state(prefect, call, "RUNNING"))
+        eventually(lambda: states(prefect, flow_run).get("sft", ("", ""))[1] == "no room")
+        call.shows("sft", "done", 2, report={})
+        call.end()
+        eventually(lambda: in_state(prefect, call, "COMPLETED"))
+    table = prefect.artifacts(flow_run["id"])[f"{call.run}-incidents"]["data"]
+    assert "EDQUOT (errno 122) while saving step 3; 56 GB reclaimed" in table
+    name = f"refiner.run.{call.run}"
+    wanted = {"refiner.short", "refiner.reclaimed", "refiner.incident"}
+    eventually(lambda: wanted <= set(prefect.events(name)), 30)
+    incident = prefect.events(name)["refiner.incident"]
+    assert incident["payload"]["failure"] == "disk_full"
+    assert any(r["prefect.resource.role"] == "flow-run" for r in incident["related"])
 
 
 def test_records_that_cannot_be_read_for_a_while_end_no_flow_run(

@@ -229,7 +229,7 @@ def _end(pid: int) -> None:
 
 
 @pytest.mark.prefect
-def test_prefect_shows_one_flow_run_with_every_trial_once(
+def test_prefect_shows_one_flow_run_with_every_stage_once(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
     sweep = Sweep(tmp_path)
@@ -243,7 +243,7 @@ def test_prefect_shows_one_flow_run_with_every_trial_once(
     )
     assert ends["deployment_id"] == prefect.get("/deployments/name/sweep/refiner")["id"]
     names = {name.partition(" ")[0] for name in prefect.task_runs(flow["id"])}
-    assert names == {"plain/seed1", "other/seed1"}
+    assert names == {"plain/seed1/command", "other/seed1/command"}
 
 
 @pytest.mark.slurm

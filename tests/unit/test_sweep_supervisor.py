@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from flows.running.following import Follower
-from flows.sweeping.launching import record_version
+from flows.running.following import SweepFollower, inputs_of
+from flows.sweeping.launching import record_version, suspend_sweep
 from flows.sweeping.status import SweepWatcher
 from infra.jobs.protocol import AttemptRef, JobRequest
 from infra.orchestrator.members import Member
@@ -346,6 +346,27 @@ def test_a_wish_to_end_the_sweep_is_heard(workspace: Workspace) -> None:
     assert asked["failure"] == "cancelled"
 
 
+def test_suspended_a_sweep_begins_nothing_more_and_what_runs_ends_by_itself(
+    workspace: Workspace,
+) -> None:
+    plan = small_sweep()
+    recorded(workspace, plan)
+    told = bench(workspace, plan, SCRIPT)
+    told.admission.concurrency = 1
+    told.orchestrator.begin()
+    while not any(name.endswith("sft") for name in told.jobs.begun):
+        told.orchestrator.step()
+    suspend_sweep(workspace, "small")
+    while not told.orchestrator.step():
+        pass
+    assert set(told.states().values()) == {"interrupted", "held"}
+    begun = {name.rpartition("/")[2] for name in told.jobs.begun}
+    assert begun == {"data", "sft"}, "no further stage was begun"
+    assert workspace.read_result(plan.trials[0].plan.by_name["sft"].id), "what ran has ended"
+    workspace.withdraw_cancel(sweep_call("small"))
+    assert set(bench(workspace, plan, SCRIPT).run().values()) == {"done"}
+
+
 def test_who_ends_a_sweep_ends_no_job_that_a_run_of_its_own_waits_for(
     workspace: Workspace,
 ) -> None:
@@ -390,16 +411,30 @@ def test_anybody_can_read_how_trials_stand_and_what_they_took(workspace: Workspa
     assert found[bad].use.incidents == 1
 
 
-def test_who_follows_a_sweep_sees_how_every_trial_ended(workspace: Workspace) -> None:
+def follower(workspace: Workspace, plan: SweepPlan, most: int = 200) -> SweepFollower:
+    return SweepFollower(workspace, recorded(workspace, plan), most)
+
+
+def test_who_follows_a_sweep_sees_every_stage_once_and_how_it_ended(workspace: Workspace) -> None:
     plan = small_sweep()
     bad = plan.trials[1].name
     told = bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
-    sees = Follower(workspace, sweep_call("small"), {t.name: "" for t in plan.trials})
+    sees = follower(workspace, plan)
+    assert len(sees.nodes) == 1 + 2 + 4
     assert {view.state for view in sees.look().values()} == {"waiting"}
     told.run()
     views = sees.look()
     assert all(view.terminal for view in views.values())
-    assert views[bad].state == "failed"
+    assert views[f"{bad}/grpo"].state == "failed"
+    assert views["data"].state == "done"
+    assert inputs_of(workspace, sees.nodes, f"{bad}/grpo")
+    states = {event["state"] for event in sees.news() if event["event"] == "trial"}
+    assert {"done", "failed"} <= states
+
+
+def test_a_large_sweep_is_followed_by_its_trials(workspace: Workspace) -> None:
+    plan = small_sweep(seeds=(1, 2, 3))
+    assert list(follower(workspace, plan, most=8).nodes) == [t.name for t in plan.trials]
 
 
 # ---------------------------------------------------------------- what one trial does to others
