@@ -14,8 +14,6 @@ from typing import Any
 from refiner_core.contract.types import StageView
 from refiner_core.report.printing import short, table
 
-#: Prefect shows markdown as a whole; a card is a few kilobytes.
-_CARD_LIMIT_BYTES = 200_000
 _COLUMNS = ("stage", "decoding", "metric", "value", "low", "high", "n", "protocol_name")
 
 
@@ -37,14 +35,6 @@ def artifacts_of(recipe: str, view: StageView) -> list[dict[str, str]]:
         {"key": artifact_key(recipe, name, what), "markdown": text, "description": about}
         for what, text, about in found
     ]
-
-
-def shortened(text: str, path: str) -> str:
-    """As much of a long text as the UI bears, and where the rest is."""
-    if len(text) <= _CARD_LIMIT_BYTES:
-        return text
-    whole = text[:_CARD_LIMIT_BYTES].rpartition("\n")[0]
-    return f"{whole}\n\nThe rest is in `{path}`.\n"
 
 
 def numbers_in(report: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -30,7 +30,6 @@ from typing import Any, Literal
 from uuid import UUID
 
 import httpx
-import psutil
 from prefect import flow, get_run_logger, task
 from prefect.artifacts import (
     create_markdown_artifact,
@@ -52,12 +51,11 @@ from flows.artifacts import (
     artifacts_of,
     inert,
     markdown_table,
-    shortened,
 )
 from flows.running.background import Detached, detach_run
 from flows.running.following import Follower, Node, SweepFollower, inputs_of, new_lines
 from flows.running.showing import Launch
-from infra.host.processes import ProcessId, host_name
+from infra.host.processes import ProcessId
 from infra.orchestrator.timeline import Incident, run_incidents
 from infra.store.layout import is_sweep, sweep_call
 from infra.store.orchestrators import orchestrator_of
@@ -66,7 +64,6 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import LaunchError, RefinerError
 from refiner_core.contract.records import to_json
 from refiner_core.contract.types import Progress, StageView
-from refiner_core.report.sweep.document import PAGE, TEXT
 
 #: Task runs that follow a stage at the same time.
 MOST_TASKS = 64
@@ -78,8 +75,6 @@ _MOST_LINES = 100
 TERMINATION_S = 20.0
 #: A busy file system may show a process's end before its last line.
 LAST_LINE_S = 5.0
-#: Longer than a sweep takes for its last report at most.
-_LAST_REPORT_S = 90.0
 #: A flow run's label: the process that follows the call, as :class:`ProcessId` writes it.
 FOLLOWER = "refiner.follower"
 #: Of what happens beside the stages: `refiner.short`, `refiner.incident` and so on.
@@ -334,7 +329,6 @@ class _Follow:
         self._run_id = UUID(str(this_run.id))
         self._ends = ""  # "cancel" or "suspend" once somebody wants it
         self._incidents: list[Incident] = []
-        self._report = (0, 0)
 
     def to_the_end(self) -> State[Any]:
         """Follow until every stage has ended, or nobody works on the call any more."""
@@ -349,8 +343,6 @@ class _Follow:
             self._closed = True
         for future in self._futures.values():
             future.wait()
-        if is_sweep(self._call.id):
-            self._wait_for_report()
         return self._last_word(self._views, lost)
 
     def _until_over(self) -> str:
@@ -458,9 +450,7 @@ class _Follow:
         news = self._follower.news()
         for event in news:
             self._emit(str(event["event"]), event, of=_EVENTS)
-        if is_sweep(self._call.id):
-            self._tell_report()
-        elif news:
+        if news and not is_sweep(self._call.id):
             self._tell_incidents()
 
     def _tell_incidents(self) -> None:
@@ -475,31 +465,6 @@ class _Follow:
             title = f"What went wrong in {self._call.name}, and what it cost"
             text = "\n".join(f"- {incident.line}" for incident in found)
             self._put(text, "incidents", title)
-
-    def _wait_for_report(self) -> None:
-        """The last one is made after the last trial, by whoever works on the sweep."""
-        until = time.monotonic() + _LAST_REPORT_S
-        while time.monotonic() < until:
-            who = orchestrator_of(self._call.room, self._call.id)
-            if who.host != host_name() or not psutil.pid_exists(who.pid):
-                break
-            time.sleep(_LOOK_S)
-        with warned(self._log, "the report"):
-            self._tell_report()
-
-    def _tell_report(self) -> None:
-        """The sweep's report, as whoever works on it keeps it fresh."""
-        folder = self._call.room.layout.reports / self._call.name
-        try:
-            found = (folder / TEXT).stat()
-        except FileNotFoundError:
-            return
-        seen = (found.st_mtime_ns, found.st_size)
-        if seen != self._report:
-            self._report = seen
-            text = (folder / TEXT).read_text(encoding="utf-8")
-            title = f"What the arms of {self._call.name} have shown; the page: `{folder / PAGE}`"
-            self._put(shortened(text, str(folder / TEXT)), "report", title)
 
     def _last_word(self, views: Mapping[str, StageView], lost: str) -> State[Any]:
         rows = [{"stage": v.name, "state": v.state, "what": v.message} for v in views.values()]
