@@ -134,7 +134,8 @@ _VERDICT_COLOURS = {"pass": "green", "fail": "red", "absent": "yellow"}
     "--only",
     multiple=True,
     metavar="PART",
-    help="only this part (repeatable; nothing is recorded then): numerics, ranks, speed, faults",
+    help="only this part (repeatable; nothing is recorded then): numerics, ranks, speed, servers, "
+    "faults",
 )
 @click.option(
     "--time-limit",
@@ -155,10 +156,10 @@ def certify_command(
 ) -> int:
     """Try on this node what training relies on, and record a certificate in the workspace.
 
-    Attention kernels, bfloat16, ranks and ZeRO, speed and memory, and a kill -9; on all GPUs that
-    torch sees, or on the CPU. Run it on a compute node, e.g. `srun --gpus-per-node=1 refiner
-    certify workspace=DIR`. RECIPE gives the workspace and the type of weights; KEY=VALUE words do,
-    too. (vLLM: `refiner doctor RECIPE`; training checks each transfer of weights to it.)
+    Attention kernels, bfloat16, ranks and ZeRO, all_reduce, speed and memory, vLLM where an
+    environment is given, and a kill -9; on all GPUs that torch sees, or on the CPU. Run it on
+    a compute node, e.g. `srun --gpus-per-node=1 refiner certify workspace=DIR`. RECIPE gives the
+    workspace, the type of weights and the environment of vLLM; KEY=VALUE words do, too.
 
     Exit code 0: nothing failed; 1: a check failed.
     """

@@ -60,8 +60,18 @@ def send(
     """
     if alarm.channel == "command":
         _command(alarm.what, message, prefix, show)
-    else:
+        return
+    try:
         _post(alarm.what, message)
+    except ChannelFailed:
+        raise
+    except Exception as error:
+        # A bug of a service's plugin; its words and traceback may hold the address.
+        raise ChannelFailed(
+            f"{alarm.what} failed ({type(error).__name__})",
+            expected="a service that Apprise can talk to",
+            fix=_TRY,
+        ) from None
 
 
 def addresses(name: str) -> list[str]:

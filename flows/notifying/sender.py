@@ -163,12 +163,9 @@ def serve(stream: IO[str]) -> None:
 def _send(alarm: Alarm, message: Mapping[str, Any], events: Path) -> None:
     try:
         send(alarm, message, show=False)
+        return
     except ChannelFailed as error:
         why = str(error)
-    except Exception as error:  # a service's own bug; its words may hold the address
-        why = type(error).__name__
-    else:
-        return
     told = {"kind": message["kind"], "title": message["title"], "channel": alarm.name}
     # A full disk, and an orchestrator that has ended: nobody reads it.
     with contextlib.suppress(OSError), events.open("a", encoding="utf-8") as file:

@@ -2,7 +2,8 @@
 
 In: a folder that another trainer writes into, and a recipe's ``command``; or a stage whose
 records say both. Out: its checkpoints, oldest step first, each with what is wrong with it, and
-which of them may go. Looking writes nothing.
+which of them may go. Looking writes nothing, but for the one small file by which ``quiet:SECONDS``
+asks the file server for the time.
 
 Files are judged by their headers; nothing is loaded, and torch is not needed:
 
@@ -25,7 +26,6 @@ import json
 import logging
 import os
 import re
-import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -305,9 +305,19 @@ def _beside_siblings(found: list[ForeignCheckpoint]) -> list[ForeignCheckpoint]:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since the last change."""
+    """Seconds since the last change, by the clock of whoever keeps the files: a node's own clock
+    may differ from it."""
     files = [path, *files_below(path)]
-    return time.time() - max((f.stat().st_mtime for f in files if f.exists()), default=0.0)
+    newest = max((f.stat().st_mtime for f in files if f.exists()), default=0.0)
+    probe = atomic.temporary_name(path.parent / "clock")
+    try:
+        probe.touch()
+        return probe.stat().st_mtime - newest
+    except OSError as error:
+        log.warning("the age of %s cannot be told: %s", path, error)
+        return 0.0
+    finally:
+        atomic.remove_quietly(probe)
 
 
 def work_folder(stage: StagePaths) -> Path:

@@ -328,27 +328,37 @@ def error_of(code: int, printed: Sequence[str], output: Path, oom_kills: int = 0
 
 
 def kernel_oom_kills(root: Path = Path("/")) -> int:
-    """Number of processes that the kernel has killed for lack of memory: of our control group, if
-    it is one of version 2 that counts them, for a neighbour's job on the same node is none of ours;
-    else of this machine.
+    """Number of processes that the kernel has killed for lack of memory: of our control group,
+    where it counts them, for a neighbour's job on the same node is none of ours; else of this
+    machine.
 
     Parameters
     ----------
     root
         Where ``proc`` and ``sys`` lie.
     """
-    group, counts = "", [root / "proc/vmstat"]
-    with contextlib.suppress(OSError, ValueError):
-        text = (root / "proc/self/cgroup").read_text(encoding="utf-8")
-        group = text.partition("::")[2].strip().strip("/")
-    if group:  # the root group counts nothing of its own
-        counts.insert(0, root / "sys/fs/cgroup" / group / "memory.events")
-    for path in counts:
+    for path in (*_counts_of_groups(root), root / "proc/vmstat"):
         with contextlib.suppress(OSError, ValueError):
             for line in path.read_text(encoding="ascii").splitlines():
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0
+
+
+def _counts_of_groups(root: Path) -> list[Path]:
+    """Files where our control group's count may stand: of version 2, then of version 1."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, group = line.split(":", 2)
+            inside = group.strip("/")
+            if not inside:  # the root group counts nothing of its own
+                continue
+            if not controllers:
+                found.append(root / "sys/fs/cgroup" / inside / "memory.events")
+            elif "memory" in controllers.split(","):
+                found.append(root / "sys/fs/cgroup/memory" / inside / "memory.oom_control")
+    return found
 
 
 def _failed(code: int, line: str, lines: Sequence[str]) -> ScriptFailed:

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from infra.foreign.checkpoints import (
     damage,
+    file_damage,
     find_checkpoints,
     newest_complete,
     older,
@@ -34,6 +36,7 @@ from infra.foreign.exports import (
 )
 from infra.foreign.process import (
     Call,
+    Line,
     LineReader,
     TrainerLog,
     TrainerProcess,
@@ -42,6 +45,7 @@ from infra.foreign.process import (
     error_of,
     kernel_oom_kills,
 )
+from infra.foreign.runner import TrainerJob
 from infra.foreign.sightings import choose, sight
 from infra.jobs.failures import classify
 from infra.process.child import MARK, kill_leftovers
@@ -104,6 +108,15 @@ def test_damage_is_told_from_the_file_alone(
     assert says in (damage(path) or "")
 
 
+def test_torch_files_are_whole_when_their_zip_is(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"x" * 1000)
+    assert damage(path) is None
+    path.write_bytes(path.read_bytes()[:-30])
+    assert "cut short" in (damage(path) or "")
+
+
 def test_a_shard_that_an_index_names_has_to_be_there(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -114,6 +127,29 @@ def test_a_shard_that_an_index_names_has_to_be_there(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- checkpoints
+
+
+def test_a_whole_checkpoint_is_read_again_only_once_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def noted(path: Path) -> str | None:
+        read.append(path.parent.name)
+        return file_damage(path)
+
+    monkeypatch.setattr("infra.foreign.checkpoints.file_damage", noted)
+    for step in (10, 20):
+        checkpoint(tmp_path, step)
+    checkpoint(tmp_path, 30, data=tensors()[:-1])
+    job = TrainerJob(RULE, call(tmp_path))
+    assert [c.damage for c in job.checkpoints()][:2] == ["", ""]
+    assert sorted(read) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
+    read.clear()
+    checkpoint_20 = tmp_path / "checkpoint-20" / "model.safetensors"
+    checkpoint_20.write_bytes(tensors()[:-1])
+    assert [bool(c.damage) for c in job.checkpoints()] == [False, True, True]
+    assert sorted(read) == ["checkpoint-20", "checkpoint-30"]
 
 
 def test_checkpoints_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -141,6 +177,16 @@ def test_a_file_may_be_the_sign_of_completeness(tmp_path: Path) -> None:
     rule = replace(RULE, complete="file:trainer.json")
     found = find_checkpoints(tmp_path, rule)
     assert [bool(c.damage) for c in found] == [False, True, True]
+
+
+def test_quiet_is_measured_by_the_clock_of_the_file_system(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 10)
+    rule = replace(RULE, complete="quiet:30")
+    assert "less than 30 s" in find_checkpoints(tmp_path, rule)[0].damage
+    for each in (path, *path.iterdir()):
+        os.utime(each, (time.time() - 60, time.time() - 60))
+    assert find_checkpoints(tmp_path, rule)[0].damage == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-10"]
 
 
 def hf_checkpoint(folder: Path, step: int, *, saved: int = 5, ranks: int = 1) -> Path:
@@ -176,6 +222,13 @@ def test_fewer_ranks_and_other_numbers_in_names_are_no_damage(tmp_path: Path) ->
     (path.parent / "checkpoint-10" / "events.out.tfevents.1700000001.0").write_text("x" * 99)
     (path / "events.out.tfevents.1700000002.1").write_text("x")
     assert [c.damage for c in find_checkpoints(tmp_path, RULE)] == ["", ""]
+
+
+def test_what_a_few_checkpoints_have_besides_is_not_asked_of_all(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        hf_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoint-10" / "best.json").write_text("{}")
+    assert [c.damage for c in find_checkpoints(tmp_path, RULE)] == ["", "", ""]
 
 
 def test_unfinished_ones_are_deleted_but_not_those_a_wrong_rule_calls_so(tmp_path: Path) -> None:
@@ -329,6 +382,17 @@ def test_one_that_prints_without_end_leaves_time_for_a_stop_and_takes_no_memory(
         assert process.code == 128 + signal.SIGTERM
 
 
+def test_the_last_words_of_one_that_printed_much_arrive(tmp_path: Path) -> None:
+    script = "seq 300000; echo KeyError: the end"
+    with TrainerProcess(script, dict(os.environ), tmp_path) as process:
+        lines: list[Line] = []
+        while process.code is None:
+            lines += process.lines(0.1)
+        lines += process.last_lines()
+    assert len(lines) == 300_001
+    assert lines[-1].text == "KeyError: the end"
+
+
 def test_a_log_takes_a_share_of_what_is_printed_and_the_end_of_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -466,6 +530,20 @@ def test_layouts_are_recognised_and_what_must_be_converted_is_said_how(tmp_path:
         choose(list(found.values()), 99)
 
 
+def test_a_folder_that_is_a_checkpoint_itself_has_the_step_that_its_trainer_noted(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "final model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(tensors())
+    (folder / "trainer_state.json").write_text('{"global_step": 321}')
+    assert [(s.step, s.path) for s in sight(folder)] == [(321, folder)]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigurationError, match="looks like a checkpoint"):
+        sight(empty)
+
+
 #: What `setproctitle` leaves of a process's environment: zeros at its beginning, then the rest.
 _RENAMES_ITSELF = """
 import sys, time
@@ -504,6 +582,11 @@ def test_a_process_that_has_given_itself_a_name_is_known_by_its_mark(tmp_path: P
     ("groups", "counts", "expected"),
     [
         ("0::/job_7/step_0\n", {"job_7/step_0/memory.events": "oom 3\noom_kill 2\n"}, 2),
+        (
+            "4:memory:/slurm/job_7\n1:cpu:/\n0::/\n",
+            {"memory/slurm/job_7/memory.oom_control": "under_oom 0\noom_kill 0\n"},
+            0,
+        ),
         ("0::/\n", {}, 5),
         ("0::/not/seen/from/here\n", {}, 5),
     ],

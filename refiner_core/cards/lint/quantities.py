@@ -216,9 +216,11 @@ def _of_table(table: Table) -> Iterator[Quantity]:
     roles = [role_of(label) for label in rows]
     around = _stated_n(*table.headings[-1:], table.caption)
     for c, header in enumerate(columns):
-        metric, beside = metric_of(header), [f for line in grid if (f := line[c]) is not None]
+        if (metric := metric_of(header)) is None:
+            continue
+        beside = [f for line in grid if (f := line[c]) is not None]
         fractions = all(f.value <= 1 and f.decimals and not f.percent for f in beside)
-        for r, label in enumerate(rows) if metric else ():
+        for r, label in enumerate(rows):
             figure, count = grid[r][c], counts[r]
             # A difference may be more than 100 %, and below 0.
             if figure is None or _CHANGE.search(label) or counts_cases(label):
@@ -226,7 +228,7 @@ def _of_table(table: Table) -> Iterator[Quantity]:
             own_n = figure.n or (int(count.value) if count and count.is_count else None)
             n = own_n or _stated_n(label, header) or around
             yield Quantity(
-                metric,  # type: ignore[arg-type]
+                metric,
                 _words(header) if any(roles) else _words(header) | _words(label),
                 figure,
                 lines[r][c],
