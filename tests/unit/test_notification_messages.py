@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -354,6 +355,19 @@ def test_an_address_that_takes_nothing_says_why_and_not_where(
         with pytest.raises(ChannelFailed, match=says) as refused:
             channels.send(Alarm("url", str(file)), words.stopped(TOPIC, "why"))
     assert "secret-path" not in str(refused.value) + caplog.text
+
+
+def test_a_plugin_with_a_bug_is_a_channel_that_failed_and_does_not_say_where(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any) -> str:
+        raise KeyError("https://secret-path")
+
+    monkeypatch.setattr(channels, "_refusal", broken)
+    monkeypatch.setenv("TEAM_HOOK", "slack://secret-path")
+    with pytest.raises(ChannelFailed, match=r"TEAM_HOOK failed \(KeyError\)") as refused:
+        channels.send(Alarm("url", "TEAM_HOOK"), words.stopped(TOPIC, "why"))
+    assert "secret-path" not in "".join(traceback.format_exception(refused.value))
 
 
 def test_an_address_gets_what_its_service_takes_and_one_that_sends_on_is_a_failure(
