@@ -697,6 +697,12 @@ def test_a_first_save_needs_what_the_model_s_size_tells(workspace: Workspace) ->
     assert DiskKeeper(workspace, DiskConfig()).need_of(stage.id) == 4 * 10**9 * 14
 
 
+def test_a_pinned_trainer_s_checkpoints_stay(workspace: Workspace) -> None:
+    stage_id, _ = own_trainer(workspace, 10, 20, 30, 40)
+    pin(workspace.layout, stage_id)
+    assert room_for(workspace, MIB).candidates() == []
+
+
 def test_caches_that_fill_the_same_quota_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
