@@ -73,6 +73,8 @@ _PROGRESS_S = 5.0
 _MOST_LINES = 100
 #: Prefect's runner kills 30 s after it has asked.
 TERMINATION_S = 20.0
+#: Characters of a report that the UI shows as a whole.
+_MOST_MARKDOWN = 200_000
 #: A busy file system may show a process's end before its last line.
 LAST_LINE_S = 5.0
 #: A flow run's label: the process that follows the call, as :class:`ProcessId` writes it.
@@ -343,7 +345,20 @@ class _Follow:
             self._closed = True
         for future in self._futures.values():
             future.wait()
+        if is_sweep(self._call.id):
+            self._show_report()
         return self._last_word(self._views, lost)
+
+    def _show_report(self) -> None:
+        """Put the sweep's report, as `refiner report` would write it now, beside the flow run."""
+        from flows.reporting.writing import make_sweep_report
+        from refiner_core.report.sweep.rendering import markdown
+
+        with warned(self._log, "the report"):
+            text = markdown(make_sweep_report(self._call.name, self._call.room.root))
+            if len(text) > _MOST_MARKDOWN:
+                text = f"{text[:_MOST_MARKDOWN]}\n\nThe rest: `refiner report {self._call.name}`.\n"
+            self._put(text, "report", f"What the arms of {self._call.name} have shown")
 
     def _until_over(self) -> str:
         """Follow until it is over; why the call said no end itself, empty where it did."""
