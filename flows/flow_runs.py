@@ -1,20 +1,18 @@
 """Base of the flows ``pipeline`` and ``sweep``, and the task runs of stages. Imports Prefect.
 
-In: how a call is begun, worked on and ended. Out: a flow run that shows it: a task run for each
-stage that begins (of a sweep: for each trial), with its progress, log, numbers and card.
+In: functions that begin, work on and end a call. Out: a flow run with a task run per stage (per
+trial for a sweep), each with its progress, log, numbers and card.
 
-Who does what:
+- The flow records the call, starts an orchestrator (a process in its own session) if none is
+  running, and follows its records. It writes nothing else into the workspace except cancel
+  requests.
+- *Cancel* is recorded as by `refiner cancel`; running stages save. *Suspend* cancels the stages
+  that have not begun; running stages finish. *Retry* and *Resume* continue the call in the flow
+  run's parameter: nothing that is done runs again.
+- If this process is killed, the orchestrator continues, and a retry follows it again. If the
+  orchestrator is killed, the flow run is Crashed, and a retry starts another orchestrator.
 
-- The flow records the call, starts the orchestrator (a process in a session of its own) where
-  nobody works on it, and follows what that records. It writes nothing else into the workspace but
-  the wish to cancel.
-- *Cancel* is recorded as `refiner cancel` does; the running stages save. *Suspend* cancels the
-  stages that have not begun; those that run end by themselves. *Retry* and *Resume* go on with the
-  call that the flow run's parameter names: nothing that is done runs again.
-- Where this process is killed, the orchestrator works on, and a retry follows it again. Where the
-  orchestrator is killed, the flow run is Crashed, and a retry starts another one.
-
-The orchestrator alone retries stages: flows and tasks have no retries, cache or results.
+Only the orchestrator retries stages: flows and tasks have no retries, cache or results.
 """
 
 from __future__ import annotations
@@ -65,31 +63,31 @@ from refiner_core.contract.errors import LaunchError, RefinerError
 from refiner_core.contract.records import to_json
 from refiner_core.contract.types import Progress, StageView
 
-#: Task runs that follow a stage at the same time.
+#: Maximum number of task runs that follow a stage at the same time.
 MOST_TASKS = 64
 _LOOK_S, _GLANCE_S = 1.0, 0.1
 _PROGRESS_S = 5.0
-#: Log lines of one stage that go to the server at a time: what is more is in the file.
+#: Maximum number of a stage's log lines sent to the server at a time; the file has the rest.
 _MOST_LINES = 100
-#: Prefect's runner kills 30 s after it has asked.
+#: Prefect's runner kills the process 30 s after its request.
 TERMINATION_S = 20.0
-#: Characters of a report that the UI shows as a whole.
+#: Maximum length of a report that the UI shows completely, in characters.
 _MOST_MARKDOWN = 200_000
 #: A busy file system may show a process's end before its last line.
 LAST_LINE_S = 5.0
-#: A flow run's label: the process that follows the call, as :class:`ProcessId` writes it.
+#: Label of a flow run: the process that follows the call, in the form of :class:`ProcessId`.
 FOLLOWER = "refiner.follower"
-#: Of what happens beside the stages: `refiner.short`, `refiner.incident` and so on.
+#: Prefix of events other than those of stages: `refiner.short`, `refiner.incident` and so on.
 _EVENTS = "refiner"
 _begun_in_terminal: ContextVar[bool] = ContextVar("begun_in_terminal", default=False)
 
 
-#: Waits for a while, or until a stage has ended: its view then, and whether nothing more will come.
+#: Waits for a while, or until a stage has ended; its view then, and whether it is the last one.
 Look = Callable[[float], tuple[StageView, bool]]
 
 
 def as_task(follow: Callable[..., State[Any]], name: str, title: str) -> Any:
-    """A task that shows a stage; the orchestrator alone retries it."""
+    """A task that shows a stage. It has no retries: the orchestrator retries stages."""
     return task(
         follow,
         name=name,
@@ -101,8 +99,7 @@ def as_task(follow: Callable[..., State[Any]], name: str, title: str) -> Any:
 
 
 def flow_run_state(run_id: object) -> State[Any] | None:
-    """The state of a flow run as the server has it now; None where it does not answer: work goes on
-    without it."""
+    """Current state of a flow run on the server; None if the server does not answer."""
     try:
         with get_client(sync_client=True) as client:
             state: State[Any] | None = client.read_flow_run(UUID(str(run_id))).state
@@ -112,7 +109,7 @@ def flow_run_state(run_id: object) -> State[Any] | None:
 
 
 def show_stage(call: str, node: Node, look: Look) -> State[Any]:
-    """Show a stage as its task run until it has ended; the state that says honestly how."""
+    """Show a stage as its task run until it has ended, and return its final state."""
     shown = _ShownStage(call, node)
     while True:
         view, closed = look(_LOOK_S)
@@ -148,7 +145,7 @@ class _ShownStage:
                     client.set_task_run_state(context.task_run.id, state, force=True)
         self._show_log(view)
         now, progress = time.monotonic(), view.progress
-        if progress is not None and view.state == "done":  # its last word may have come before that
+        if progress is not None and view.state == "done":  # its last heartbeat may be older
             progress = replace(progress, done=progress.total)
         if progress is None or progress.total <= 0 or progress == self._posted[1]:
             return
@@ -157,7 +154,7 @@ class _ShownStage:
             self._show_progress(progress)
 
     def _show_log(self, view: StageView) -> None:
-        """The stage's own log lines, which are masked where they are written."""
+        """Send the stage's own log lines, which were masked when they were written."""
         if view.log != self._file:
             self._file, self._position = view.log, 0
         if not self._file:
@@ -178,19 +175,19 @@ class _ShownStage:
 
 
 def state_of(view: StageView) -> State[Any]:
-    """The Prefect state that says how a stage has ended."""
+    """The Prefect state for a stage that has ended."""
     match view.state:
         case "done" | "skipped":
             return Completed(message=view.message or f"done in {view.seconds:.0f} s")
         case "failed":
             return Failed(message=view.message or "failed; its log says why")
         case _:
-            return Cancelled(message=f"stopped: {view.message}; a retry goes on from here")
+            return Cancelled(message=f"stopped: {view.message}; a retry continues from here")
 
 
 @contextlib.contextmanager
 def warned(log: Any, what: str) -> Iterator[None]:
-    """Guard of what is only shown: that it is missing is said, and the work goes on."""
+    """Guard for display code: an error in it is only logged."""
     try:
         yield
     except (httpx.HTTPError, PrefectException, RefinerError, OSError) as error:
@@ -198,7 +195,7 @@ def warned(log: Any, what: str) -> Iterator[None]:
 
 
 def shown_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """The decorator of a flow that shows a call."""
+    """Decorator for a flow that shows a call."""
     runner = ThreadPoolTaskRunner(max_workers=MOST_TASKS)
     made: Callable[[Callable[..., Any]], Any]
     made = flow(name=name, retries=0, persist_result=False, task_runner=runner)
@@ -207,7 +204,7 @@ def shown_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 @dataclass(frozen=True)
 class Call:
-    """A recorded run or sweep: its name, the id of its records, and who reads what it records."""
+    """A recorded run or sweep: its name, the id of its records, and a reader of its events."""
 
     room: Workspace
     name: str
@@ -220,7 +217,7 @@ class Call:
         return "sweep" if is_sweep(self.id) else "run"
 
     def start(self) -> Detached:
-        """Leave it to a process in the background."""
+        """Start a background process that works on it."""
         if is_sweep(self.id):
             from flows.sweeping.launching import detach_sweep
 
@@ -228,7 +225,7 @@ class Call:
         return detach_run(self.room.read_run(self.id), self.room.root, use_server=False)
 
     def end(self, how: Literal["cancel", "suspend"]) -> None:
-        """End it, or keep it from beginning more."""
+        """Cancel it, or keep further stages from beginning."""
         from flows.running.cancelling import cancel_run, waiting_stages
         from flows.sweeping.launching import cancel_sweep, suspend_sweep
 
@@ -258,7 +255,7 @@ class Call:
 
 @contextlib.contextmanager
 def begun_in_terminal() -> Iterator[None]:
-    """Flow runs inside follow a call that a terminal works on: they start no orchestrator."""
+    """Let flow runs inside follow a call of a terminal: they start no orchestrator."""
     token = _begun_in_terminal.set(True)
     try:
         yield
@@ -267,14 +264,14 @@ def begun_in_terminal() -> Iterator[None]:
 
 
 def carry_out(title: str, folder: str, begin: Callable[[], Call]) -> State[Any]:
-    """Begin or find the call, let somebody work on it, and follow it to its end.
+    """Begin or find the call, start an orchestrator if none is running, and follow it to its end.
 
     Parameters
     ----------
     title
         The recipe or the sweep, for the flow run's name.
     folder
-        Where relative paths begin.
+        Base folder of relative paths.
     begin
         Records the call, or finds it.
     """
@@ -289,8 +286,8 @@ def carry_out(title: str, folder: str, begin: Callable[[], Call]) -> State[Any]:
 
 
 def _name_run(title: str, call: Call) -> None:
-    """The call's id becomes a parameter of the flow run, so that a retry goes on with it; its label
-    names this process, so that others can tell whether anybody follows it."""
+    """Make the call's id a parameter of the flow run, so that a retry continues it, and label the
+    flow run with this process, so that others can tell whether it is still followed."""
     tags = {*this_run.tags, f"{call.noun}:{call.name}"}
     parameters = {**this_run.parameters, "run": call.name, "workspace": str(call.room.root)}
     with get_client(sync_client=True) as client:
@@ -301,7 +298,7 @@ def _name_run(title: str, call: Call) -> None:
 
 
 def _start(call: Call) -> None:
-    """Let somebody work on the call: whoever does already, or a process of its own."""
+    """Start an orchestrator for the call in its own process, if none is running."""
     if _begun_in_terminal.get() or orchestrator_of(call.room, call.id).works:
         return
     try:
@@ -309,7 +306,7 @@ def _start(call: Call) -> None:
     except RefinerError:
         if not orchestrator_of(call.room, call.id).works:
             raise
-        return  # somebody was quicker
+        return  # another process was quicker
     if left.failed and left.message and not orchestrator_of(call.room, call.id).works:
         raise LaunchError(
             f"The orchestrator ended at once: {left.message}",
@@ -319,21 +316,21 @@ def _start(call: Call) -> None:
 
 
 class _Follow:
-    """One flow run that follows one call."""
+    """Follows one call in one flow run."""
 
     def __init__(self, call: Call) -> None:
         self._call, self._noun = call, call.noun
         self._follower = call.follower
         self._views: Mapping[str, StageView] = {}
-        self._closed = False  # nothing more will come
+        self._closed = False  # no further events
         self._futures: dict[str, PrefectFuture[Any]] = {}
         self._log = get_run_logger()
         self._run_id = UUID(str(this_run.id))
-        self._ends = ""  # "cancel" or "suspend" once somebody wants it
+        self._ends = ""  # "cancel" or "suspend" once requested
         self._incidents: list[Incident] = []
 
     def to_the_end(self) -> State[Any]:
-        """Follow until every stage has ended, or nobody works on the call any more."""
+        """Follow the call until all stages have ended or its orchestrator is gone."""
         self._emit("began")
         try:
             lost = self._until_over()
@@ -350,7 +347,7 @@ class _Follow:
         return self._last_word(self._views, lost)
 
     def _show_report(self) -> None:
-        """Put the sweep's report, as `refiner report` would write it now, beside the flow run."""
+        """Attach the sweep's current report (as of `refiner report`) to the flow run."""
         from flows.reporting.writing import make_sweep_report
         from refiner_core.report.sweep.rendering import markdown
 
@@ -361,16 +358,16 @@ class _Follow:
             self._put(text, "report", f"What the arms of {self._call.name} have shown")
 
     def _until_over(self) -> str:
-        """Follow until it is over; why the call said no end itself, empty where it did."""
+        """Follow until the end. Returns the reason if the call recorded no end, else empty."""
         gone_since, unread = None, ""
         while True:
             try:
                 views = self._follower.look()
                 who = orchestrator_of(self._call.room, self._call.id)
-            except (RefinerError, OSError) as error:  # the work waits for the file system, too
+            except (RefinerError, OSError) as error:  # the run also waits for the file system
                 if unread != str(error):
                     unread = str(error)
-                    self._log.warning("How the stages stand cannot be read: %s", error)
+                    self._log.warning("The status of the stages cannot be read: %s", error)
                 self._hear()
                 time.sleep(_LOOK_S)
                 continue
@@ -389,10 +386,10 @@ class _Follow:
             self._hear()
             time.sleep(_LOOK_S)
 
-    # ------------------------------------------------------------ what somebody wants
+    # ------------------------------------------------------------ requests
 
     def _hear(self) -> None:
-        """True if this flow run is to be cancelled or suspended."""
+        """Check for a request to cancel or suspend this flow run."""
         state = flow_run_state(self._run_id)
         if state is None:
             return
@@ -402,7 +399,7 @@ class _Follow:
             self._wish("suspend")
 
     def _wish(self, what: Literal["cancel", "suspend"]) -> None:
-        """Record it, once."""
+        """Record the request, once."""
         if self._ends in (what, "cancel"):
             return
         before, self._ends = self._ends, what
@@ -410,13 +407,13 @@ class _Follow:
             self._call.end(what)
         except (RefinerError, OSError) as error:
             self._ends = before
-            self._log.warning("The wish to %s could not be recorded: %s", what, error)
+            self._log.warning("The request to %s could not be recorded: %s", what, error)
             return
         said = "running stages save and end" if what == "cancel" else "no further stage begins"
         self._log.info("%s: %s", what.capitalize(), said)
 
     def _wait_for_saves(self) -> None:
-        """Before the runner kills this process: as long as it gives, then say what goes on."""
+        """Wait for saves until shortly before the runner kills this process, then show the rest."""
         until = time.monotonic() + TERMINATION_S
         while time.monotonic() < until and orchestrator_of(self._call.room, self._call.id).works:
             self._views = self._follower.look()
@@ -426,10 +423,10 @@ class _Follow:
         head = "Stages still save." if saves else "All stages have saved and ended."
         self._put(head, "cancelled", "What was saved")
 
-    # ------------------------------------------------------------ what is shown
+    # ------------------------------------------------------------ display
 
     def _show(self, views: Mapping[str, StageView]) -> None:
-        """Submit a task run for each stage that has begun, and tell what else has happened."""
+        """Submit a task run for each stage that has begun, and emit other events."""
         with TagsContext(current_tags=set()):  # each tag costs a request for a concurrency slot
             for name in self._call.follower.nodes:
                 self._submit(name, views)
@@ -437,7 +434,7 @@ class _Follow:
             self._tell_news()
 
     def _submit(self, name: str, views: Mapping[str, StageView]) -> None:
-        """After the stages that it is made from, if it has begun and has no task run yet."""
+        """Submit a task run after those of its inputs, if the stage has begun and has none yet."""
         node, view = self._call.follower.nodes[name], views[name]
         begun = view.state not in ("waiting", "skipped", "blocked")
         if name in self._futures or not (begun and (view.attempt or not node.id)):
@@ -512,7 +509,7 @@ class _Follow:
             create_markdown_artifact(inert(markdown), key=key, description=title)
 
     def _emit(self, what: str, payload: Mapping[str, Any] = {}, of: str = "") -> None:
-        """An event that automations can be built on."""
+        """Emit an event for automations."""
         resource = {
             "prefect.resource.id": f"refiner.{self._noun}.{self._call.name}",
             "prefect.resource.name": self._call.name,

@@ -1,7 +1,7 @@
-"""Calls of `refiner run`: begun, worked on, shown, detached, cancelled.
+"""Calls of `refiner run`: begin, work on, show, detach, cancel.
 
-``calls`` carries one out, from its recipe or its record to its end, with ``showing`` (its
-orchestrator, and requests to stop) and ``console`` (its progress); ``background`` leaves one to a
-process or a job, and starts what shows it in Prefect; ``cancelling`` ends it; ``status``, ``logs``
-and ``following`` read how it stands from records alone.
+``calls`` carries out a call, from its recipe or record to its end, with ``showing`` (orchestrator,
+requests to stop) and ``console`` (progress). ``background`` hands a call to a process or a Slurm
+job, and starts the process that shows it in Prefect. ``cancelling`` ends a call. ``status``,
+``logs`` and ``following`` read its status from records alone.
 """

@@ -1,10 +1,10 @@
-"""Processes in the background: one that works on a call, one that shows it in Prefect.
+"""Background processes: one that works on a call, one that shows it in Prefect.
 
-In: a recorded call. Out: a :class:`Detached`: who works on it (a process, or a small job of its
-own), and where its output goes. What runs there is ``refiner resume RUN``: all that it needs stands
-in the workspace, so a job that Slurm starts again simply goes on. It imports the run's snapshot of
-the code, so that a checkout may be edited meanwhile. And :mod:`flows.attach` in a session of its
-own, which follows the records by itself; the orchestrator neither waits for it nor ends it.
+In: a recorded call. Out: a :class:`Detached`: the process or small Slurm job that works on it, and
+its log. It runs ``refiner resume RUN`` with the run's snapshot of the code: the workspace has all
+that it needs, so a restarted Slurm job continues, and the checkout may be edited meanwhile.
+:mod:`flows.attach` follows the records in a session of its own; the orchestrator neither waits for
+it nor ends it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from refiner_core.contract.records import RunRecord
 Where = Literal["process", "job"]
 
 _POLL_S = 0.05
-#: Imports on a cold network file system take their time.
+#: Imports on a cold network file system are slow.
 _BEGIN_WAIT_S = 120.0
 
 
@@ -41,7 +41,7 @@ _BEGIN_WAIT_S = 120.0
 class Detached:
     """Process or job that works on a run now.
 
-    ``exit_code`` is that of a process that has ended already; ``message`` is what it said.
+    ``exit_code`` is set if the process has already ended; ``message`` is its output.
     """
 
     run: str
@@ -53,7 +53,7 @@ class Detached:
 
     @property
     def failed(self) -> bool:
-        """True if it ended before it had begun to work."""
+        """True if it ended before it began to work."""
         return bool(self.exit_code)
 
 
@@ -65,7 +65,7 @@ def detach_run(
     use_server: bool = True,
     take_over: bool = False,
 ) -> Detached:
-    """Leave a recorded run to the background, and come back as soon as it is worked on.
+    """Continue a recorded run in the background; return once it is being worked on.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def detach_run(
     Returns
     -------
     Detached
-        Process or job, and its log; ``exit_code`` where it has ended already.
+        Process or job, and its log; ``exit_code`` if it has already ended.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def detach_run(
     LaunchError
         Slurm refused the job.
     ConfigurationError
-        Another process works on the run.
+        Another process is working on the run.
     """
     room = Workspace.open(workspace)
     profile = (run.config.get("dispatch") or {}).get("profile")
@@ -107,8 +107,8 @@ def leave(
     profile: str | None,
     launch: Launch,
 ) -> Detached:
-    """As :func:`detach_run`, of any call: its id, the id of the snapshot that it is worked on with,
-    and the profile that a job of it is submitted by."""
+    """As :func:`detach_run`, for any call: its id, the id of its code snapshot, and the profile for
+    a Slurm job."""
     require_idle(room, call, regardless=launch.take_over)
     options = ["--no-server"] * (not launch.use_server) + ["--take-over"] * launch.take_over
     options += ["--past-canary"] * launch.past_canary
@@ -128,20 +128,20 @@ def leave(
 
 
 def detach(workspace: Workspace, call: str, code: str, *options: str) -> Detached:
-    """Start the process, and wait until it works on the call, or has ended.
+    """Start the process, and wait until it works on the call or has ended.
 
-    It has a session of its own and no terminal, so that closing one does not reach it.
+    It has its own session and no terminal, so closing a terminal does not reach it.
 
     Raises
     ------
     WorkspaceError
-        The code is not what was pinned.
+        The code differs from the pinned snapshot.
     """
     paths = workspace.layout.run(call)
     before = orchestrator_of(workspace, call).turn
     with paths.log.open("ab") as output:
         begins_at = output.tell()
-        # Less what is about a flow run that starts the process: it is no part of that.
+        # Without the settings of the flow run that starts the process.
         env = {k: v for k, v in environment().items() if not k.startswith("PREFECT__")}
         process = start_apart(_resume_command(workspace, call, code, *options), output, env)
     deadline = time.monotonic() + _BEGIN_WAIT_S
@@ -150,7 +150,7 @@ def detach(workspace: Workspace, call: str, code: str, *options: str) -> Detache
         who = orchestrator_of(workspace, call)
         began = who.turn > before and paths.orchestrator.exists()
         if ended is not None:
-            new = 0 if began else paths.log.stat().st_size - begins_at  # less what others printed
+            new = 0 if began else paths.log.stat().st_size - begins_at  # without earlier output
             said = tail_of([paths.log], min(new, 4000)).strip() if new > 0 else ""
             return Detached(call, paths.log, process.pid, exit_code=ended, message=said)
         if began:
@@ -160,14 +160,14 @@ def detach(workspace: Workspace, call: str, code: str, *options: str) -> Detache
 
 
 def _resume_command(workspace: Workspace, call: str, code: str, *options: str) -> list[str]:
-    """The command line that works on a recorded call, with the code that it was begun with."""
+    """The command line that works on a recorded call with its pinned code."""
     snapshot = workspace.layout.code / code if code else None
     if snapshot is not None and snapshot.is_dir():
         check_snapshot(workspace, snapshot)
     else:
-        snapshot = None  # whoever takes the call up sees whether it still has it
+        snapshot = None  # the process that takes it up checks
     settings = job_settings(1, snapshot)
-    del settings["OMP_NUM_THREADS"], settings["OMP_WAIT_POLICY"]  # jobs say it for themselves
+    del settings["OMP_NUM_THREADS"], settings["OMP_WAIT_POLICY"]  # jobs set their own
     return [
         *("env", *(f"{k}={v}" for k, v in settings.items())),
         *(sys.executable, "-P", "-m", "flows.cli.main", "resume", call),
@@ -179,16 +179,16 @@ _LOGS_KEPT = 20
 
 
 def attach(workspace: Workspace, call: str, console: Console, stream: TextIO | None = None) -> None:
-    """Let a process show the call, and say where. Does not wait.
+    """Start a process that shows the call, and print its link. Does not wait.
 
     Parameters
     ----------
     workspace, call
         A run's id, or :func:`infra.store.layout.sweep_call`.
     console
-        Hears the link, or why there is none.
+        Receives the link, or the reason why there is none.
     stream
-        Where it prints (default: standard error); the link holds the server's key on a terminal.
+        Output stream (default: standard error); on a terminal the link holds the server's key.
     """
     try:
         log = _log_of(call)
@@ -199,7 +199,7 @@ def attach(workspace: Workspace, call: str, console: Console, stream: TextIO | N
             start_apart(words, output, _attached_environment(), pass_fds=(write,))
         os.close(write)
     except (OSError, RefinerError) as error:
-        console.warn(f"The run is not shown in Prefect: {error}. Work goes on without it.")
+        console.warn(f"The run is not shown in Prefect: {error}. Work continues without it.")
         return
     listening = (read, log, console, stream or sys.stderr)
     threading.Thread(target=_listen, args=listening, daemon=True).start()
@@ -210,14 +210,14 @@ def _listen(read: int, log: Path, console: Console, stream: TextIO) -> None:
         for line in lines:
             message = json.loads(line)
             if gone := message.get("gone"):
-                console.warn(f"{gone} Work goes on without it (see {log}).")
+                console.warn(f"{gone} Work continues without it (see {log}).")
             elif info := server_status().info:
                 path = f"/runs/flow-run/{message['flow_run']}"
                 console.note(f"Prefect: {terminal_link(info, path, stream)}")
 
 
 def _attached_environment() -> dict[str, str]:
-    """Little of ours: the process needs no token."""
+    """A minimal environment: the process needs no token."""
     root = str(Path(__file__).resolve().parents[2])
     env = passed_on(environment())
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
@@ -225,7 +225,7 @@ def _attached_environment() -> dict[str, str]:
 
 
 def _log_of(call: str) -> Path:
-    """Log of its output; all but the newest such logs are deleted."""
+    """Log of the process; all but the newest logs are deleted."""
     folder = state_dir() / "flow-runs"
     folder.mkdir(mode=0o700, exist_ok=True)
     logs = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)

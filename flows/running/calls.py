@@ -1,8 +1,8 @@
-"""Calls of `refiner run`: begun, recorded, taken up, worked on to their end.
+"""Calls of `refiner run`: begin, record, take up, work on until the end.
 
-In: a recipe with overrides, or a recorded call. Out: a :class:`RunOutcome`. What a call is stands
-in its record (configuration, code, the folder it was begun in), so that another process can go on
-with it exactly: in the background, in a job, from any shell.
+In: a recipe with overrides, or a recorded call. Out: a :class:`RunOutcome`. The record of a call
+holds its configuration, its code and its folder, so that another process can continue it exactly:
+in the background, in a Slurm job, from any shell.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pinned:
-    """The code as it was when somebody began to work, for all runs that are begun then.
+    """Snapshot of the code at the start, for all runs that begin then.
 
     Attributes
     ----------
@@ -53,9 +53,9 @@ class Pinned:
     command
         The command line, masked.
     provenance
-        What each run's record says of code, versions and machine.
+        Code, versions and machine, for the record of each run.
     diff
-        What is not committed, as long as a record may be; empty where all is.
+        Uncommitted changes, cut to the limit of a record; empty if there are none.
     """
 
     code: str
@@ -65,7 +65,7 @@ class Pinned:
 
 
 def pin_code(workspace: Workspace) -> Pinned:
-    """A snapshot of the code as it is now, and where it comes from.
+    """Take a snapshot of the code as it is now, with its provenance.
 
     Raises
     ------
@@ -89,8 +89,10 @@ def record_run(
     pinned: Pinned | None = None,
     **more: object,
 ) -> RunRecord:
-    """The record of a call on ``plan``, with the code as it is now, or was ``pinned``; ``more``
-    goes into its provenance. It is not written yet."""
+    """Record of a call of ``plan``, with the current or the ``pinned`` code. Does not write it.
+
+    ``more`` is added to its provenance.
+    """
     pinned = pinned or pin_code(workspace)
     run = RunRecord(
         version=RECORD_VERSION,
@@ -123,7 +125,7 @@ class RunOutcome:
     views
         Last view of every stage.
     next_commands
-        What to type now, most useful first; empty where nobody is shown anything.
+        Suggested next commands, most useful first; empty without a terminal.
     exit_code
         See :data:`refiner_core.contract.errors.EXIT_CODES`.
     """
@@ -135,7 +137,7 @@ class RunOutcome:
 
     @property
     def exit_code(self) -> int:
-        """0 if everything is done, else that of the first stage that is not."""
+        """0 if everything is done, else that of the first stage that is not done."""
         for view in self.views.values():
             if view.state in ("failed", "interrupted"):
                 return view.exit_code or 1
@@ -143,7 +145,7 @@ class RunOutcome:
 
 
 def make_recipe_plan(recipe: str, overrides: Sequence[str] = ()) -> Plan:
-    """The plan of a recipe. Reads files, writes nothing, needs no network.
+    """Plan of a recipe. Reads files, writes nothing, needs no network.
 
     Parameters
     ----------
@@ -160,7 +162,7 @@ def make_recipe_plan(recipe: str, overrides: Sequence[str] = ()) -> Plan:
     Raises
     ------
     ConfigurationError, DataError, UnsupportedError
-        The recipe cannot be carried out as it stands.
+        The recipe cannot be carried out.
     """
     config = check_config(load_recipe(recipe, overrides))
     mask_keys_of(config)
@@ -170,7 +172,7 @@ def make_recipe_plan(recipe: str, overrides: Sequence[str] = ()) -> Plan:
 
 
 def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspace, RunRecord]:
-    """Check a recipe and record a call of it, for somebody to work on.
+    """Check a recipe and record a call of it.
 
     Parameters
     ----------
@@ -180,7 +182,7 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
     Returns
     -------
     Plan, Workspace, RunRecord
-        For :func:`work_on`, or to be left to the background.
+        For :func:`work_on` or :func:`detach_run`.
 
     Raises
     ------
@@ -198,7 +200,7 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
 
     def begin() -> tuple[Plan, Workspace, RunRecord]:
         workspace = Workspace.open(plan.config.workspace, plan.config.data_root)
-        # Refuses what cannot be dispatched from here.
+        # Refuses a recipe that cannot be dispatched from here.
         make_router(plan.config.dispatch, workspace).check(plan.stages)
         run = record_run(plan, workspace, recipe, overrides)
         workspace.write_run(run)
@@ -207,9 +209,9 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
     room = refuse_what_never_fits(plan)
     if not room.fits:
         say(
-            f"This run will take up to {gib(room.forecast.needed_bytes)} at a time, and "
+            f"This run needs up to {gib(room.forecast.needed_bytes)} at a time, and "
             f"{gib(room.free_bytes)} are free (by {room.source}). It pauses when the disk is full. "
-            f"Less is taken with {LESS_ROOM}"
+            f"Reduce this with {LESS_ROOM}"
         )
     for note in planning_notes(plan):
         say(note)
@@ -218,18 +220,18 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
 
 
 def refuse_what_never_fits(plan: Plan) -> PlannedRoom:
-    """Room that a run will take, and that there is for it.
+    """Space that a run needs, and the space that is available.
 
     Raises
     ------
     NoSpaceError
-        Not even an empty disk or quota would hold it: it would wait for ever.
+        Even an empty disk or quota is too small: the run would wait forever.
     """
     from flows.disk import planned_room
     from infra.disk.keeper import gib
 
     room = planned_room([plan])
-    # A file system without a size (/proc) holds nothing at all: opening the workspace says that.
+    # A file system without a size (/proc) holds nothing: opening the workspace reports that.
     if room.never_fits and room.limit_bytes and plan.config.disk.too_small == "refuse":
         raise NoSpaceError(
             f"This run needs {gib(room.forecast.sure_bytes)} at one time, and "
@@ -243,7 +245,7 @@ def refuse_what_never_fits(plan: Plan) -> PlannedRoom:
 
 
 def warn_of_silence(config: RecipeConfig) -> None:
-    """Say beforehand that nobody will be told by an address; the run goes on all the same."""
+    """Warn at the start of a run about addresses that receive no messages."""
     for alarm in alarms_of(config.notify):
         from flows.notifying.channels import addresses
 
@@ -256,12 +258,12 @@ def warn_of_silence(config: RecipeConfig) -> None:
 
 
 def with_room(config: RecipeConfig, action: Callable[[], T]) -> T:
-    """Do what needs a little room in the workspace; on a full disk, as soon as there is some.
+    """Run an action that needs some space in the workspace; on a full disk, wait for space.
 
     Raises
     ------
     NoSpaceError
-        There was none for ``disk.wait_min``.
+        There was no space for ``disk.wait_min``.
     """
     from infra.disk.keeper import DiskKeeper
     from infra.orchestrator.waiting import when_there_is_room
@@ -271,12 +273,12 @@ def with_room(config: RecipeConfig, action: Callable[[], T]) -> T:
 
 
 def say(text: str) -> None:
-    """A line on standard error."""
+    """Print a line on standard error."""
     print(f"refiner: {text}", file=sys.stderr, flush=True)
 
 
 def run_to_resume(workspace: Workspace, run_id: str | None = None) -> RunRecord:
-    """The call of that id, or the newest that is not finished.
+    """The call with that id, or the newest unfinished call.
 
     Raises
     ------
@@ -289,7 +291,7 @@ def run_to_resume(workspace: Workspace, run_id: str | None = None) -> RunRecord:
         return unfinished[-1]
     count = len(workspace.run_ids())
     raise ConfigurationError(
-        f"Nothing is left to resume in {workspace.root}: "
+        f"Nothing to resume in {workspace.root}: "
         + (f"all of its {count} runs are finished." if count else "it has no run."),
         expected="a run of which a stage is not done",
         fix="name another workspace=DIR, or begin one with `refiner run RECIPE`",
@@ -297,18 +299,18 @@ def run_to_resume(workspace: Workspace, run_id: str | None = None) -> RunRecord:
 
 
 def plan_of_run(workspace: Workspace, run: RunRecord) -> Plan:
-    """The plan of a recorded call, from its recorded configuration.
+    """Plan of a recorded call, from its recorded configuration.
 
     Raises
     ------
     ConfigurationError
-        What it was made from is not what it was: its stages would not be the recorded ones.
+        Its inputs have changed: its stages would differ from the recorded ones.
     """
     config = from_json(RecipeConfig, run.config)
-    root = str(workspace.root)  # where it is now: it may have been moved, or mounted elsewhere
+    root = str(workspace.root)  # it may have been moved, or mounted elsewhere
     config = check_config(replace(config, workspace=root))
     mask_keys_of(config)
-    # A call that is about some stages alone needs nothing of what the others were made from.
+    # A call of some stages alone needs no inputs of the others.
     sources = run.provenance.get("sources") if config.only else None
     plan = make_plan(config, sources or resolve_sources(config))
     other = [s.name for s in plan.stages if run.stages.get(s.name) != s.id]
@@ -317,7 +319,7 @@ def plan_of_run(workspace: Workspace, run: RunRecord) -> Plan:
         why = f"this version of refiner does {'; '.join(changed)}"
         if not changed:
             names = ", ".join(other) or "their number"
-            why = f"what its stages are made from has changed since ({names})"
+            why = f"the inputs of its stages have changed ({names})"
         raise ConfigurationError(
             f"Run {run.run} cannot be resumed as it was: {why}.",
             expected="the version of refiner, rows, weights, rubrics and prompts of before",
@@ -327,8 +329,7 @@ def plan_of_run(workspace: Workspace, run: RunRecord) -> Plan:
 
 
 def _done_otherwise(workspace: Workspace, run: RunRecord, plan: Plan) -> list[str]:
-    """The stages of a call that were begun under another version of their kind, and what is
-    different since."""
+    """Stages of a call that were begun under another version of their kind, and the differences."""
     found = []
     for stage in plan.stages:
         record = workspace.read_record(run.stages.get(stage.name, stage.id))
@@ -346,28 +347,28 @@ def work_on(
     command: Sequence[str] = (),
     console: Console | None = None,
 ) -> RunOutcome:
-    """Take a recorded call up and work on it to its end.
+    """Take up a recorded call and work on it until its end.
 
     Parameters
     ----------
     plan, workspace, run
-        As :func:`begin_run` gives them.
+        From :func:`begin_run`.
     launch
-        How.
+        Settings of the work.
     command
-        The command line that runs the same thing again.
+        Command line that runs the same call again.
     console
-        Shows it (default: the terminal's own).
+        Shows the progress (default: the terminal's own).
 
     Returns
     -------
     RunOutcome
-        How each stage stands. Failed stages raise nothing.
+        State of each stage. Failed stages raise nothing.
 
     Raises
     ------
     ConfigurationError
-        Another process works on it.
+        Another process is working on it.
     """
 
     def show_in_prefect() -> None:
@@ -404,14 +405,14 @@ def work_on(
 
 
 def in_folder(folder: Any) -> contextlib.AbstractContextManager[None]:
-    """Work where a call was begun, if that folder is still there: its paths may be relative."""
+    """Work in the folder in which a call was begun, if it exists: its paths may be relative."""
     there = folder and Path(folder).is_dir()
     return contextlib.chdir(folder) if there else contextlib.nullcontext()
 
 
 def check_hub_access(config: RecipeConfig) -> None:
-    """Find out before hours are spent whether the Hub will take what the recipe publishes; a Hub
-    that does not answer is only said.
+    """Check before the work that the Hub accepts what the recipe publishes. A Hub that does not
+    answer is only reported.
 
     Raises
     ------
@@ -427,7 +428,7 @@ def check_hub_access(config: RecipeConfig) -> None:
 
 
 def check_supported(config: RecipeConfig) -> None:
-    """Refuse before anything starts what this version or machine cannot carry out.
+    """Refuse what this version or machine cannot carry out, before anything starts.
 
     Parameters
     ----------
@@ -445,7 +446,7 @@ def check_supported(config: RecipeConfig) -> None:
     from refiner_core.data.sources import resolve_source
 
     for which in ("sft", "rl"):
-        resolve_source(config.data, which)  # refuses a revision that may move
+        resolve_source(config.data, which)  # refuses a moving revision
     for name, measured in configs_under(config).items():
         with refused_under(name):
             resolve_source(measured.data, "rl")
@@ -456,7 +457,7 @@ def check_supported(config: RecipeConfig) -> None:
 def run_recipe(
     recipe: str, overrides: Sequence[str] = (), *, use_server: bool = True, quiet: bool = True
 ) -> RunOutcome:
-    """Bring about everything that a recipe asks for: what is done is skipped.
+    """Carry out a recipe; stages that are done are skipped.
 
     Parameters
     ----------
@@ -465,14 +466,14 @@ def run_recipe(
     overrides
         ``key=value``, as on the command line, such as ``"grpo.beta=0.01"``.
     use_server
-        Show it as a flow run of the local Prefect server, which is started where there is none.
+        Show it as a flow run of the local Prefect server, which is started if necessary.
     quiet
-        Show no progress on stderr, but warnings and failures.
+        Show only warnings and failures on stderr, no progress.
 
     Returns
     -------
     RunOutcome
-        How each stage stands; ``exit_code`` is 0 if all is done. Failed stages raise nothing.
+        State of each stage; ``exit_code`` is 0 if all is done. Failed stages raise nothing.
 
     Raises
     ------
@@ -492,19 +493,19 @@ def resume_run(
     use_server: bool = True,
     quiet: bool = True,
 ) -> RunOutcome:
-    """Go on with a recorded run exactly as it was recorded.
+    """Continue a recorded run exactly as it was recorded.
 
-    Its jobs use the code that it was begun with, and it keeps its id. Relative paths of the recipe
-    are taken from the folder in which it was begun.
+    Its jobs use its pinned code, and it keeps its id. Relative paths of the recipe are relative to
+    the folder in which it was begun.
 
     Parameters
     ----------
     run_id
-        Which one (default: the newest that is not finished).
+        Run id (default: the newest unfinished run).
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
     take_over
-        Also where a process on another host says that it works on it; only if you know better.
+        Take over from a process on another host that claims the run; only if it is gone.
     use_server, quiet
         As of :func:`flows.api.run_recipe`.
 
@@ -516,7 +517,7 @@ def resume_run(
     Raises
     ------
     ConfigurationError
-        There is none, another process works on it, or what it was made from has changed.
+        There is no such run, another process is working on it, or its inputs have changed.
     """
     root = Path(workspace).absolute()
     run = run_to_resume(Workspace.read_only(root), run_id)
@@ -532,12 +533,12 @@ def resume_run(
 def publish_run(
     plan: Plan, workspace: Workspace, run: RunRecord, *, use_server: bool = True, quiet: bool = True
 ) -> RunOutcome:
-    """Work on a publication that was recorded; see :func:`flows.api.publish_checkpoints`.
+    """Work on a recorded publication; see :func:`flows.api.publish_checkpoints`.
 
     Parameters
     ----------
     plan, workspace, run
-        What :func:`flows.api.begin_publication` has made.
+        From :func:`flows.api.begin_publication`.
     use_server, quiet
         As of :func:`flows.api.run_recipe`.
 
@@ -549,7 +550,7 @@ def publish_run(
     Raises
     ------
     ConfigurationError
-        Another process works on it.
+        Another process is working on it.
     """
     command = ["refiner", "resume", run.run, f"workspace={workspace.root}"]
     with in_folder(run.provenance.get("folder")):
@@ -562,9 +563,9 @@ def run_json(outcome: RunOutcome, workspace: Workspace | None = None) -> dict[st
     Parameters
     ----------
     outcome
-        What :func:`flows.api.run_recipe` has returned.
+        The result of :func:`flows.api.run_recipe`.
     workspace
-        Where its records are (default: the plan's own).
+        Where its records are (default: the workspace of the plan).
 
     Returns
     -------

@@ -1,9 +1,9 @@
-"""Ends a run, or stages of it: by asking the process that works on it, or by itself if none does.
+"""Cancels a run or some of its stages, through its orchestrator or directly if none is running.
 
-In: a workspace, a run, names of stages. Out: a :class:`CancelOutcome`. The wish is a file, so it is
-heard wherever the orchestrator runs. Where none runs, jobs are asked from here to save and end,
-killed after the recipe's grace, and their attempts are closed as ``cancelled``. Doing it twice
-changes nothing.
+In: a workspace, a run, names of stages. Out: a :class:`CancelOutcome`. The request is a file, so an
+orchestrator on any host sees it. Without an orchestrator, this module asks the jobs to save and
+end, kills them after the recipe's grace period, and closes their attempts as ``cancelled``. A
+second cancel changes nothing.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from refiner_core.contract.config import DispatchConfig, RecipeConfig
 from refiner_core.contract.records import RunRecord, from_json, picked
 from refiner_core.contract.services import is_service
 
-#: Beside the grace that jobs get: for the orchestrator's next look, and a slow scheduler.
+#: Added to the grace period of jobs: for the orchestrator's poll and a slow scheduler.
 _MARGIN_S = 60.0
 
 
 @dataclass(frozen=True)
 class CancelOutcome:
-    """Outcome of a cancel.
+    """Outcome of a cancel request.
 
     Attributes
     ----------
     run, stages
-        What was to end (names of stages).
+        The run, and names of the stages to end.
     by
-        ``orchestrator``: it did the work; ``here``: nobody worked on the run; ``nobody``: there was
-        nothing to end.
+        ``orchestrator``: it did the work; ``here``: this process, as no orchestrator was running;
+        ``nobody``: there was nothing to end.
     ended
-        Nothing of it runs any more. False: it takes longer than was waited for.
+        True if none of it is running. False if the wait was too short.
     left
-        Names of stages that still run.
+        Names of stages that are still running.
     """
 
     run: str
@@ -67,36 +67,36 @@ def cancel_run(
     now: bool = False,
     tell: Tell = lambda message: None,
 ) -> CancelOutcome:
-    """End a run, or some of its stages, and keep what is saved.
+    """End a run or some of its stages, and keep what is saved.
 
     Parameters
     ----------
     run_id
-        Which one (default: the newest).
+        Run id (default: the newest).
     stages
-        Only these, by name.
+        Names of the stages to end (default: all).
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
     wait_s
         Seconds to wait for the end (default: ``dispatch.grace_s`` of the recipe and a minute).
     now
-        Do not leave it to the process that works on it, but end the jobs from here.
+        Do not ask the orchestrator: end the jobs from here.
     tell
-        Hears what is waited for.
+        Receives progress messages.
 
     Returns
     -------
     CancelOutcome
-        What was ended; ``ended`` is False where that takes longer than was waited for.
+        What was ended; ``ended`` is False if that takes longer than ``wait_s``.
 
     Raises
     ------
     ConfigurationError
         There is no such run or stage.
     WorkspaceError
-        Somebody else may have written what is recorded there.
+        The records may have been written by another user.
     """
-    room = Workspace.read_only(Path(workspace).absolute())  # a full disk must not keep one from it
+    room = Workspace.read_only(Path(workspace).absolute())  # works on a full disk
     room.require_trust()
     run = required_run(room, run_id, "a run to cancel", or_begin=False)
     return cancel(room, run, stages, wait_s=wait_s, now=now, tell=tell)
@@ -114,7 +114,7 @@ def cancel(
 ) -> CancelOutcome:
     """End a run or some of its stages, as :func:`cancel_run` does.
 
-    ``ours`` are other runs that are to end with it: what only they want is not spared.
+    ``ours`` are other runs that end with it: stages that only they share are ended, too.
 
     Raises
     ------
@@ -133,12 +133,12 @@ def cancel(
     by = f"{user_name()} on {host_name()}"
     try:
         if not workspace.ask_cancel(run.run, by, stages):
-            tell("it has been asked for before")
+            tell("a cancel was requested before")
     except OSError as error:
         if who.works and (stages or not _signal(who)):
             raise
-        how = f"{who.where} is told by a signal" if who.works else "its jobs are ended from here"
-        tell(f"no note of it can be taken ({error.strerror or error}), so {how}")
+        how = f"{who.where} receives a signal" if who.works else "its jobs are ended from here"
+        tell(f"the request cannot be recorded ({error.strerror or error}), so {how}")
     if who.works and not now:
         deadline = time.monotonic() + patience_s
         ended = _wait_for(workspace, run, ids, not stages, deadline, tell)
@@ -146,33 +146,33 @@ def cancel(
         if who.works or (ended and not left):
             ended = ended and not left
             return CancelOutcome(run.run, names, "orchestrator", ended, left, who)
-        tell(f"{who.where} has ended before that; its jobs are ended from here")
+        tell(f"{who.where} has ended; its jobs are ended from here")
     reason = f"cancelled by {by}"
     left = end_jobs(workspace, settings, ids, "cancelled", reason, tell, patience_s)
     return CancelOutcome(run.run, names, "here", not left, left, who)
 
 
 def waiting_stages(workspace: Workspace, run: RunRecord) -> list[str]:
-    """The stages of a run that no attempt was ever made at."""
+    """Stages of a run that have no attempt."""
     made = ((n, workspace.layout.stage(i).attempt_numbers()) for n, i in run.stages.items())
     return [name for name, numbers in made if not numbers]
 
 
 def _signal(who: Orchestrator) -> bool:
-    """Ask the process that works on the run to stop, as Ctrl-C would; False if it is not here."""
+    """Ask the run's orchestrator to stop, as Ctrl-C does; False if it is not on this host."""
     if who.standing != "running" or who.host != host_name() or not who.pid:
         return False
     try:
         return ProcessId.of(who.pid).terminate()
-    except psutil.NoSuchProcess:  # it has ended since
+    except psutil.NoSuchProcess:  # it has just ended
         return False
 
 
 def _to_end(
     workspace: Workspace, run: RunRecord, stages: Sequence[str], ours: frozenset[str]
 ) -> tuple[str, ...]:
-    """Names of the stages that are to end: those named, or all that are not done, but for those
-    that another run goes on with, which somebody works on."""
+    """Names of the stages to end: the given ones, or all unfinished ones except those that another
+    run with an orchestrator shares."""
     if stages:
         return tuple(stages)
     spared = wanted_by_others(workspace, {run.run, *ours})
@@ -194,7 +194,7 @@ def _wait_for(
     deadline: float,
     tell: Tell,
 ) -> bool:
-    """Wait until the orchestrator has done it; False if it takes too long, or has gone."""
+    """Wait until the orchestrator has ended them; False on timeout, or if it is gone."""
     told = Seldom(tell)
     while time.monotonic() < deadline:
         try:
@@ -210,19 +210,19 @@ def _wait_for(
 
 
 def outcome_lines(outcome: CancelOutcome, workspace: Workspace) -> Sequence[str]:
-    """Lines for people: what happened, and what to do next."""
+    """Lines for people: what happened, and the next commands."""
     where = f"workspace={workspace.root}"
     what = ", ".join(outcome.stages) if outcome.stages else "the run"
     if outcome.by == "nobody":
-        return [f"Nothing of {outcome.run} runs; there was nothing to end."]
+        return [f"Nothing of {outcome.run} is running; there was nothing to end."]
     if outcome.ended:
-        how = " from here, as nobody worked on the run" if outcome.by == "here" else ""
+        how = " from here, as no orchestrator was running" if outcome.by == "here" else ""
         lines = [f"Ended{how}: {what}. What was saved is kept.", "Next:"]
         return [*lines, f"  refiner resume {outcome.run} {where}"]
     lines = [f"Not ended yet: {', '.join(outcome.left) or what}."]
     if outcome.orchestrator and outcome.orchestrator.standing == "elsewhere":
         lines.append(
-            f"{outcome.orchestrator.where} has not answered and cannot be looked at from here. If "
+            f"{outcome.orchestrator.where} has not answered and cannot be checked from here. If "
             "it is gone, end its jobs from here:"
         )
         return [*lines, f"  refiner cancel {outcome.run} {where} --now"]
@@ -230,5 +230,5 @@ def outcome_lines(outcome: CancelOutcome, workspace: Workspace) -> Sequence[str]
 
 
 def outcome_json(outcome: CancelOutcome) -> Mapping[str, object]:
-    """The same for scripts."""
+    """The outcome as JSON."""
     return {"version": 1, **picked(outcome, "run", "stages", "by", "ended", "left")}

@@ -1,11 +1,11 @@
-"""Progress on standard error, and what to do next when it is over.
+"""Progress on standard error, and suggested next commands at the end.
 
-In: the views of an orchestrator, again and again; of a sweep also how its trials stand. Out: on a
-terminal a table that redraws itself (rich, imported only then), of a sweep with the stages at work
-alone; elsewhere plain lines. Of a run these are one per change of a stage's state, and at most one
-every ten seconds about its progress; of a sweep one per change of a trial's state, and now and then
-the stages at work. ``quiet`` leaves only warnings and failures. Standard output is never touched:
-it belongs to ``--json``.
+In: an orchestrator's views, repeatedly; for a sweep also the states of its trials. Out: on a
+terminal a table that is redrawn (rich, imported only then), for a sweep with the running stages
+only; elsewhere plain lines. For a run, one line per change of a stage's state, and a progress line
+at most every ten seconds; for a sweep, one line per change of a trial's state, and sometimes the
+running stages. ``quiet`` leaves only warnings and failures. Standard output is reserved for
+``--json``.
 """
 
 from __future__ import annotations
@@ -31,30 +31,29 @@ if TYPE_CHECKING:
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """True if a stream is a terminal on which lines can be redrawn."""
+    """True if the stream is a terminal on which lines can be redrawn."""
     encoding = (getattr(stream, "encoding", None) or "utf-8").lower()
     return stream.isatty() and os.environ.get("TERM") != "dumb" and encoding.startswith("utf")
 
 
 _LINE_EVERY_S = 10.0
-#: Of a sweep: how often plain lines name the stages at work, and how many a terminal shows.
+#: For a sweep: interval of plain lines with the running stages; the most that a terminal shows.
 _AT_WORK_EVERY_S = 30.0
 _ROWS = 16
 _WORKING = ("running", "reattached")
 _NOT_YET = ("queued", "paused", "waiting")
 _STATES = ("done", "skipped", "failed", "interrupted", "blocked", *_WORKING, *_NOT_YET)
-#: Of trials, in the order in which they are counted.
+#: States of trials, in the order of the counts.
 TRIAL_STATES = ("done", "running", "waiting", "held", "interrupted", "failed")
 
 
 class Console:
-    """Shows an orchestrator's work on a stream, which may go away at any time: whoever closes the
-    terminal, or stops reading, takes nothing with them. Safe to call from several threads.
+    """Shows an orchestrator's work on a stream. Closing the terminal, or the reader of a pipe, does
+    not stop the work. Safe to call from several threads.
 
-    ``command`` is the command line that runs the same thing again, ``workspace`` its folder,
-    ``run`` its record's id. All of them go into the commands that the summary proposes. ``trials``
-    says how those of a sweep stand (``state``, ``reason``, ``run``); ``clock`` is in seconds,
-    monotonic.
+    ``command`` is the command line that runs the same call again, ``workspace`` its folder, ``run``
+    the id of its record: the summary proposes commands with them. ``trials`` returns the trials of
+    a sweep (``state``, ``reason``, ``run``); ``clock`` is in seconds, monotonic.
     """
 
     def __init__(
@@ -83,16 +82,16 @@ class Console:
         self._said: dict[str, tuple[float, Progress]] = {}
 
     def note(self, message: str) -> None:
-        """Say something in between; left out when quiet."""
+        """Print a message, except when quiet."""
         if not self._quiet:
             self._print(message)
 
     def warn(self, message: str) -> None:
-        """Say something that is amiss, but stops nothing."""
+        """Print a warning; the work continues."""
         self._print(f"warning: {message}")
 
     def close(self) -> None:
-        """Leave the terminal as it was. May be called twice."""
+        """Restore the terminal. May be called twice."""
         with self._lock:
             live, self._live = self._live, None
             if live is not None:
@@ -112,14 +111,14 @@ class Console:
 
     @contextlib.contextmanager
     def _while_it_can_be_written(self) -> Iterator[None]:
-        """A terminal that was closed, a pipe that nobody reads: the work goes on without."""
+        """Ignore a closed terminal or pipe: the work continues without it."""
         try:
             yield
         except (OSError, ValueError):
             self._lost, self._live = True, None
 
     def show(self, views: Mapping[str, StageView]) -> None:
-        """Bring the display up to date."""
+        """Update the display."""
         with self._lock:
             now, rows, title = self._clock(), list(views.values()), ""
             for view in rows:
@@ -134,8 +133,8 @@ class Console:
             self._states.update({name: view.state for name, view in views.items()})
 
     def finish(self, views: Mapping[str, StageView]) -> None:
-        """The last state of every stage, then the summary."""
-        self._at_work_said = self._clock()  # the last line counts them, too
+        """Show the last state of every stage, then the summary."""
+        self._at_work_said = self._clock()  # the last line includes them
         self.show(views)
         self.close()
         if self._trials is not None:
@@ -148,7 +147,7 @@ class Console:
             self._print("\n".join(self.summary(views, elapsed)))
 
     def summary(self, views: Mapping[str, StageView], elapsed_s: float) -> list[str]:
-        """Lines: what was done, skipped, failed; where the logs are."""
+        """Lines: what was done, skipped, failed, with paths of logs."""
         counts = states_counted((view.state for view in views.values()), _STATES)
         lines = [f"{states_text(counts) or 'nothing to do'} in {clock(elapsed_s)}"]
         for view in views.values():
@@ -159,8 +158,8 @@ class Console:
         return lines
 
     def next_commands(self, views: Mapping[str, StageView]) -> list[str]:
-        """Commands that make sense now, most useful first; none where all went well and nobody
-        wants to hear of it."""
+        """Useful next commands, most useful first; none if all went well and no summary is
+        wanted."""
         where = [f"workspace={self._workspace}"] if self._workspace else []
         troubled = any(v.state not in ("done", "skipped") for v in views.values())
         if self._quiet and not troubled:
@@ -201,7 +200,7 @@ class Console:
             if self._trial_states.get(name, "waiting") == trial.state:
                 continue
             self._trial_states[name] = trial.state
-            # Why others are held is said once, for all of them.
+            # The reason for holding the others is printed once, for all of them.
             if trial.state == "failed" or (not self._quiet and trial.state != "held"):
                 run = f" (run {trial.run})" if trial.state == "running" else ""
                 why = _colon(first_line(trial.reason, 300))
@@ -243,7 +242,7 @@ class Console:
 
 
 def drawn(lines: Sequence[str]) -> Text:
-    """Lines as a terminal redraws them, each cut to its width."""
+    """Lines for a redrawn terminal, each cut to its width."""
     from rich.text import Text
 
     return Text(printable("\n".join(lines)), no_wrap=True, overflow="ellipsis")
@@ -265,7 +264,7 @@ def state_line(view: StageView) -> str:
 
 
 def detail(view: StageView) -> str:
-    """Phase, count and key values while it works; its message otherwise."""
+    """Phase, count and key values of a running stage; the message of any other."""
     progress = view.progress
     if view.state not in _WORKING or progress is None:
         return view.message
@@ -276,7 +275,7 @@ def detail(view: StageView) -> str:
 
 
 def states_counted(states: Iterable[str], order: Sequence[str] = TRIAL_STATES) -> dict[str, int]:
-    """How many there are of each state that there is."""
+    """Number of stages per state, in this order."""
     found = Counter(states)
     return {state: found[state] for state in order if found[state]}
 
@@ -287,7 +286,7 @@ def states_text(counts: Mapping[str, int]) -> str:
 
 
 def _at_work(views: Sequence[StageView]) -> list[StageView]:
-    """Of each trial the stages that run, else the first that waits."""
+    """For each trial the running stages, else the first waiting one."""
     found: dict[str, list[StageView]] = {}
     for view in views:
         found.setdefault(view.name.rpartition("/")[0], []).append(view)
@@ -305,7 +304,7 @@ def trials_text(trials: Mapping[str, Any]) -> str:
 
 
 def _is_told(view: StageView) -> bool:
-    """True if somebody should hear of how it ended."""
+    """True if the end of a stage deserves a line."""
     doubtful = view.state in ("done", "skipped") and view.message.startswith("warning: ")
     return doubtful or view.state in ("failed", "interrupted", "blocked")
 

@@ -1,10 +1,9 @@
-"""Follows what the orchestrator of a run or a sweep records. No Prefect import.
+"""Follows the records of an orchestrator of a run or a sweep. No Prefect import.
 
-In: a call's event log (append-only, one writer) and, of stages at work, their heartbeats. Out: the
-newest :class:`~refiner_core.contract.types.StageView` of each stage (of a large sweep: of each
-trial), and what else has happened. Only new lines are read, so following costs no scan of the
-workspace. A ``begin`` line says that another process has taken the call up: what stood before it
-is history.
+In: a call's event log (append-only, one writer) and the heartbeats of running stages. Out: the
+newest :class:`~refiner_core.contract.types.StageView` of each stage (in a large sweep: of each
+trial), and other events. Only new lines are read; nothing scans the workspace. A ``begin`` line
+means that another process has taken up the call: earlier lines are history.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.records import SweepRecord, from_json
 from refiner_core.contract.types import TERMINAL, Progress, StageView, ViewState
 
-#: Lines of the event log that are of use to somebody who is not looking at the run.
+#: Events of interest to a person who is not watching the run.
 TOLD = (
     *("short", "reclaimed", "room", "cancel", "stop", "kill", "release", "refused", "closed"),
     *("outage", "back"),
-    *("trial", "canary", "hold"),  # of a sweep
+    *("trial", "canary", "hold"),  # sweeps only
 )
-#: A sweep of more stages is shown by its trials.
+#: A sweep with more stages is shown by its trials.
 MOST_STAGES = 200
 _AT_WORK = ("running", "reattached")
-#: As the event log says it -> a view's state.
+#: State in the event log -> a view's state.
 _STATES: Mapping[str, ViewState] = {
     **{state: state for state in get_args(ViewState)},
-    "held": "interrupted",  # of a trial
+    "held": "interrupted",  # trials only
 }
-#: Of a stage that several trials share, the view that says most.
+#: Precedence among the views of a stage that several trials share.
 _SAYS_MOST: tuple[ViewState, ...] = (
     *("waiting", "blocked", "interrupted", "failed", "skipped"),
     *("queued", "paused", "reattached", "running", "done"),
@@ -52,22 +51,22 @@ class Node:
 
     @property
     def kind(self) -> str:
-        """Of the stage; ``trial``."""
+        """Kind of the stage, or ``trial``."""
         return self.id.rpartition("-")[0] or "trial"
 
     @property
     def fingerprint(self) -> str:
-        """The part of it that stands in the id."""
+        """Part of the fingerprint that the id contains."""
         return self.id.rpartition("-")[2]
 
     @property
     def title(self) -> str:
-        """As :attr:`refiner_core.contract.planned.PlannedStage.title`."""
+        """See :attr:`refiner_core.contract.planned.PlannedStage.title`."""
         return f"{self.name} [{self.fingerprint[:8]}]" if self.id else self.name
 
     @property
     def waiting(self) -> StageView:
-        """Its view before anything has happened."""
+        """Its view before any event."""
         return StageView(self.name, self.kind, self.fingerprint, "waiting")
 
 
@@ -79,7 +78,7 @@ class Follower:
     workspace, call
         A run's id, or :func:`infra.store.layout.sweep_call`.
     stages
-        Name -> id of its stages; of trials, names alone.
+        Stage name -> id; for trials, names only.
     """
 
     def __init__(self, workspace: Workspace, call: str, stages: Mapping[str, str]) -> None:
@@ -92,7 +91,7 @@ class Follower:
         self._news: list[Mapping[str, Any]] = []
 
     def look(self) -> dict[str, StageView]:
-        """The views now."""
+        """The current views."""
         for event in self._new_events():
             self._take_in(event)
         for name, view in self._views.items():
@@ -131,14 +130,14 @@ class Follower:
         self._views[name] = self._with_records(view)
 
     def _anew(self, view: StageView) -> StageView:
-        """Before another process has said anything: of a trial that is done it says nothing."""
+        """View after a change of process; a done trial gets no new events and stays done."""
         node = self.nodes[view.name]
         if not node.id and view.state in ("done", "skipped"):
             return replace(view, state="skipped")
         return node.waiting
 
     def _with_records(self, view: StageView) -> StageView:
-        """With its log, and with its report once it is done."""
+        """The view with its log, and with its report once it is done."""
         node = self.nodes[view.name]
         if not node.id:
             return view
@@ -163,13 +162,13 @@ class Follower:
         for line in whole:
             try:
                 yield json.loads(line)
-            except ValueError:  # its writer was killed in the middle of it
+            except ValueError:  # its writer was killed while writing
                 continue
 
 
 class SweepFollower:
-    """The newest views of a sweep: of each stage once, ``ARM/seed1/grpo``, those that trials share
-    by their own name; of one with more than ``most`` stages, of each trial."""
+    """The newest views of a sweep: each stage once, ``ARM/seed1/grpo``, shared stages by their own
+    name; with more than ``most`` stages, one view per trial."""
 
     def __init__(self, workspace: Workspace, record: SweepRecord, most: int = MOST_STAGES) -> None:
         self._workspace = workspace
@@ -185,7 +184,7 @@ class SweepFollower:
             self.nodes = {name: Node(name, stage_id) for stage_id, name in self._names.items()}
 
     def look(self) -> dict[str, StageView]:
-        """The views now."""
+        """The current views."""
         trials = self._trials.look()
         if not self._by_stage:
             return trials
@@ -200,7 +199,7 @@ class SweepFollower:
             for name, stage_id in stages.items():
                 node = self._names[stage_id]
                 view = replace(mine.get(name, self.nodes[node].waiting), name=node)
-                if whole.terminal and not view.terminal:  # it never came to be
+                if whole.terminal and not view.terminal:  # it never began
                     view = replace(view, state=over, message=whole.message)
                 views[node] = max(views[node], view, key=_says)
         return views
@@ -211,8 +210,8 @@ class SweepFollower:
 
 
 def inputs_of(workspace: Workspace, nodes: Mapping[str, Node], name: str) -> list[str]:
-    """The stages that are over before this one begins, by its record; not those of which it only
-    reads a checkpoint."""
+    """Stages that end before this one begins, by its record; without those of which it only reads a
+    checkpoint."""
     stage_id = nodes[name].id
     record = workspace.read_record(stage_id) if stage_id else None
     if record is None:
@@ -228,8 +227,8 @@ def _says(view: StageView) -> int:
 
 
 def _stage_names(record: SweepRecord) -> dict[str, str]:
-    """Stage id -> its name among all stages of the sweep; with some of its fingerprint where
-    several that trials share go by one name."""
+    """Stage id -> its name in the sweep; with part of its fingerprint if several shared stages have
+    the same name."""
     count = Counter(i for t in record.trials for i in t.stages.values())
     first = {i: (t, name) for t in reversed(record.trials) for name, i in t.stages.items()}
     alike = Counter(name for i, (_, name) in first.items() if count[i] > 1)
@@ -246,7 +245,7 @@ def _stage_names(record: SweepRecord) -> dict[str, str]:
 
 
 def new_lines(path: Path, position: int) -> tuple[list[str], int]:
-    """The whole lines of a growing file after ``position`` (bytes), and where they end."""
+    """The complete lines of a growing file after ``position`` (bytes), and their end."""
 
     def read() -> bytes:
         with path.open("rb") as file:

@@ -1,6 +1,6 @@
-"""Logs of stages: which file, and what comes into it, from attempt to attempt.
+"""Logs of stages: their files, and their text from attempt to attempt.
 
-In: a workspace and the names of a stage and a run. Out: text, at once or as it comes.
+In: a workspace and the names of a stage and a run. Out: text, at once or as it is written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class AttemptLog(NamedTuple):
-    """One attempt's log; the file need not be there yet. ``why`` says then why not."""
+    """One attempt's log. If the file does not exist, ``why`` has the reason."""
 
     attempt: int
     path: Path
@@ -43,17 +43,16 @@ def find_log(
     stage
         Its name in the run, or its id.
     run
-        Which run (default: the newest).
+        Run id (default: the newest).
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
     attempt
         An attempt's number (default: the newest).
 
     Returns
     -------
     AttemptLog or None
-        Where the worker never began, this is what its job printed. None where the stage
-        has not been started yet.
+        If the worker never began, the output of its job. None if the stage has not been started.
 
     Raises
     ------
@@ -75,7 +74,7 @@ def read_log(
     *,
     attempt: int | None = None,
 ) -> str:
-    """Text that a stage's worker has printed in one attempt.
+    """Output of a stage's worker in one attempt.
 
     Parameters
     ----------
@@ -85,7 +84,7 @@ def read_log(
     Returns
     -------
     str
-        Empty where the stage has not been started yet.
+        Empty if the stage has not been started.
 
     Raises
     ------
@@ -111,12 +110,12 @@ def follow_log(
     stage, run, workspace, attempt
         As of :func:`flows.api.read_log`.
     tell
-        Hears which attempt's log begins, and how one has ended.
+        Receives a message when an attempt's log begins and when an attempt ends.
 
     Yields
     ------
     str
-        What is new.
+        New text.
 
     Raises
     ------
@@ -131,7 +130,7 @@ def follow_log(
 def _attempt(
     workspace: Workspace, stage: str, wanted: str | None, attempt: int | None
 ) -> tuple[str, str, int | None]:
-    """Ids of the stage that is meant and of its run, and the attempt; None where none was made."""
+    """Ids of the stage and its run, and the attempt; None if there is no attempt."""
     run = find_run(workspace, wanted)
     stage_id = stage_id_of(workspace, stage, run)
     numbers = workspace.layout.stage(stage_id).attempt_numbers()
@@ -147,7 +146,7 @@ def _attempt(
 
 
 def log_file(workspace: Workspace, stage_id: str, number: int) -> Path:
-    """The worker's log; where it never began, what it printed, or submitit said of it."""
+    """The worker's log; if it never began, the output of its job or of submitit."""
     paths = workspace.layout.attempt(stage_id, number)
     if not paths.log.exists():
         files = (sorted(paths.submitit.glob(p)) for p in ("*_log.err", "*.err", "launcher.log"))
@@ -159,19 +158,19 @@ def log_file(workspace: Workspace, stage_id: str, number: int) -> Path:
 
 
 def why_no_log(workspace: Workspace, stage_id: str, number: int, path: Path) -> str:
-    """Reason why an attempt has no log; empty where it has one."""
+    """Reason why an attempt has no log; empty if it has one."""
     if path.exists():
         return ""
     attempt = workspace.read_attempt(stage_id, number)
     if attempt is not None and attempt.outcome is not None:
         how = f"{attempt.outcome.failure} {attempt.outcome.message}".strip()
-        return f"no worker of it has begun; it ended: {how}"
-    return "no worker of it has begun yet; `refiner status` shows where its job waits"
+        return f"its worker never began; it ended: {how}"
+    return "its worker has not begun yet; `refiner status` shows where its job waits"
 
 
 def log_pieces(path: Path) -> Iterator[str]:
-    """Text of a log, a piece at a time: some are larger than the memory. None where it was
-    never made."""
+    """Text of a log in pieces, as some logs do not fit into memory. Yields nothing without a
+    file."""
     if path.exists():
         with path.open("rb") as file:
             yield from _pieces(file, _decoder())
@@ -185,7 +184,7 @@ def _pieces(file: BinaryIO, decoder: codecs.IncrementalDecoder) -> Iterator[str]
 def _follow(
     workspace: Workspace, stage_id: str, run_id: str, number: int, tell: Callable[[str], None]
 ) -> Iterator[str]:
-    """Text of the log of attempt ``number`` and what comes, then those of the later ones."""
+    """Text of attempt ``number`` as it grows, then of the later attempts."""
     path, position, decoder, waits = Path(), 0, _decoder(), False
     while True:
         if _exists(workspace, stage_id, number):
@@ -221,7 +220,7 @@ def _exists(workspace: Workspace, stage_id: str, number: int) -> bool:
 
 
 def _is_over(workspace: Workspace, stage_id: str, run_id: str, number: int) -> bool:
-    """True if no attempt ``number`` will come, as far as one can tell."""
+    """True if, as far as is known, there will be no attempt ``number``."""
     if workspace.layout.stage(stage_id).result.exists():
         return True
     last = workspace.read_attempt(stage_id, number - 1) if number > 1 else None
@@ -230,5 +229,5 @@ def _is_over(workspace: Workspace, stage_id: str, run_id: str, number: int) -> b
 
 
 def _decoder() -> codecs.IncrementalDecoder:
-    """A letter may come in two parts."""
+    """Decoder for characters that are split between two reads."""
     return codecs.getincrementaldecoder("utf-8")(errors="replace")

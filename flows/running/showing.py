@@ -1,7 +1,7 @@
 """Orchestrates a call to its end, with its progress on the terminal.
 
-In: a source of members, a console. Out: every stage's last view. Work begins at once; what shows it
-elsewhere (:mod:`flows.running.background`) comes after, and is never waited for.
+In: a source of members, a console. Out: every stage's last view. Work begins at once; the process
+that shows it elsewhere (:mod:`flows.running.background`) starts later, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.types import StageView
 
-#: Signals closer together than this are one wish: a shell and a scheduler may send several.
+#: Signals closer together than this are one request: shells and schedulers may send several.
 _ONE_WISH_S = 1.0
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _StopSignals:
-    """Signals that would raise ``KeyboardInterrupt`` are noted while the context lasts. Outside of
-    the main thread, which alone gets any, it does nothing."""
+    """Context that records signals instead of raising ``KeyboardInterrupt``. Does nothing outside
+    the main thread, which alone receives signals."""
 
     def __init__(self) -> None:
         self._old: dict[int, Callable[[int, FrameType | None], object]] = {}
@@ -41,7 +41,7 @@ class _StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in _NUMBERS:
                 old = signal.getsignal(number)
-                if callable(old):  # else it is ignored, or ends the process
+                if callable(old):  # else the signal is ignored, or ends the process
                     self._old[number] = old
                     signal.signal(number, self.note)
         return self
@@ -50,22 +50,22 @@ class _StopSignals:
         self.restore()
 
     def restore(self) -> None:
-        """Put the old handlers back. More than once does no harm."""
+        """Restore the old handlers. May be called twice."""
         for number, old in self._old.items():
             signal.signal(number, old)
         self._old = {}
 
     def note(self, number: int, _frame: FrameType | None = None) -> None:
-        """Note that a signal came."""
+        """Record a signal."""
         self._came.append((number, time.monotonic()))
 
     def asked(self) -> str:
-        """Name of what has asked to stop, the first time after that; else empty.
+        """Name of the first stop signal, once; else empty.
 
         Raises
         ------
         KeyboardInterrupt
-            It was asked again, and not in the same breath: somebody wants to leave.
+            A second, separate request to stop.
         """
         while self._came:
             number, at = self._came.pop(0)
@@ -85,18 +85,18 @@ _REFRESH_S = 0.5
 
 @dataclass(frozen=True)
 class Launch:
-    """Manner in which a run or a sweep is worked on.
+    """Settings for the work on a run or a sweep.
 
     Attributes
     ----------
     use_server, quiet
         As of :func:`flows.api.run_recipe`.
     past_canary
-        Of a sweep: release the other trials whatever the first one shows.
+        For a sweep: release the other trials whatever the canary shows.
     take_over
-        Though a process on another host says that it works on it.
+        Take over from a process on another host that claims the call.
     resumed
-        It was begun by an earlier call: what was cancelled goes on.
+        The call was begun earlier: cancelled stages run again.
     """
 
     use_server: bool = True
@@ -107,22 +107,22 @@ class Launch:
 
 
 class Hears:
-    """Listener to a call that may tell somebody; this one tells nobody."""
+    """Listener to a call, for notifications; the base class does nothing."""
 
     def show(self, views: Mapping[str, StageView]) -> None:
-        """Hear how all stages are now."""
+        """Receive the views of all stages."""
 
     def asked_to_stop(self, why: str) -> None:
-        """Somebody wants it to end."""
+        """A stop was requested."""
 
     def over(self, views: Mapping[str, StageView]) -> None:
-        """Nothing more will happen."""
+        """The call has ended."""
 
     def broke(self, error: BaseException) -> None:
-        """The work on it has ended with an error."""
+        """The work has ended with an error."""
 
     def close(self) -> None:
-        """Wait a while for what is on its way."""
+        """Wait a while for messages in flight."""
 
 
 def orchestrate(
@@ -135,18 +135,18 @@ def orchestrate(
     hears: Hears | None = None,
     begun: Callable[[], None] = lambda: None,
 ) -> dict[str, StageView]:
-    """Work on what a source gives until nothing is left to do, shown on the terminal.
+    """Work on the members of a source until nothing is left to do, shown on the terminal.
 
     Parameters
     ----------
     source
-        Gives the members: a run, trials of a sweep, checkpoints of a night.
+        Supplies the members: a run, trials of a sweep, checkpoints of a night.
     workspace, router
         Where they are recorded, and where jobs run.
     config
-        What they have in common: its ``dispatch`` and ``disk``.
+        Their common settings: ``dispatch`` and ``disk``.
     console, hears, begun
-        As for :func:`run_shown`.
+        See :func:`run_shown`.
     """
     keeper = DiskKeeper(workspace, config.disk)
     orchestrator = Orchestrator(source, workspace, router, config, keeper=keeper)
@@ -167,17 +167,17 @@ def run_shown(
 ) -> dict[str, StageView]:
     """Run an orchestrator to its end, showing it on the terminal.
 
-    The first Ctrl-C asks it to stop and waits until its stages have saved; the second is
-    raised here.
+    The first Ctrl-C asks it to stop and waits until its stages have saved; a second one is raised
+    here.
 
     Parameters
     ----------
     orchestrator
-        What works, in a thread of its own.
+        Runs in a thread of its own.
     console
-        Shows how its stages are.
+        Shows the state of its stages.
     hears
-        Tells people elsewhere.
+        Sends notifications.
     begun
         Called once work has begun.
 
@@ -188,11 +188,11 @@ def run_shown(
     """
     hears = hears or Hears()
     with _StopSignals() as signals:
-        orchestrator.start()  # work begins before anything else is even imported
+        orchestrator.start()  # before any other import
         try:
             begun()
             views = _until_joined(orchestrator, console, hears, signals)
-            signals.restore()  # Ctrl-C leaves what follows
+            signals.restore()  # Ctrl-C ends what follows
             hears.over(views)
             console.finish(views)
             return views
@@ -228,6 +228,6 @@ def _until_joined(
         try:
             console.show(views)
             hears.show(views)
-        except KeyboardInterrupt:  # by a handler that somebody has installed since
+        except KeyboardInterrupt:  # from a handler installed later
             signals.note(signal.SIGINT)
     return ended.result()

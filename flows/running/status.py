@@ -1,10 +1,9 @@
-"""Runs found by name, and their status from records alone: a row per stage, who works on it.
+"""Finds runs by name, and reads their status from records alone: a row per stage, the orchestrator.
 
-In: a workspace, and what a person has typed or not. Out: a :class:`RunRecord` (every command that
-takes the newest run, where none is named, takes it from :func:`newest_runs`), and a
-:class:`RunStatus`, for `refiner status`, scripts and Python. Reads only, so it works on a full or
-read-only disk; imports neither torch nor Prefect; and never waits for a scheduler longer than it is
-told to: what it did not answer in time is said to be so.
+In: a workspace, and the name from the command line, if any. Out: a :class:`RunRecord` (the newest
+run is :func:`newest_runs`'s for every command), and a :class:`RunStatus` for `refiner status`,
+scripts and Python. Reads only, so it works on a full or read-only disk; imports neither torch nor
+Prefect; waits for a scheduler no longer than the given time, and then marks its answer as missing.
 """
 
 from __future__ import annotations
@@ -42,19 +41,18 @@ _OF_MODELS = (*TRAINED, "export", "publish")
 def newest_runs(
     workspace: Workspace, among: Sequence[str] | None = None, *, models: bool = False
 ) -> Iterator[RunRecord]:
-    """The calls that count where nobody names one, the newest first: those that have begun a stage
-    of their own, and those that are not finished.
+    """The calls that commands choose from when no run is named, newest first: those that have begun
+    a stage of their own, and unfinished ones.
 
-    A call that found everything done, or only waited for what another one had begun, has a record
-    too, and is none of them; nor is a night, which measures what others have made, unless somebody
-    works on it now.
+    A call that found everything done, or only waited for the stages of another, is left out; so is
+    a night, which measures the models of others, unless its orchestrator is running.
 
     Parameters
     ----------
     among
         Ids of runs, oldest first (default: all).
     models
-        Calls alone that have begun to train, export or publish.
+        Only calls that have begun to train, export or publish.
     """
     for run in workspace.runs(newest_first=True):
         if among is not None and run.run not in among:
@@ -73,8 +71,8 @@ def newest_runs(
 
 
 def has_begun(workspace: Workspace, run: RunRecord, stage_id: str) -> bool:
-    """True if the newest attempt at a stage was claimed since the run was called, so by it or by a
-    later call. Both times are those of orchestrators."""
+    """True if the newest attempt at a stage was claimed after the run was called: by it, or by a
+    later call. Both times are from orchestrators."""
     numbers = workspace.layout.stage(stage_id).attempt_numbers()
     attempt = workspace.read_attempt(stage_id, numbers[-1]) if numbers else None
     return attempt is not None and attempt.claimed_at >= run.started_at
@@ -83,15 +81,15 @@ def has_begun(workspace: Workspace, run: RunRecord, stage_id: str) -> bool:
 def find_run(
     workspace: Workspace, wanted: str | None = None, *, stage: str = ""
 ) -> RunRecord | None:
-    """The run of that id, of the only id that begins or ends so, or the newest of a recipe of that
-    name; the newest without one, with ``stage`` the newest that has such a stage, if any has
-    (:func:`newest_runs` says which is the newest). A trial's run may be named by its place in the
-    sweep, ``SWEEP:ARM/seed1``.
+    """Find a run by its id, by a unique beginning or end of an id, or by the name of its recipe
+    (the newest run of it). Without a name: the newest of :func:`newest_runs`, with ``stage`` the
+    newest that has such a stage, if any. A trial's run may be named by its place in the sweep,
+    ``SWEEP:ARM/seed1``.
 
     Raises
     ------
     ConfigurationError
-        There is none, or several; the message suggests the nearest.
+        There is none, or several; the message suggests the nearest name.
     """
     if wanted is not None and ":" in wanted:
         return _run_of_trial(workspace, wanted)
@@ -121,14 +119,14 @@ def find_run(
         what,
         expected=f"one of: {', '.join((hits or known)[-5:]) or '(no run is recorded there)'}",
         fix="name one of these (`refiner status --all` lists them; a trial is SWEEP:ARM/seedN), or "
-        "another workspace=DIR; `refiner run RECIPE` begins one",
+        "another workspace=DIR; `refiner run RECIPE` begins a run",
     )
 
 
 def required_run(
     workspace: Workspace, wanted: str | None, what: str, *, or_begin: bool = True
 ) -> RunRecord:
-    """As :func:`find_run`, where there has to be a run; ``what`` says for what.
+    """As :func:`find_run`, but a run is required; ``what`` describes it in the error.
 
     Raises
     ------
@@ -152,7 +150,7 @@ def the_stage(run: RunRecord, name: str) -> str:
     Raises
     ------
     ConfigurationError
-        The run has none of that name; lists them.
+        The run has no such stage; the message lists its stages.
     """
     if name not in run.stages:
         raise ConfigurationError(
@@ -164,7 +162,7 @@ def the_stage(run: RunRecord, name: str) -> str:
 
 
 def stage_id_of(workspace: Workspace, stage: str, run: RunRecord | None) -> str:
-    """A stage's id, by itself or by its name in a run.
+    """A stage's id, from the id itself or from its name in a run.
 
     Raises
     ------
@@ -177,7 +175,7 @@ def stage_id_of(workspace: Workspace, stage: str, run: RunRecord | None) -> str:
 
 
 def _swept(workspace: Workspace) -> Iterator[str]:
-    """Sweeps, and their trials as they may be named."""
+    """Names of sweeps, and of their trials."""
     from infra.store.sweep_records import read_sweep, sweep_names
 
     for name in sweep_names(workspace):
@@ -206,19 +204,19 @@ def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:
 
 
 def unfinished_runs(workspace: Workspace) -> list[RunRecord]:
-    """Runs of which a stage is not done, oldest first."""
+    """Runs with a stage that is not done, oldest first."""
     runs = workspace.runs()
     return [run for run in runs if not is_finished(workspace, run.stages.values())]
 
 
 def is_finished(workspace: Workspace, stages: Iterable[str]) -> bool:
-    """True if every stage of a run or a sweep is done, by their ids."""
-    own = (i for i in stages if not is_service(i))  # these are never done
+    """True if every stage of a run or a sweep is done, given their ids."""
+    own = (i for i in stages if not is_service(i))  # services are never done
     return all(workspace.layout.stage(i).result.exists() for i in own)
 
 
 class KnownRun(NamedTuple):
-    """One recorded run: who works on it, and how many of its stages are done."""
+    """One recorded run: its orchestrator, and the number of stages that are done."""
 
     run: str
     recipe: str
@@ -229,7 +227,7 @@ class KnownRun(NamedTuple):
 
     @property
     def state(self) -> str:
-        """In two words."""
+        """State in two words."""
         words = {"running": "running", "elsewhere": "running elsewhere"}
         return words.get(self.standing, "finished" if self.finished else "not finished")
 
@@ -245,12 +243,12 @@ def list_runs(workspace: str | Path = RecipeConfig.workspace) -> list[KnownRun]:
     Returns
     -------
     list of KnownRun
-        Empty where there are none.
+        Empty if there are none.
 
     Raises
     ------
     WorkspaceError
-        It is no workspace.
+        The folder is no workspace.
     """
     room = Workspace.read_only(workspace)
     found = []
@@ -264,9 +262,9 @@ def list_runs(workspace: str | Path = RecipeConfig.workspace) -> list[KnownRun]:
 
 @dataclass(frozen=True)
 class DiskStatus:
-    """Room where the data lie: by the tightest quota, else as the file system says of itself.
+    """Free space where the data lie, by the tightest quota, else by the file system.
 
-    ``source`` is what says so.
+    ``source`` names which.
     """
 
     folder: str
@@ -276,14 +274,14 @@ class DiskStatus:
 
 
 class _Hurry(Generic[T]):
-    """Asks in the background, again and again, and waits only so long for an answer."""
+    """Asks repeatedly in the background, and waits for an answer only for a limited time."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s, self._answer = wait_s, list[T]()
         self._thread: threading.Thread | None = None
 
     def ask(self, question: Callable[[], T]) -> T | None:
-        """What was answered in time; nothing is asked twice at a time."""
+        """The answer, if it came in time; never asks twice at the same time."""
         if self._thread is None or not self._thread.is_alive():
             self._answer = answer = list[T]()
             self._thread = threading.Thread(target=lambda: answer.append(question()), daemon=True)
@@ -293,8 +291,8 @@ class _Hurry(Generic[T]):
 
 
 class HurriedRouter(Router):
-    """Asks in the background and waits only so long; then local jobs are looked at alone, and the
-    others are ``unknown``. ``late`` says so."""
+    """Asks in the background for a limited time; then only local jobs are checked, and the others
+    are ``unknown``. ``late`` has the reason."""
 
     def __init__(self, router: Router, wait_s: float) -> None:
         super().__init__(router.dispatchers, router.executor_for)
@@ -302,7 +300,7 @@ class HurriedRouter(Router):
         self.late = ""
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
-        """All of them, or in time those that need no scheduler."""
+        """State of all attempts; on timeout, of those that need no scheduler."""
         look = super().look
         far = [a for a in attempts if a.attempt.executor != "local"]
         seen = look([a for a in attempts if a.attempt.executor == "local"])
@@ -313,8 +311,8 @@ class HurriedRouter(Router):
 
 
 def _disk_status(prober: Prober, hurry: _Hurry[Room]) -> DiskStatus | None:
-    """The room that is left; the file system's own figures where quotas are not answered in time.
-    None where there is no such folder."""
+    """Free space; the file system's own figures if quotas are not answered in time. None if the
+    folder does not exist."""
     folder = prober.folder
     try:
         use = shutil.disk_usage(folder)
@@ -322,16 +320,16 @@ def _disk_status(prober: Prober, hurry: _Hurry[Room]) -> DiskStatus | None:
         return None
     room = hurry.ask(prober.look)
     if room is None or room.limit_bytes is None:
-        # Without what the file system keeps for its administrator, as in `refiner disk`.
+        # Without the blocks reserved for the administrator, as in `refiner disk`.
         return DiskStatus(str(folder), use.free, use.used + use.free, "file system")
     return DiskStatus(str(folder), room.free_bytes, room.limit_bytes, room.source)
 
 
-#: How long a look waits for the scheduler. A healthy one answers sooner; a dead one in a minute.
+#: Wait for the scheduler, seconds. A healthy one answers sooner; a dead one after a minute.
 SCHEDULER_WAIT_S = 0.6
-#: Which of a stage's values is its main one, where it has it; else the first.
+#: Main value of each kind of stage, if it has it; else the first value.
 _MAIN = ("reward", "rewards/mean", "loss", "format_valid")
-_ENDED_FULL = "its worker has ended without a word: there was no room on the disk"
+_ENDED_FULL = "its worker has ended without a message: the disk was full"
 
 
 @dataclass(frozen=True)
@@ -343,17 +341,17 @@ class StageStatus:
     state
         ``waiting``, ``queued``, ``running``, ``suspended``, ``paused``, ``hung``, ``killed``,
         ``interrupted``, ``cancelled``, ``failed``, ``blocked``, ``done``; of a server ``idle``,
-        where it does not run because nobody needs it.
+        if it does not run because nothing needs it.
     reason
-        Why it waits or how its last attempt ended.
+        Why it waits, or how its last attempt ended.
     step, total, metric
-        Progress of the newest attempt by its last heartbeat: of its phase, and its main value.
+        Progress of the newest attempt by its last heartbeat: within its phase; its main value.
     eta_s
-        Seconds until ``total``, by the rate of this attempt so far; None where nobody can say.
+        Seconds until ``total``, at the rate of this attempt so far; None if unknown.
     seconds
-        Of work of the newest attempt.
+        Duration of the newest attempt.
     last_failure
-        How the newest attempt that failed did so.
+        Failure of the newest failed attempt.
     """
 
     name: str
@@ -378,8 +376,8 @@ class StageStatus:
 class RunStatus:
     """A run at one moment.
 
-    ``scheduler`` says what is missing because a scheduler did not answer; empty if nothing is.
-    ``outage`` is what the orchestrator waits for that it can neither read nor ask just now.
+    ``scheduler`` says what is missing because a scheduler did not answer, else empty. ``outage`` is
+    what the orchestrator is waiting for because it can be neither read nor asked.
     """
 
     run: str
@@ -397,11 +395,11 @@ class RunStatus:
 
 
 def orchestrator_text(who: Orchestrator, finished: bool) -> str:
-    """Line that says who works on a run or a sweep."""
+    """Line on the orchestrator of a run or a sweep."""
     if who.standing == "running":
         return f"orchestrator: {who.where}, since {who.at[:19].replace('T', ' ')} UTC"
     if who.standing == "elsewhere":
-        return f"orchestrator: {who.where}, by its own word; it cannot be looked at from here"
+        return f"orchestrator: {who.where}, by its own record; it cannot be checked from here"
     if finished:
         return "finished"
     why = {"gone": f"{who.where} is gone", "ended": f"it ended with exit code {who.exit_code}"}
@@ -409,16 +407,16 @@ def orchestrator_text(who: Orchestrator, finished: bool) -> str:
 
 
 class Watcher:
-    """Looks at one run, once or again and again.
+    """Reads the status of one run, once or repeatedly.
 
     Parameters
     ----------
     workspace, run
-        What to look at.
+        The run.
     wait_s
         How long a look may wait for the scheduler, seconds.
     ask
-        Whether a scheduler is asked at all; else its jobs are what records say of them.
+        Ask schedulers; else their jobs have the state of the records.
     """
 
     def __init__(
@@ -441,7 +439,7 @@ class Watcher:
         self._room = Prober(workspace.layout.data, config), _Hurry[Room](wait_s)
 
     def look(self) -> RunStatus:
-        """Status of the run now."""
+        """Current status of the run."""
         workspace, run = self.workspace, self.run
         records, observed = self._observer.look(run.stages.values())
         who = orchestrator_of(workspace, run.run)
@@ -503,7 +501,7 @@ class Watcher:
         return ("suspended" if seen.note.startswith("SUSPENDED") else "queued"), seen.note
 
     def _by_attempts(self, stage_id: str, record: StageRecord) -> dict[str, Any]:
-        """Job, node, progress and last failure, by the newest attempt."""
+        """Job, node, progress and last failure, from the newest attempts."""
         last, result = record.attempts[-1], record.result
         if result is not None:
             last = next((a for a in record.attempts if a.number == result.attempt), last)
@@ -536,22 +534,22 @@ def status_of_run(
     Parameters
     ----------
     run_id
-        Which one (default: the newest).
+        Run id (default: the newest).
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
     wait_s
-        How long a scheduler may take to answer, seconds.
+        Maximum wait for a scheduler, seconds.
 
     Returns
     -------
     RunStatus or None
-        Stages, incidents, disk, who works on it; None where no run is recorded at all. As a
-        dataframe: :func:`flows.api.stages_frame`.
+        Stages, incidents, disk, orchestrator; None if no run is recorded. As a dataframe:
+        :func:`flows.api.stages_frame`.
 
     Raises
     ------
     ConfigurationError
-        There is no run of that name; names the nearest.
+        There is no such run; the message names the nearest.
     """
     room = Workspace.read_only(workspace)
     if find_run(room, run_id) is None:
@@ -565,7 +563,7 @@ def watch_run(
     *,
     wait_s: float = SCHEDULER_WAIT_S,
 ) -> Watcher:
-    """Look at a run again and again: each ``look()`` gives a :class:`RunStatus`.
+    """Watch a run: each ``look()`` returns a :class:`RunStatus`.
 
     Parameters
     ----------
@@ -575,12 +573,12 @@ def watch_run(
     Returns
     -------
     Watcher
-        It asks schedulers at every look, and reads the rest anew.
+        Each look asks schedulers, and reads the records again.
 
     Raises
     ------
     ConfigurationError
-        There is no run of that name, or none at all; names the nearest.
+        There is no such run, or none at all; the message names the nearest.
     """
     room = Workspace.read_only(workspace)
     return Watcher(room, required_run(room, run_id, "a run to look at"), wait_s)
@@ -590,7 +588,7 @@ def watch_run(
 
 
 def progress_of(beat: Mapping[str, Any], resumed_from: int | None) -> dict[str, Any]:
-    """How far a stage is by a heartbeat, as :class:`StageStatus` and trials have it."""
+    """Progress of a stage by a heartbeat, as in :class:`StageStatus` and trials."""
     progress = beat.get("progress") or {}
     return {
         "step": progress.get("done"),
@@ -607,12 +605,12 @@ def progress_text(what: str, step: int | None, total: int | None, metric: str) -
 
 
 def cancel_lines(asked: Mapping[str, Any] | None) -> list[str]:
-    """Line that says who has asked for the end of a call, if somebody has."""
-    return [f"is being cancelled, as {asked.get('by', 'somebody')} asked"] if asked else []
+    """Line that names who requested the end of a call, if anyone did."""
+    return [f"is being cancelled, as {asked.get('by', 'somebody')} requested"] if asked else []
 
 
 def eta_s(beat: Mapping[str, Any], resumed_from: int | None) -> float | None:
-    """Seconds until the total of a heartbeat's progress, by this attempt's own rate so far."""
+    """Seconds until the total of a heartbeat's progress, at the rate of its attempt so far."""
     progress = beat.get("progress") or {}
     done, total = int(progress.get("done") or 0), int(progress.get("total") or 0)
     began, passed = resumed_from or 0, float(beat.get("moved_at_s") or beat.get("seconds") or 0.0)
@@ -628,7 +626,7 @@ def metric_text(values: Mapping[str, Any]) -> str:
 
 
 def _last_words(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Last words of the orchestrator on stages that have no live job: it knows why they wait."""
+    """Last messages of the orchestrator on stages without a live job: why they wait."""
     said = {
         str(e["stage"]): (str(e.get("state")), str(e.get("message") or ""))
         for e in events
@@ -639,7 +637,7 @@ def _last_words(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str
 
 
 def _outage(events: Sequence[Mapping[str, Any]]) -> str:
-    """Reason why the orchestrator makes no rounds; empty if it does, or another has begun since."""
+    """Reason why the orchestrator makes no rounds; empty if it does, or if a later one began."""
     reason = ""
     for event in events:
         if event.get("event") == "outage":
@@ -650,7 +648,7 @@ def _outage(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def stage_names(run: RunRecord) -> list[str]:
-    """Stages of a run, each after those that it may need; records list them by name."""
+    """Stages of a run, each after its possible inputs; records list them by name."""
 
     def order(name: str) -> int:
         kind = run.stages[name].rpartition("-")[0]  # stage ids begin with the kind

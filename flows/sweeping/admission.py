@@ -1,16 +1,15 @@
-"""Admission of the trials of a sweep: those that may begin now, and how each stands.
+"""Admission of the trials of a sweep: which may begin now, and the state of each.
 
-In: a planned sweep, and a budget. Out: members for an orchestrator, as they may begin, and how each
-trial ended, told as it happens: to the sweep's event log, and to whoever shows it. Trials begin in
-the plan's order, as many at a time as may; what is all done is not begun at all. A trial that was
-begun before goes on as its run, with the code that it was begun with; one that has failed, or whose
-stages are others by now, becomes a new run with the code as it is now, which is pinned once. A
-trial that fails stops no other; a shared stage that fails stops those that need it.
+In: a planned sweep, and a budget. Out: members for an orchestrator, as they may begin, and the end
+of each trial, in the sweep's event log and to listeners. Trials begin in the plan's order, up to
+the limit at a time; those that are done do not begin. A trial that was begun before continues as
+its run, with its pinned code; one that has failed, or whose stages have changed, becomes a new run
+with the current code, which is pinned once. A failed trial stops no other; a failed shared stage
+stops the trials that need it.
 
-The first trial goes ahead alone until its training has shown what it takes: as soon as its last
-training stage has done two real steps and one save, there is a
-:class:`~sweeps.forecast.CanaryMeasure`. Where any trial has come that far before (an earlier call,
-another seed), nobody needs to go ahead: what it measured is history.
+The first trial (the canary) runs alone until its last training stage has done two real steps and
+one save: that is a :class:`~sweeps.forecast.CanaryMeasure`. If any trial has come that far before
+(in an earlier call, with another seed), no canary is needed: its measurement is history.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ from sweeps.forecast import CanaryMeasure, Passed, SweepForecast
 from sweeps.values import SweepPlan, Trial
 
 log = logging.getLogger(__name__)
-#: Trials that are begun after one round, so that those at work are not left alone for long.
+#: Trials that begin after one round, so that the running ones are not left alone for long.
 _AT_ONCE = 8
-#: How a trial that could not be begun for want of room, or of anything else, is tried again.
+#: Retry of a trial that could not begin for lack of space or another reason.
 _AGAIN_S = 5.0
-#: Trials at a time where the sweep does not say: on a cluster the queue decides how many run.
+#: Default number of concurrent trials: on a cluster the queue decides how many run.
 _MANY = 256
 
 
-#: A trial that stands so is not worked on any more.
+#: States of trials that are no longer worked on.
 _OVER: tuple[TrialState, ...] = ("done", "failed", "interrupted", "held")
 
 
 @dataclass(frozen=True)
 class TrialWord:
-    """Standing of a trial: its state, why, and the exit code that this would mean for a run."""
+    """State of a trial, its reason, and the exit code that a run would have."""
 
     state: TrialState = "waiting"
     reason: str = ""
@@ -76,10 +75,10 @@ class TrialWord:
 
 
 def _word_of_views(views: Mapping[str, StageView], run: str) -> TrialWord:
-    """End of a trial, by its stages."""
+    """End of a trial, from its stages."""
     for state in ("failed", "interrupted"):
         if found := [v for v in views.values() if v.state == state]:
-            # What ended so by itself comes before what it stopped.
+            # A stage that ended by itself comes before the stages that it stopped.
             view = min(found, key=lambda v: v.message.startswith("needs "))
             said = f"{view.name}: {view.message}" if view.message else view.name
             return TrialWord(state, said, run, view.exit_code or 1)
@@ -87,7 +86,7 @@ def _word_of_views(views: Mapping[str, StageView], run: str) -> TrialWord:
 
 
 def _word_of_error(error: Exception, run: str) -> TrialWord:
-    """End of a trial that an error has ended."""
+    """End of a trial through an error."""
     if isinstance(error, RefinerError):
         state: TrialState = "interrupted" if error.resumable else "failed"
         return TrialWord(state, str(error), run, error.exit_code)
@@ -95,15 +94,15 @@ def _word_of_error(error: Exception, run: str) -> TrialWord:
     return TrialWord("failed", f"{type(error).__name__}: {error}", run, 70)
 
 
-#: A step that the canary's training saves after, so that a save is measured early.
+#: The canary saves after this step, so that a save is measured early.
 _CANARY_STEPS = 2
-#: The trial that goes ahead, and the stage that is measured: the last that it trains.
+#: The canary, and its measured stage: the last that it trains.
 Canary = tuple[Trial, PlannedStage]
 
 
 def find_canary(plan: SweepPlan, workspace: Workspace) -> Canary | None:
-    """The first trial that has training to do; None where nothing is trained, or where a training
-    stage like it has been measured in this sweep."""
+    """The first trial with training to do; None if nothing is trained, or if a similar training
+    stage has been measured in this sweep."""
     first: Canary | None = None
     looked: set[str] = set()
     for trial in plan.trials:
@@ -119,18 +118,18 @@ def find_canary(plan: SweepPlan, workspace: Workspace) -> Canary | None:
 
 
 def _failed_by_its_arm(workspace: Workspace, stage: PlannedStage) -> bool:
-    """True if a stage's training failed for what its arm is: a loss that is not finite is a
-    result, and says nothing of the others."""
+    """True if a stage's training failed because of its arm: a loss that is not finite is a result,
+    and says nothing about the other arms."""
     record = workspace.read_record(stage.id)
     last = record.attempts[-1].outcome if record is not None and record.attempts else None
     return last is not None and last.failure in ("not_finite", "unhealthy")
 
 
 def _measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure | None:
-    """Measure of the first steps of a training stage; None before there are two and a save.
+    """Measure the first steps of a training stage; None before two steps and a save.
 
-    A stage of fewer steps has shown all it can when it is done. Another trainer's (``command``) is
-    measured by its progress; when it saves is its own business.
+    A shorter stage is measured when it is done. A foreign trainer (``command``) is measured by its
+    progress; its saves are unknown.
     """
     numbers = workspace.layout.stage(stage.id).attempt_numbers()
     if not numbers:
@@ -150,7 +149,7 @@ def _measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure
     first = seconds[: int(save.get("step") or 0)]
     if first and (elapsed_s := save.get("elapsed_s")) is not None:
         start_s = max(0.0, elapsed_s - sum(first) - (save_s or 0.0))
-    settled = seconds[1:] or seconds  # in the first step kernels are compiled and caches filled
+    settled = seconds[1:] or seconds  # the first step compiles kernels and fills caches
     return CanaryMeasure(
         *(stage.id, steps, _mean(settled), save_s, start_s),
         judge_calls_per_step=_mean(_values(lines, "judge/calls")),
@@ -183,25 +182,25 @@ class Admission(Source):
     Parameters
     ----------
     plan, workspace
-        What should be, and where it is recorded.
+        The sweep, and where it is recorded.
     budget
-        Says whether another one may begin.
+        Decides whether another trial may begin.
     poll_s
-        Seconds after an outage until it is tried again, at first.
+        Seconds until the first retry after an outage.
     corrected, passed
-        Makes another forecast by what the canary has shown; the limits that a forecast passes.
+        Make a forecast from the canary's measurement; the limits that a forecast exceeds.
     canary
-        The trial that goes ahead, and its stage that is measured; None where nobody needs to.
+        The canary and its measured stage; None if no canary is needed.
     forecast
-        As it was shown before the sweep began.
+        The forecast shown before the sweep began.
     past_canary
-        Release the others whatever the canary shows.
+        Release the other trials whatever the canary shows.
     take_over
-        Also take up runs that a process on another host says it works on.
+        Also take up runs that a process on another host claims.
     pin
         Makes the snapshot of the code.
     tell
-        Hears what people should know.
+        Receives messages for people.
     """
 
     plan: SweepPlan
@@ -243,11 +242,11 @@ class Admission(Source):
 
     @property
     def shown(self) -> tuple[Member, ...]:
-        """The trials at work."""
+        """The running trials."""
         return tuple(self.live.values())
 
     def begin(self) -> None:
-        """Say who works on the sweep, and sort out what is done."""
+        """Record the orchestrator of the sweep, and find the trials that are done."""
         self._diary.write_orchestrator("running", None)
         if self.forecast is not None:
             self.budget.expect(self.forecast)
@@ -265,7 +264,7 @@ class Admission(Source):
             self.words[trial.name] = TrialWord()
 
     def admit(self, stopping: bool) -> list[Member]:
-        """Trials that begin now. What a file system does not answer is asked again later."""
+        """Trials that begin now. Whatever the file system does not answer is retried later."""
         self._stopping, self.at_once = stopping, False
         before = dict(self.live)
         if not self._outage.pause_s:
@@ -280,35 +279,35 @@ class Admission(Source):
         return [member for name, member in self.live.items() if name not in before]
 
     def ended(self, member: Member, error: Exception | None) -> None:
-        """Say how a trial has ended."""
+        """Record how a trial has ended."""
         trial = self._trials[member.name]
         del self.live[member.name]
         self._not_before = 0.0
         run = member.run.run
-        # One trial's trouble is told with it, and stops no other.
+        # An error of one trial is reported with it, and stops no other.
         word = _word_of_error(error, run) if error else _word_of_views(member.views(), run)
         self._say(trial, word)
 
     def end(self, error: BaseException | None) -> None:
-        """Say that nobody works on the sweep any more."""
+        """Record that the sweep has no orchestrator any more."""
         for trial in self._waiting if self.held and error is None else ():
             self._say(trial, TrialWord("held", self.held))
         code = self.exit_code if error is None else getattr(error, "exit_code", 70)
         self._diary.write_orchestrator("ended", code)
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """One line in the sweep's event log. One writer: this process."""
+        """Write a line to the sweep's event log. One writer: this process."""
         self._diary.note(event)
 
-    # ------------------------------------------------------------ for who shows it
+    # ------------------------------------------------------------ for displays
 
     def standing(self) -> dict[str, TrialWord]:
-        """Standing of every trial."""
+        """State of every trial."""
         return dict(self.words)
 
     @property
     def exit_code(self) -> int:
-        """0: all is done. 1: a trial has failed. Else that of the first trial that can go on."""
+        """0: all is done. 1: a trial has failed. Else that of the first trial that can continue."""
         words = self.words.values()
         if any(w.state == "failed" for w in words):
             return 1
@@ -323,9 +322,9 @@ class Admission(Source):
         if self._stopping or asked is None:
             return
         by = asked.get("by", "somebody")
-        if asked["stages"]:  # trials: none of them is to begin
+        if asked["stages"]:  # trials that may not begin
             if not self.held:
-                self._hold(f"suspended by {by}; `refiner resume` goes on")
+                self._hold(f"suspended by {by}; `refiner resume` continues")
             return
         reason = f"cancelled by {by}"
         self.note({"event": "cancel", "reason": reason})
@@ -336,7 +335,7 @@ class Admission(Source):
     # ------------------------------------------------------------ beginning
 
     def _begin_more(self) -> bool:
-        """Begin what may begin. True if more may begin at once."""
+        """Begin as many trials as allowed. True if more may begin at once."""
         if self._stopping or self.held or self.clock() < self._not_before:
             return False
         for _ in range(_AT_ONCE):
@@ -358,7 +357,7 @@ class Admission(Source):
         if why and not self.live:
             self._hold(why)
         elif why:
-            self._not_before = self.clock() + _AGAIN_S  # or when one of those at work has ended
+            self._not_before = self.clock() + _AGAIN_S  # or when a running trial has ended
         return None if why else trial
 
     def _begin(self, trial: Trial) -> None:
@@ -380,7 +379,7 @@ class Admission(Source):
         self._say(trial, TrialWord("running", run=member.run.run))
 
     def _hold(self, why: str) -> None:
-        """Begin nothing more. What runs goes on."""
+        """Begin no more trials. Running ones continue."""
         self.held = why
         self.note({"event": "hold", "reason": why})
 
@@ -397,7 +396,7 @@ class Admission(Source):
         self.workspace.withdraw_cancel(run.run)
         try:
             member.begin()
-        except Exception as error:  # else it would seem to be worked on as long as the sweep is
+        except Exception as error:  # else it would seem to be running until the sweep ends
             member.give_up(error)
             self._not_begun.add(run.run)
             raise
@@ -408,7 +407,7 @@ class Admission(Source):
         run_id = member.run.run
         who = orchestrator_of(self.workspace, run_id)
         if run_id in self._not_begun and who.standing == "running" and who.pid == os.getpid():
-            return  # in an outage, in which it could not be said either that it was given up
+            return  # in an outage; giving up could not be recorded either
         try:
             member.take_up(regardless=self.take_over)
         except ConfigurationError as error:
@@ -422,7 +421,7 @@ class Admission(Source):
         return replace(trial.plan, config=replace_fields(trial.plan.config, changes))
 
     def _recorded(self, trial: Trial) -> RunRecord | None:
-        """The trial's run, if it is there and has the trial's stages as they are by now."""
+        """The trial's run, if it exists and has the trial's current stages."""
         run_id = trial_run(self.workspace, self._name, trial.name)
         try:
             run = None if run_id is None else self.workspace.read_run(run_id)
@@ -432,14 +431,14 @@ class Admission(Source):
         return run if run is not None and dict(run.stages) == wanted else None
 
     def _goes_on(self, trial: Trial, run: RunRecord) -> bool:
-        """True if a trial goes on as a run of before: it has not failed, and its code is there."""
+        """True if a trial continues as its earlier run: it has not failed, and its code exists."""
         failed = self._told.get(trial.name, {}).get("state") == "failed"
         return not failed and (not run.code or (self.workspace.layout.code / run.code).is_dir())
 
     def _new_run(self, trial: Trial, plan: Plan) -> RunRecord:
         pinned = self._pinned = self._pinned or self.pin(self.workspace)
         more = {"sweep": {"name": self._name, "arm": trial.arm, "seed": trial.seed}}
-        once = replace(pinned, diff="")  # all trials share one file of it
+        once = replace(pinned, diff="")  # all trials share one file
         recipe = self.plan.sweep.recipe
         run = record_run(plan, self.workspace, recipe, trial.overrides, once, **more)
         if pinned.diff:
@@ -456,7 +455,7 @@ class Admission(Source):
     # ------------------------------------------------------------ the canary
 
     def _watch_canary(self) -> None:
-        """Release the others once it has shown what there is to see, or hold them."""
+        """Release the other trials once the canary has been measured, or hold them."""
         if self.canary is None or self._stopping:
             return
         (trial, stage), measured = self.canary, _measured_canary(self.workspace, self.canary[1])
@@ -471,9 +470,9 @@ class Admission(Source):
             else:
                 how = "failed" if word.state == "failed" else "been stopped"
                 self._hold(
-                    f"{trial.name}, which went ahead, has {how}: "
-                    f"{first_line(word.reason, 300).rstrip('.')}; nothing else was begun "
-                    "(--past-canary goes on without it)"
+                    f"the canary {trial.name} has {how}: "
+                    f"{first_line(word.reason, 300).rstrip('.')}; no other trial was begun "
+                    "(--past-canary continues without it)"
                 )
 
     def _release(self, name: str, measured: CanaryMeasure) -> None:
@@ -481,33 +480,33 @@ class Admission(Source):
         self.budget.expect(forecast)
         self.note({"event": "canary", "trial": name, "passed": True, "stage": measured.stage})
         total = next(iter(forecast_lines(forecast)), "")
-        self.tell(f"{name} has shown what training takes: {canary_text(measured)}\n{total}")
+        self.tell(f"{name} has measured the cost of training: {canary_text(measured)}\n{total}")
         known = {p.field for p in self.passed(self.forecast)} if self.forecast else set()
         new = [p.text for p in self.passed(forecast) if p.field not in known]
         if new and not self.past_canary and self._waiting:
             self._hold(
-                f"by what {name} has shown, the sweep {'; it '.join(new)} (raise the limit, or "
-                "take what fits with --past-canary)"
+                f"by the measurement of {name}, the sweep {'; it '.join(new)} (raise the limit, or "
+                "run what fits with --past-canary)"
             )
             self._stopping = True
-            self.request_stop("the sweep is held: its forecast passes a limit")
+            self.request_stop("the sweep is held: its forecast exceeds a limit")
 
     # ------------------------------------------------------------ telling
 
     def _say(self, trial: Trial, word: TrialWord) -> None:
-        """Note how a trial stands, and tell it if that is news."""
+        """Record a trial's state, and report it if it is new."""
         told = self._told.get(trial.name, {})
         before = self.words.get(trial.name)
         self.words[trial.name] = word
         if before is None and told.get("state") == word.state == "done":
-            return  # it was said in an earlier call
+            return  # it was reported in an earlier call
         how = picked(word, "state", "reason", "run")
         self.note({"event": "trial", "trial": trial.name, **how})
 
 
 def _concurrency(plan: SweepPlan) -> int:
-    """Trials at a time: as the sweep says, else as many as this machine has slots for, or as a
-    cluster's queue takes."""
+    """Trials at a time: the sweep's own limit, else the slots of this machine, or what a cluster's
+    queue accepts."""
     dispatch = plan.config.dispatch
     if plan.sweep.limits.concurrency is not None:
         return plan.sweep.limits.concurrency

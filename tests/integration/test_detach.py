@@ -104,7 +104,7 @@ def test_the_record_counts_not_the_recipe_or_rows_of_today(tmp_path: Path) -> No
     for options in ((), ("--detach",)):
         refused = refiner("resume", run, where, "--no-server", *options)
         assert refused.code == 2, refused.stderr
-        assert "has changed since (data" in refused.stderr
+        assert "have changed (data" in refused.stderr
     assert standing(tmp_path / "runs") in ("ended", "gone")
 
 

@@ -143,7 +143,7 @@ def test_a_sweep_trains_compares_and_knows_what_is_done(tmp_path: Path) -> None:
     done = refiner(*call, "--yes", "--json")
     assert done.code == 0, done.stderr
     assert done.json["counts"] == {"done": 2}
-    assert "has shown what training takes: " in done.stderr
+    assert "has measured the cost of training: " in done.stderr
     assert "a save" in done.stderr
     assert len(Stage(root, "data").attempts) == 1, "shared"
     first = json.loads(next(iter(sorted(root.glob("runs/*/run.json")))).read_text())

@@ -134,7 +134,7 @@ def test_logs_of_a_stage_that_never_began_say_so(workspace: Workspace) -> None:
     planned, where = claim(workspace, plan, "sft"), f"workspace={workspace.root}"
     waits = refiner("logs", "sft", where)
     assert (waits.code, waits.stdout) == (0, "")
-    assert "Attempt 1 of sft has printed nothing: no worker of it has begun yet" in waits.stderr
+    assert "Attempt 1 of sft has printed nothing: its worker has not begun yet" in waits.stderr
     outcome = Outcome("launch_failure", "stop", "sbatch: error: invalid account")
     workspace.close_attempt(planned.id, 1, outcome, 0.0)
     assert "launch_failure sbatch: error: invalid account" in refiner("logs", "sft", where).stderr
