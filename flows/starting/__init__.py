@@ -1,5 +1,5 @@
-"""Beginning: a folder with a recipe of one's own, what its fields mean, completion in shells.
+"""First steps: a folder with a new recipe, explanations of fields, completion in shells.
 
-``flags`` -> ``folder`` (their values fill the templates beside it; all files or none); ``fields``
-explains fields, ``completing`` completes command lines.
+``flags`` -> ``folder`` (fills the templates beside it with their values; all files or none).
+``fields`` explains fields, ``completing`` completes command lines.
 """

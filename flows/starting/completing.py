@@ -1,8 +1,8 @@
-"""Completion of arguments; click reads the line, and completes commands, options and choices.
+"""Completion of arguments; click parses the line, and completes commands, options and choices.
 
-In: an argument and the word that is typed. Out: what it may become, read from what the help calls
-the argument (RECIPE, RUN, KEY=VALUE …), so that a new command is completed, too. Imports nothing
-heavy, and never fails: what cannot be found out is not offered.
+In: an argument and the partial word. Out: candidates, by the argument's metavar in the help
+(RECIPE, RUN, KEY=VALUE …), so that a new command is completed as well. Imports nothing heavy and
+never fails: on an error there are no candidates.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from refiner_core.contract.recipes import FILE_FIELDS, shipped_protocols, shippe
 if TYPE_CHECKING:
     from infra.store.workspace import Workspace
 
-#: A word that may stand there: ``value``, ``help``.
+#: A candidate: ``value``, ``help``.
 Candidate = CompletionItem
-#: Names of files, for the shell to complete. It comes first: bash forgets what came before it. zsh
-#: would lose an empty value.
+#: Marker for the shell's own file completion. It comes first: bash drops candidates before it. zsh
+#: would drop an empty value.
 FILE = CompletionItem("FILE", type="file")
-#: Fields that name files or folders, besides those that a recipe may name beside itself.
+#: Fields that name files or folders, besides those that may be relative to the recipe.
 _PATHS = re.compile(r"workspace|data_root|.*(?:_path|_dir|ledger|\.path|workdir|python)")
 _OFFERED = {
     "environment.name": ["desk", "tau2"],
@@ -45,15 +45,14 @@ _NO_BRACKETS = str.maketrans("", "", "[]")
 
 
 def candidates(cli: click.Command, line: str) -> list[Candidate]:
-    """The words that the last word of ``line`` may become, for the command ``cli``. It raises
-    nothing."""
+    """Candidates for the last word of ``line``, for the command ``cli``. Raises nothing."""
     words = split_arg_string(line)
     incomplete = words.pop() if words and not line[-1:].isspace() else ""
     return BashComplete(cli, {}, "refiner", "").get_completions(words[1:], incomplete)
 
 
 def complete(context: click.Context, argument: click.Parameter, word: str) -> list[CompletionItem]:
-    """What an argument may become; as click calls it."""
+    """Candidates for an argument; called by click."""
     try:
         found = list(_found(context, argument, word))
     except (RefinerError, OSError):
@@ -64,7 +63,7 @@ def complete(context: click.Context, argument: click.Parameter, word: str) -> li
 def complete_answer(
     _context: click.Context, option: click.Parameter, word: str
 ) -> list[CompletionItem]:
-    """What a flag of `refiner init` may be set to."""
+    """Candidates for a flag of `refiner init`."""
     from flows.starting.flags import FLAGS
 
     words = FLAGS[option.opts[0].removeprefix("--")].words
@@ -78,11 +77,11 @@ def _found(
     named = [w.removeprefix("workspace=") for w in given if w.startswith("workspace=")]
     own = context.params.get(argument.name or "") if argument.nargs == -1 else None
     own = [str(w) for w in own or ()]
-    if own[-1:] == ["="]:  # bash parts words at the sign
+    if own[-1:] == ["="]:  # bash splits words at the sign
         yield from _values(own[-2] if own[1:] else "")
         return
     places = [w for w in own if "=" not in w]
-    # What the command's help calls it: `RECIPE`, `[RUN] [KEY=VALUE]...`.
+    # The argument's metavar: `RECIPE`, `[RUN] [KEY=VALUE]...`.
     slots = (argument.metavar or argument.name or "").translate(_NO_BRACKETS).split()
     plain = [slot for slot in slots if "=" not in slot]
     last = plain[-1] if plain and plain[-1].endswith("...") else ""
@@ -94,14 +93,14 @@ def _found(
             offered = [name] if name.islower() else _named(name, command, places, room)
             yield from (one if isinstance(one, CompletionItem) else CompletionItem(one)
                         for one in offered)  # fmt: skip
-    if slot not in ("FIELD", "RECIPE"):  # before these are named, `key=value` means nothing
+    if slot not in ("FIELD", "RECIPE"):  # `key=value` needs one of these first
         for key in slots:
             yield from _of_key(key, word) if "=" in key else ()
 
 
 def _of_key(slot: str, word: str) -> Iterator[CompletionItem]:
-    """``KEY=VALUE`` is any field, ``disk.KEY=VALUE`` one of a section. Of the one field that is
-    left its values, or its default."""
+    """Candidates for ``KEY=VALUE`` (any field) and ``disk.KEY=VALUE`` (fields of a section). A
+    single remaining field yields its values, or its default."""
     key, sep, _ = word.partition("=")
     name = slot.partition("=")[0]
     fields = dict(walk(RecipeConfig))
@@ -123,7 +122,7 @@ def _default(info: FieldInfo) -> list[str]:
 
 
 def _values(path: str) -> Iterator[CompletionItem]:
-    """Values that may stand behind ``path=``."""
+    """Values for ``path=``."""
     info = dict(walk(RecipeConfig)).get(path)
     if info is None:
         return
@@ -144,7 +143,7 @@ def _values(path: str) -> Iterator[CompletionItem]:
 def _named(
     slot: str, command: str, places: Sequence[str], room: Workspace | None
 ) -> Iterable[str | CompletionItem]:
-    """What the help of a command calls so; ``places`` are the words before it."""
+    """Candidates by the metavar of an argument; ``places`` are the words before it."""
     match slot:
         case "RECIPE":
             return (FILE, *shipped_recipes())
@@ -164,7 +163,7 @@ def _named(
 
 
 def _shipped(group: str) -> list[str]:
-    """Names that come with refiner, which a group of commands is about."""
+    """Shipped names for a group of commands."""
     if group in ("rubrics", "rescore"):
         from refiner_core.rubrics import shipped_rubric_sets
 
@@ -184,7 +183,7 @@ def _sweeps(command: str, room: Workspace | None) -> Iterator[str | CompletionIt
 
 
 def _stages(command: str, places: Sequence[str], room: Workspace | None) -> Iterator[str]:
-    """Those of the run that is named, or of the newest; `explain` is about any recipe."""
+    """Stages of the given run, or of the newest; `explain` takes those of any recipe."""
     if command == "explain":
         yield from KINDS
     if room is not None and (runs := room.run_ids()):

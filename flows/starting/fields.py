@@ -1,7 +1,6 @@
-"""Fields as `refiner show` explains them: as text for people and as JSON for scripts.
+"""Explanations of fields for `refiner show`: text for people, JSON for scripts.
 
-In: facts of a field, and of a recipe its values and the places that set them. Out: lines, or
-mappings.
+In: facts of a field, and from a recipe its value and where it was set. Out: lines, or mappings.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _OR_NULL = " or null"
 
 @dataclass(frozen=True)
 class InRecipe:
-    """The values of a recipe's fields, and where they come from."""
+    """Values of a recipe's fields, and where they were set."""
 
     recipe: str
     values: Any
@@ -39,33 +38,33 @@ class InRecipe:
 
     @classmethod
     def read(cls, recipe: str, overrides: Sequence[str]) -> InRecipe:
-        """Of a recipe with overrides.
+        """Read a recipe with overrides.
 
         Raises
         ------
         ConfigurationError
-            It cannot be read; a value of another type than its field.
+            The recipe cannot be read, or a value has the wrong type.
         """
         config = load_recipe(recipe, overrides)
         return cls(recipe, config, settings(recipe, overrides))
 
     def value(self, path: str) -> Any:
-        """In effect."""
+        """The value in effect."""
         return get_field(self.values, path)
 
     def source(self, path: str) -> str:
-        """Place where the value in effect was set, in words."""
+        """Where the value in effect was set, in words."""
         places = self.places(path)
         if places:
             return places[-1].place
         return "the recipe's file name" if path == "recipe" else "default"
 
     def places(self, path: str) -> list[Setting]:
-        """All that set it, the one that counts last; also as part of a mapping or list."""
+        """All settings of a field, the effective one last; also parts of a mapping or list."""
         return self.set_by.get(path, [])
 
     def kinds_of(self, facts: FieldFacts) -> list[str]:
-        """The kinds of this recipe's stages whose fingerprints a field enters."""
+        """Kinds of this recipe's stages with the field in their fingerprints."""
         return [kind for kind in facts.kinds if KINDS[kind].entry in self.values.stages]
 
 
@@ -87,7 +86,7 @@ def field_json(facts: FieldFacts, found: InRecipe | None = None) -> dict[str, An
 
 
 def field_lines(facts: FieldFacts, found: InRecipe | None = None) -> list[str]:
-    """All that is known of one field."""
+    """Complete explanation of one field."""
     said = [("type", _type(facts)), *([("range", facts.range)] if facts.range else [])]
     said += [("default", value_text(facts.default))]
     said += [("mark", f"{facts.mark}: {_meaning(facts, found)}")]
@@ -135,7 +134,7 @@ def _meaning(facts: FieldFacts, found: InRecipe | None) -> str:
         return "it enters no fingerprint; with another value nothing that is done runs again"
     kinds = facts.kinds if found is None else found.kinds_of(facts)
     if not kinds:
-        return f"of {_listed(facts.kinds)} only, which are no stages of this recipe"
+        return f"of {_listed(facts.kinds)} only, which are not stages of this recipe"
     return (
         f"with another value {_listed(kinds)} would run again, and what is made from "
         f"{'its' if len(kinds) == 1 else 'their'} outputs"
@@ -158,7 +157,7 @@ def field_rows(fields: Sequence[FieldFacts], found: InRecipe | None) -> list[tup
 
 
 def value_text(value: Any) -> str:
-    """As one would write it in a recipe."""
+    """A value as written in a recipe."""
     if isinstance(value, tuple | list):
         return "[" + ", ".join(map(value_text, value)) + "]"
     if isinstance(value, str):
@@ -167,7 +166,7 @@ def value_text(value: Any) -> str:
 
 
 class ExplainedFields(NamedTuple):
-    """Fields, and their values in a recipe where one was named."""
+    """Fields, and their values in a recipe if one was given."""
 
     fields: list[FieldFacts]
     in_recipe: InRecipe | None
@@ -176,7 +175,7 @@ class ExplainedFields(NamedTuple):
 def explain_fields(
     field: str = "", recipe: str = "", overrides: Sequence[str] = (), *, search: str = ""
 ) -> ExplainedFields:
-    """Explain configuration fields, and where a recipe has their values from.
+    """Explain configuration fields, and the origin of their values in a recipe.
 
     Parameters
     ----------
@@ -184,9 +183,9 @@ def explain_fields(
         A path such as ``grpo.beta``, a last part such as ``beta``, or a section such as ``grpo``
         (default: every field).
     recipe, overrides
-        Whose values are wanted, too.
+        Also explain the values of this recipe.
     search
-        Instead of a field: those that speak of these words.
+        Instead of a field: search the fields for these words.
 
     Returns
     -------
@@ -196,7 +195,7 @@ def explain_fields(
     Raises
     ------
     ConfigurationError
-        There is no such field or recipe; names the nearest.
+        There is no such field or recipe; the message names the nearest.
     """
     found = InRecipe.read(recipe, overrides) if recipe else None
     if search:

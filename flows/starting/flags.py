@@ -1,4 +1,4 @@
-"""Flags of `refiner init`: what they mean, what fits them, and their defaults on this machine."""
+"""Flags of `refiner init`: their meaning, valid values, and defaults on this machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from refiner_core.data.sources import SYNTHETIC, Which, read_rows, resolve_sourc
 
 _TIMEOUT_S = 10
 _GPUS = re.compile(r"\bgpu:(?:[A-Za-z][\w.-]*:)?(\d+)")
-#: Rows that are read: a form that is wrong is wrong from the first row on.
+#: Number of rows that are checked: a wrong form is wrong from the first row on.
 _READ = 200
 NONE = "none"
 TINY, DESK, TAU2 = "tiny", "desk", "tau2"
 TAU2_ROWS = "Jarrodbarnes/tau2-sft-seed-v3@main"
 TASKS = ("refiner", "agent", "command", "evaluate")
-#: Tasks whose answers rubrics and judges look at.
+#: Tasks whose answers are judged with rubrics.
 OF_REFINER = ("refiner", "evaluate")
 
 
@@ -35,13 +35,13 @@ class _Flag(NamedTuple):
     Attributes
     ----------
     about
-        Its help.
+        Help text.
     words
-        Offered; where no ``form`` is said, the only ones that fit.
+        Offered values; without ``form`` the only valid ones.
     form, expected
-        A regular expression of what else fits, and that in words.
+        Regular expression of other valid values, and its description.
     tasks
-        Those that it is for.
+        Tasks that have this flag.
     """
 
     about: str
@@ -58,7 +58,7 @@ FLAGS: Mapping[str, _Flag] = {
         TASKS,
     ),
     "base": _Flag(
-        "Model to start from. tiny (default): made on the spot, to try things out on two CPU "
+        "Model to start from. tiny (default): made on the spot, for trials on two CPU "
         "cores; else OWNER/NAME[@COMMIT] on the Hub, or a local folder",
         (TINY,),
         r"[A-Za-z0-9][\w.-]*/[\w.-]+(?:@[\w./-]+)?",
@@ -69,7 +69,7 @@ FLAGS: Mapping[str, _Flag] = {
         "installed; FILE.py:NAME: your own",
         (DESK, TAU2),
         r".+\.py:\w+",
-        "one of: desk, FILE.py:NAME of a file that is there, and with a base model tau2",
+        "one of: desk, FILE.py:NAME of an existing file, and with a base model tau2",
         ("agent",),
     ),
     "sft": _Flag(
@@ -85,47 +85,47 @@ FLAGS: Mapping[str, _Flag] = {
         "(default): made up",
         (SYNTHETIC,),
         "(?!none$).+",
-        "prompts: there is nothing to train or evaluate on without",
+        "prompts; without them there is nothing to train or evaluate on",
         OF_REFINER,
     ),
     "run": _Flag(
-        "Command that trains; {model}, {output}, {seed} and {resume} are filled in: see `refiner "
+        "Command that trains; {model}, {output}, {seed} and {resume} are substituted: see `refiner "
         "show command`",
         tasks=("command",),
     ),
     "rubrics": _Flag(
-        "instance (default): the rubrics of each row; a set's name or file: these, too",
+        "instance (default): the rubrics of each row; a set's name or file: in addition",
         ("instance",),
         ".+",
         tasks=OF_REFINER,
     ),
     "judge": _Flag(
-        "lexical (default): word overlap, needs nothing; http://…: any OpenAI-compatible server; "
-        "vllm: one that refiner starts and ends",
+        "lexical (default): word overlap, no server; http://…: any OpenAI-compatible server; "
+        "vllm: a server that refiner starts and stops",
         ("lexical", "vllm"),
         "https?://[^/].*",
         "`lexical`, `vllm`, or an address such as http://127.0.0.1:8000/v1",
         OF_REFINER,
     ),
     "judge-model": _Flag(
-        "Model that judges, as the server calls it; for vllm its name on the Hub", tasks=OF_REFINER
+        "Model that judges, its name on the server; for vllm its name on the Hub", tasks=OF_REFINER
     ),
     "where": _Flag(
         "local: on this machine; slurm: as jobs of a cluster (default where Slurm answers)",
         ("local", "slurm"),
     ),
     "partition": _Flag("Partition for jobs with GPUs (default: the cluster's, or one with GPUs)"),
-    "account": _Flag("Account of the cluster that pays (default: the first of yours)"),
+    "account": _Flag("Account of the cluster for the jobs (default: your first)"),
     "gpus": _Flag(
-        "GPUs of one node that a stage may take (default: all); 0 trains on the CPU",
+        "GPUs per node for a stage (default: all); 0 trains on the CPU",
         form=r"\d|[1-5]\d|6[0-4]",
         expected="a number of GPUs from 0 to 64",
     ),
     "workspace": _Flag(
-        "Folder for records, checkpoints, logs (default: DIR/runs); on a cluster all nodes see it"
+        "Folder for records, checkpoints, logs (default: DIR/runs); on a cluster seen by all nodes"
     ),
     "publish": _Flag(
-        "folder (default): the trained model goes below the workspace; OWNER/NAME: to a private "
+        "folder (default): the trained model goes into the workspace; OWNER/NAME: to a private "
         "repository on the Hub",
         ("folder",),
         r"[\w.-]+/[\w.{}-]+",
@@ -136,12 +136,12 @@ FLAGS: Mapping[str, _Flag] = {
 
 
 def all_answers(given: Mapping[str, str], folder: Path) -> tuple[dict[str, str], dict[str, int]]:
-    """A value of every flag, empty where it would change nothing; and the cluster's partitions.
+    """A value for every flag, empty if it has no effect; and the cluster's partitions.
 
     Raises
     ------
     ConfigurationError
-        A value does not fit, or a flag would change nothing.
+        A value is invalid, or a flag has no effect.
     """
     partitions, accounts = look_around()
     made = {
@@ -167,7 +167,7 @@ def all_answers(given: Mapping[str, str], folder: Path) -> tuple[dict[str, str],
     idle |= {"judge-model"} if made["judge"] == "lexical" else set()
     idle |= set() if on_slurm else {"partition", "account"}
     idle |= {"gpus"} if tiny and task != "command" else set()
-    # A flag that nothing comes of is a mistake.
+    # A flag without effect is a mistake.
     if useless := [f"--{name}" for name in given if name in idle or name not in FLAGS]:
         raise ConfigurationError(
             f"{', '.join(useless)} would change nothing here.",
@@ -193,7 +193,7 @@ def _check(name: str, value: str, words: tuple[str, ...]) -> None:
 
 def look_around() -> tuple[dict[str, int], list[str]]:
     """Partitions of the cluster with the GPUs of their largest node, the best one for training
-    first; and the caller's accounts. Empty where no Slurm answers."""
+    first; and the user's accounts. Empty if no Slurm answers."""
     found: dict[str, int] = {}
     default = ""
     for line in _said("sinfo", "-h", "-o", "%P|%G").split():
@@ -209,22 +209,21 @@ def look_around() -> tuple[dict[str, int], list[str]]:
 
 def _said(*command: str) -> str:
     answer = ask(command, _TIMEOUT_S)
-    return answer.out if answer.ok else ""  # what is not there, or does not answer, offers nothing
+    return answer.out if answer.ok else ""  # missing or silent commands offer nothing
 
 
 def look_at_rows(value: str, which: Which, *, parse: bool) -> tuple[str | None, str | None]:
-    """Path and revision, as a recipe has them, of rows whose first ones can be read.
+    """Path and revision, in the form of a recipe, of a set of rows whose first rows can be read.
 
     Parameters
     ----------
     parse
-        Whether they have to have a form of the refiner's rows; an agent's demonstrations have
-        others.
+        Whether rows must have a form of the refiner task; an agent's demonstrations have others.
 
     Raises
     ------
     DataError, ConfigurationError
-        There are none, they cannot be read, or one has no known form.
+        There are no rows, they cannot be read, or a row has no known form.
     """
     if value in ("", NONE, SYNTHETIC):
         return value if value == SYNTHETIC else None, None

@@ -1,7 +1,7 @@
-"""A folder of one's own from flags: all of its files or none, if its recipe can be planned.
+"""A new folder from flags: all of its files or none, if its recipe can be planned.
 
-In: values of flags, and the folder's place. Out: :class:`Begun`: the files, and the plan of the
-recipe among them. Ctrl-C leaves nothing.
+In: values of flags, and the folder. Out: :class:`Begun`: the files, and the plan of the recipe.
+Ctrl-C leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from refiner_core.contract.plan import Plan
 from refiner_core.data.sources import SYNTHETIC
 
 RECIPE, CLUSTER = "recipe.yaml", "cluster.yaml"
-#: Whatever may be made.
+#: All files that can be made.
 NAMES = (RECIPE, SCHEMA_FILE, CLUSTER, ".gitignore", "README.md")
 
 
 class Begun(NamedTuple):
-    """A folder that was made: its plan, and its files by name."""
+    """A new folder: its plan, and its files by name."""
 
     folder: Path
     plan: Plan
@@ -40,25 +40,25 @@ class Begun(NamedTuple):
 
 
 def init_folder(folder: str | Path = ".", answers: Mapping[str, str] | None = None) -> Begun:
-    """Make a folder with a recipe of one's own, ready to plan. Nothing is overwritten.
+    """Make a folder with a new recipe, ready to plan. Nothing is overwritten.
 
     Parameters
     ----------
     folder
-        Where; it may be there and empty.
+        The folder; it may exist and be empty.
     answers
-        By the names of the long flags of `refiner init`; defaults of whatever is not said.
+        Values by the long flags of `refiner init`; others have their defaults.
 
     Returns
     -------
     Begun
-        What was made.
+        The new folder.
 
     Raises
     ------
     RefinerError
-        An answer does not fit, something is there already, or the recipe could not be planned:
-        nothing was made.
+        A value is invalid, a file exists already, or the recipe could not be planned: nothing was
+        made.
     """
     place = Path(folder).expanduser().absolute().resolve()
     there = [name for name in NAMES if os.path.lexists(place / name)]
@@ -76,7 +76,7 @@ def init_folder(folder: str | Path = ".", answers: Mapping[str, str] | None = No
 def _file_texts(
     folder: Path, answers: Mapping[str, str], partitions: Mapping[str, int]
 ) -> dict[str, str]:
-    """All files, by name, from the templates that lie beside this module."""
+    """All files, by name, from the templates beside this module."""
     task, tiny, gpus = answers["task"], answers["base"] == TINY, int(answers["gpus"] or 0)
     training = ["grpo"] if answers["sft"] == "none" else ["sft", "grpo"]
     include = "tiny" if tiny else "refiner-gpt54"
@@ -133,14 +133,14 @@ def _file_texts(
 
 
 def _whole(answer: str) -> str:
-    """The answer; of a file that is there (``FILE:NAME``, too) its whole path."""
+    """The answer; for an existing file (also ``FILE:NAME``) its absolute path."""
     file, colon, name = answer.rpartition(":") if ".py:" in answer else (answer, "", "")
     path = Path(file).expanduser()
     return f"{path.resolve()}{colon}{name}" if answer and path.exists() else answer
 
 
 def _make_folder(folder: Path, files: Mapping[str, str]) -> Plan:
-    """Write the files beside their place, plan the recipe, then put them there."""
+    """Write the files to a scratch folder, plan the recipe, then move them into place."""
     nearest = next(p for p in (folder, *folder.parents) if p.is_dir())
     scratch = tempfile.TemporaryDirectory(
         prefix=".refiner-init-", dir=nearest, ignore_cleanup_errors=True
@@ -156,7 +156,7 @@ def _make_folder(folder: Path, files: Mapping[str, str]) -> Plan:
 
 
 def _planned(scratch: Path, files: Mapping[str, str]) -> Plan:
-    """Everything in it has to work, too."""
+    """Plan of the new recipe; everything in it must work."""
     plan = make_recipe_plan(str(scratch / RECIPE))
     if CLUSTER in files:
         from infra.slurm.profiles import load_profile

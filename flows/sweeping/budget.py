@@ -1,14 +1,14 @@
-"""Use of stages so far, and the budget that another trial may begin within.
+"""Resource use of stages so far, and the budget for further trials.
 
 In: a workspace and ids of stages; the limits of a sweep file, a forecast by stage. Out: a
-:class:`Use` each (time, devices, queue, waste, calls of a judge), and sums of them; a reason why a
-trial is held, empty where it fits. A stage that is done never changes again, so a reader asks the
-disk once about it, and who works on a sweep leaves what it knows of done stages beside the sweep
-for whoever looks next (:meth:`UseReader.keep`).
+:class:`Use` each (time, devices, queue, waste, judge calls), and sums of them; the reason why a
+trial is held, empty if it fits. A finished stage never changes, so a reader reads it once, and the
+orchestrator of a sweep stores the use of finished stages beside the sweep for other readers
+(:meth:`UseReader.keep`).
 
-Counted are all attempts at the sweep's stages, each stage once: what is done by what it took, what
-is under way by its forecast (or what it took already, if that is more), and so what is left to do
-of the trial in question. What nothing is known of counts as nothing, until it is.
+Counted are all attempts at the sweep's stages, each stage once: finished stages by their use,
+running ones by their forecast (or their use so far, if that is more), and the unfinished stages of
+the trial in question by their forecast. Unknown amounts count as zero.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Use:
-    """Resources that have been used; all attempts together.
+    """Resources used by all attempts together.
 
     Attributes
     ----------
     seconds
-        Of work of its jobs.
+        Running time of its jobs.
     gpu_hours, cpu_hours
-        GPUs, and cores, of all nodes times time.
+        GPUs or cores of all nodes, times time.
     queue_seconds
-        Between submission and start of jobs of a scheduler, as their clocks had it.
+        From submission to start of a scheduler's jobs, by its clock.
     lost_seconds, lost_steps
-        Work that was done again.
+        Work that was repeated.
     incidents
         Attempts that ended before their work was done.
     judge_calls
-        None where no judge kept count.
+        None if no judge counted its calls.
     """
 
     seconds: float = 0.0
@@ -63,7 +63,7 @@ class Use:
     judge_calls: int | None = None
 
     def plus(self, other: Use) -> Use:
-        """Both together."""
+        """The sum."""
         return Use(*(_sum(getattr(self, f.name), getattr(other, f.name)) for f in fields(Use)))
 
 
@@ -77,15 +77,15 @@ NOTHING = Use()
 
 
 def judge_calls_in(report: Mapping[str, Any]) -> int | None:
-    """The calls of a judge that a finished stage tells of; None where it kept no count."""
+    """Judge calls in the report of a finished stage; None if it has no count."""
     usage = report.get("judge") or report.get("judge_usage")
     return int(usage["calls"]) if isinstance(usage, Mapping) and "calls" in usage else None
 
 
 class UseReader:
-    """Reads what stages have used; remembers what cannot change any more.
+    """Reads the use of stages; remembers what cannot change.
 
-    ``kept`` is a file that :meth:`keep` has written, if there is one.
+    ``kept`` is a file written by :meth:`keep`, if there is one.
     """
 
     def __init__(self, workspace: Workspace, kept: Path | None = None) -> None:
@@ -103,7 +103,7 @@ class UseReader:
         return stage_id in self._finished
 
     def of(self, stage_id: str) -> Use:
-        """One stage; nothing where nobody has begun it."""
+        """Use of one stage; zero before it has begun."""
         if found := self._done.get(stage_id) or self._from_file(stage_id):
             return found
         record = self.workspace.read_record(stage_id)
@@ -115,11 +115,11 @@ class UseReader:
         return use
 
     def total(self, stage_ids: Iterable[str]) -> Use:
-        """Several stages, each once."""
+        """Use of several stages, each counted once."""
         return reduce(Use.plus, map(self.of, dict.fromkeys(stage_ids)), NOTHING)
 
     def keep(self, path: Path, stage_ids: Iterable[str]) -> None:
-        """Leave what is known of done stages for other readers. One writer: who works on the
+        """Store the use of finished stages for other readers. One writer: the orchestrator of the
         sweep."""
         ids = dict.fromkeys(stage_ids)
         found = {i: [self._stamp(i), asdict(self.of(i))] for i in ids}
@@ -128,7 +128,7 @@ class UseReader:
         atomic.write_json(path, {"version": 1, "stages": known})
 
     def _from_file(self, stage_id: str) -> Use | None:
-        """Use of a stage that a file has, if its result is still the one that it speaks of."""
+        """Stored use of a stage, if it was computed from the same result file."""
         stamp, values = self._kept.get(stage_id) or (None, None)
         if stamp is None or stamp != self._stamp(stage_id):
             return None
@@ -136,7 +136,7 @@ class UseReader:
         return found
 
     def _stamp(self, stage_id: str) -> list[int] | None:
-        """Tells one result file from another; None where there is none."""
+        """Identifies a result file; None if there is none."""
         try:
             found = self.workspace.layout.stage(stage_id).result.stat()
         except FileNotFoundError:
@@ -173,7 +173,7 @@ class UseReader:
         )
 
     def _devices(self, stage_id: str, record: StageRecord) -> tuple[int, int]:
-        """GPUs and cores of all nodes, as the newest attempt asked for them."""
+        """GPUs and cores of all nodes, as requested by the newest attempt."""
         newest = self.workspace.layout.attempt(stage_id, record.attempts[-1].number)
         config = self.workspace.part(newest, "config")
         kind = record.spec.kind
@@ -200,9 +200,9 @@ class Budget:
     Parameters
     ----------
     limits
-        Of the sweep file.
+        Limits of the sweep file.
     use
-        Reads what stages have used.
+        Reads the use of stages.
     """
 
     limits: Limits
@@ -210,18 +210,18 @@ class Budget:
     _forecast: Mapping[str, StageForecast] = field(default_factory=dict)
 
     def expect(self, forecast: SweepForecast) -> None:
-        """Take in what stages are expected to take from now on."""
+        """Use this forecast from now on."""
         self._forecast = {s.stage: s for s in forecast.stages}
 
     def why_held(self, trial: Trial, begun: Iterable[str], live: Sequence[Trial]) -> str:
-        """The reason that a trial may not begin now; empty where it may.
+        """Reason why a trial may not begin now; empty if it may.
 
         Parameters
         ----------
         begun
-            Ids of the sweep's stages that have been begun by now.
+            Ids of the sweep's stages that have begun.
         live
-            The trials that are at work.
+            The running trials.
         """
         if self.limits.gpu_hours is None and self.limits.judge_calls is None:
             return ""
@@ -240,7 +240,7 @@ class Budget:
     def _passed(
         self, name: str, unit: str, begun: Iterable[str], live: set[str], new: set[str]
     ) -> str:
-        """In words, where the limit is reached or would be passed."""
+        """Message if the limit is reached or would be exceeded, else empty."""
         limit = getattr(self.limits, name)
 
         def taken(stage_id: str) -> float:
@@ -255,6 +255,6 @@ class Budget:
         used, coming, adds = sum(map(taken, begun)), sum(map(left, live)), sum(map(left, new))
         if used < limit and used + coming + adds <= limit:
             return ""
-        parts = [f"{amount(coming)} to come of what runs"] if coming else []
+        parts = [f"{amount(coming)} to come from running stages"] if coming else []
         parts = [f"{amount(used)} used", *parts, *[f"{amount(adds)} forecast for it"] * bool(adds)]
         return f"limits.{name} is {amount(limit)} {unit}: {', '.join(parts)}"

@@ -1,8 +1,8 @@
-"""Evidence of earlier runs for a sweep: spreads of its number.
+"""Evidence from earlier runs for a sweep: the spread of its metric.
 
-In: a workspace and the number that decides a sweep. Out: an :class:`~sweeps.power.Evidence`. The
-best that is there counts, in this order: two arms with several seeds in common, two arms with one;
-else an assumption. It looks at the newest runs and stops early.
+In: a workspace and the metric that decides a sweep. Out: an :class:`~sweeps.power.Evidence`. The
+best available counts, in this order: two arms with several seeds in common, two arms with one;
+else an assumption. Reads the newest runs and stops early.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from sweeps.values import Question
 log = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float64]
-#: Evaluations that are looked at, pairs of arms that are averaged.
+#: Maximum number of evaluations read, and of pairs of arms averaged.
 MOST_EVALUATIONS, MOST_PAIRS = 40, 4
-#: What trains a model: two runs that differ in none of it, but for the seed, are one arm.
+#: Sections that train a model: runs that agree in all of them, except the seed, are one arm.
 _TRAINS = ("model.", "data.", "sft.", "grpo.", "command.", "reward.", "judge.")
 
 
@@ -49,20 +49,20 @@ class _Group:
 
 
 def read_evidence(workspace: Workspace, aim: Question) -> Evidence:
-    """Evidence of earlier evaluations of that number; an assumption where there are none."""
+    """Evidence from earlier evaluations of that metric; an assumption if there are none."""
     groups = list(_groups(workspace, aim).values())
     found: list[Evidence] = []
     for group in groups:
         try:
             found += filter(None, [_of_group(group, aim.metric)])
-        except RefinerError as error:  # samples that are gone, or too few prompts
+        except RefinerError as error:  # samples are gone, or too few prompts
             log.debug("%s", error)
     if found:
         return min(found, key=_rank)
     evidence = assumed(aim.metric)
     if not groups:
         return evidence
-    # One evaluation says nothing of the spread of a difference, but where the metric stands.
+    # One evaluation shows the level of the metric, but not the spread of a difference.
     none, some = "no earlier evaluation was found", "earlier ones say nothing of it"
     mean = float(np.mean(groups[0].values))
     return replace(evidence, text=evidence.text.replace(none, some), mean=mean)
@@ -100,7 +100,7 @@ def _groups(workspace: Workspace, aim: Question) -> dict[str, _Group]:
 
 
 def _arm(config: Mapping[str, Any]) -> str:
-    """Settings that train the model, but for the seed, as text."""
+    """Settings that train the model, except the seed, as text."""
     values = dict(leaves("", config))
     fields = [p for p, info in walk(RecipeConfig) if info.mark == "identity"]
     return json.dumps({p: values.get(p) for p in fields if p.startswith(_TRAINS)}, default=str)
@@ -110,7 +110,7 @@ def _arm(config: Mapping[str, Any]) -> str:
 
 
 def _of_group(group: _Group, metric: str) -> Evidence | None:
-    """The best that evaluations under one protocol can say."""
+    """The best evidence from evaluations under one protocol."""
     mean = float(np.mean(group.values))
     arms = sorted(group.arms.values(), key=len, reverse=True)
     pairs = [(a, b, sorted(a.keys() & b.keys())) for a, b in combinations(arms[:6], 2)]
@@ -122,7 +122,7 @@ def _of_group(group: _Group, metric: str) -> Evidence | None:
     layouts = [_layout(a, own, metric) - _layout(b, own, metric) for a, b, own in chosen]
     known = mean_components([variance_components(x) for x in layouts])
     if known.prompt + known.residual + (known.seed or 0.0) == 0.0:
-        return None  # all of it at the floor or the ceiling: no news of a spread
+        return None  # all at the floor or the ceiling: the spread is unknown
     text = (
         f"measured: {counted(len(layouts), 'pair')} of earlier arms, {counted(seeds, 'seed')}, "
         f"{known.prompts} prompts; how far seeds differ is {'hardly' if seeds > 1 else 'not'} known"
@@ -131,8 +131,8 @@ def _of_group(group: _Group, metric: str) -> Evidence | None:
 
 
 def _layout(arm: Mapping[int, Path], seeds: Sequence[int], metric: str) -> Floats:
-    """Means per [seed, prompt] over samples; NaN where none counts. One protocol, so that the
-    prompts are the same."""
+    """Means per [seed, prompt] over samples; NaN where none counts. All under one protocol, so with
+    the same prompts."""
     import pandas as pd
 
     tables = []

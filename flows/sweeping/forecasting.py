@@ -1,10 +1,10 @@
-"""The forecast of a sweep: gathered from a workspace, for people, for scripts and for records.
+"""Forecast of a sweep, from the records of a workspace, for people, scripts and records.
 
-In: a planned sweep and a workspace. Out: a :class:`~sweeps.forecast.History` of finished stages of
-the kinds and weights that the sweep has, newest runs first; by it a
-:class:`~sweeps.forecast.SweepForecast` with the disk's part in it, lines of text, JSON. It looks at
-so many runs and stages and no more, so that a workspace with thousands of them is read in a second
-or two. Imports nothing heavy and writes nothing.
+In: a planned sweep and a workspace. Out: a :class:`~sweeps.forecast.History` of finished stages
+with the kinds and weights of the sweep, newest runs first; from it a
+:class:`~sweeps.forecast.SweepForecast` with disk use, as lines of text and JSON. The number of runs
+and stages read is limited, so that a workspace with thousands of them takes a second or two.
+Imports nothing heavy and writes nothing.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from sweeps.values import SweepPlan
 
 log = logging.getLogger(__name__)
 
-#: Runs that are looked at, and stages that are read.
+#: Maximum numbers of runs and of stages read.
 MOST_RUNS, MOST_STAGES = 200, 300
-#: Of a metrics file only the end is read, bytes.
+#: Bytes read from the end of a metrics file.
 _TAIL_BYTES = 256 << 10
 
 
 def read_history(workspace: Workspace, plan: SweepPlan) -> History:
-    """History of finished stages that are like those of a sweep.
+    """History of finished stages that are similar to those of a sweep.
 
-    Stages of the sweep itself count, too: what an earlier version of it did is the best witness.
+    Includes stages of the sweep itself: an earlier version of it is the best evidence.
     """
     stages = [s for s in plan.stages().values() if not is_service(s.id)]
     wanted = {(s.kind, s.sources.get("model", "")) for s in stages}
@@ -89,7 +89,7 @@ def _measured(workspace: Workspace, wanted: AbstractSet[tuple[str, str]]) -> Ite
             record = workspace.read_record(stage_id)
             measured = None if record is None else _stage(workspace, stage_id, record, wanted)
         except (RefinerError, KeyError, TypeError, ValueError) as error:
-            log.debug("%s says nothing of its times: %s", stage_id, error)
+            log.debug("%s has no usable times: %s", stage_id, error)
             continue
         if measured is not None:
             yield measured
@@ -101,7 +101,7 @@ def _stage(
     record: StageRecord,
     wanted: AbstractSet[tuple[str, str]],
 ) -> Measured | None:
-    """One finished stage; None for one that the sweep has no use for."""
+    """One finished stage; None if the sweep has no use for it."""
     spec, result = record.spec, record.result
     model = spec.sources.get("model", "")
     if result is None or (spec.kind, model) not in wanted or result.report.get("adopted"):
@@ -127,7 +127,7 @@ def _stage(
 
 
 def _done_work(kind: str, identity: Mapping[str, Any], report: Mapping[str, Any]) -> Work:
-    """Work that a finished stage has really done."""
+    """Work that a finished stage has done."""
     prompts = None
     if kind == "evaluate":
         counts = [int(p["num_prompts"]) for p in (report.get("protocols") or {}).values()]
@@ -142,7 +142,7 @@ def _done_work(kind: str, identity: Mapping[str, Any], report: Mapping[str, Any]
 
 
 def _step_s(metrics: Path) -> float | None:
-    """Seconds of a step in the middle of the last ones; None where no step was timed."""
+    """Median duration of the last steps, seconds; None if no step was timed."""
     times = []
     for line in tail_of([metrics], _TAIL_BYTES).splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off in the middle
@@ -164,9 +164,9 @@ def _prompts(workspace: Workspace, stages: Iterable[PlannedStage]) -> dict[str, 
 
 
 FORECAST_VERSION = 1
-#: What is summed up for stages, kinds of them, and the whole.
+#: Quantities that are summed for stages, kinds, and the sweep.
 _SUMMED = ("seconds", "gpu_hours", "judge_calls")
-#: Ids that are spelt out where no number is known.
+#: Ids that are spelled out if their numbers are unknown.
 _FEW = 3
 
 
@@ -176,8 +176,7 @@ def forecast_of(
     canary: Sequence[CanaryMeasure] = (),
     history: History | None = None,
 ) -> SweepForecast:
-    """Forecast of what is left to do of a sweep in this workspace (by ``history``, where it
-    has been read already)."""
+    """Forecast of the unfinished stages of a sweep (from ``history``, if it was already read)."""
     done = done_stages(workspace, plan)
     if len(done) == len(plan.stages()):
         return forecast_sweep(plan, History(), done)
@@ -214,8 +213,8 @@ def _total_line(forecast: SweepForecast) -> str:
     count, unknown = len(forecast.stages), len(forecast.unknown())
     if unknown == count:
         return (
-            f"Forecast: {count} stages to run; how long they take is not known: nothing like them "
-            "has been measured in this workspace. The sweep's first steps will say."
+            f"Forecast: {count} stages to run; their duration is unknown: nothing similar "
+            "was measured in this workspace. The sweep's first steps will show."
         )
     parts = [f"Forecast: {count} stages to run", f"{rough(forecast.total('seconds'))} of work"]
     if any(s.shape.devices for s in forecast.stages):
@@ -224,7 +223,7 @@ def _total_line(forecast: SweepForecast) -> str:
     if calls or more:
         parts.append(f"{'at least ' if more else ''}{calls} judge calls")
     if unknown:
-        parts.append(f"and what {unknown} stages take that nothing is known of")
+        parts.append(f"plus {unknown} stages of unknown cost")
     text, wall = ", ".join(parts), forecast.wall_seconds
     text += "" if wall is None else f"; about {rough(wall)} from begin to end"
     return f"{text} ({forecast.parallel})."
@@ -238,7 +237,7 @@ def canary_text(measured: CanaryMeasure) -> str:
 
 
 def _kinds(stages: Sequence[StageForecast]) -> list[dict[str, Any]]:
-    """Sums over the stages of a kind that are known by the same; None where one has no number."""
+    """Sums over the stages of a kind with the same basis; None if one has no number."""
     groups: dict[tuple[str, str, str], list[StageForecast]] = {}
     for stage in stages:
         groups.setdefault((stage.kind, stage.basis, stage.calls_basis), []).append(stage)
@@ -267,7 +266,7 @@ def _kind_row(kind: Mapping[str, Any]) -> list[str]:
 
 
 def forecast_json(forecast: SweepForecast, passed: Sequence[Passed] = ()) -> dict[str, Any]:
-    """All of it but the single stages: what a sweep's record keeps, and ``--json`` shows."""
+    """The forecast without single stages, for a sweep's record and ``--json``."""
     unknown = forecast.unknown()
     return {
         **{"version": FORECAST_VERSION, "stages": len(forecast.stages)},
@@ -285,7 +284,7 @@ def forecast_json(forecast: SweepForecast, passed: Sequence[Passed] = ()) -> dic
 
 
 def passed_by(forecast: SweepForecast, plan: SweepPlan, workspace: Workspace) -> tuple[Passed, ...]:
-    """The limits of the sweep file that it would pass, with what its stages have used so far."""
+    """Limits of the sweep file that it would exceed, given the use of its stages so far."""
     limits, used = plan.sweep.limits, NOTHING
     if limits.gpu_hours is not None or limits.judge_calls is not None:
         used = UseReader(workspace, use_file(workspace, plan.sweep.name)).total(plan.stages())

@@ -1,9 +1,9 @@
-"""Launches a sweep and works on it to its end, or ends it; the versions that it was launched as.
+"""Launches, works on and ends a sweep; records its versions.
 
-In: a :class:`SweepPlan`. Out: a :class:`SweepRecord`, written only where something is different
-from the newest one; a :class:`SweepOutcome`. What a sweep is stands in its record, so another
-process can go on with it: in the background, in a job, from any shell. What is done is never done
-again. To who ends it a sweep is one call that has the stages of all its trials.
+In: a :class:`SweepPlan`. Out: a :class:`SweepRecord`, written only if it differs from the newest
+one; a :class:`SweepOutcome`. The record describes the sweep completely, so another process can
+continue it: in the background, in a Slurm job, from any shell. Finished work never runs again. For
+a cancel, a sweep is one call with the stages of all its trials.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from refiner_core.contract.sections.steering import alarms_of
 from sweeps.forecast import refuse_what_cannot_fit
 from sweeps.values import SweepPlan
 
-#: What may differ between two records of one version.
+#: Fields that may differ between two records of one version.
 _OF_THE_LAUNCH = ("number", "folder", "forecast", "code", "started_at", "provenance")
 
 
@@ -80,12 +80,12 @@ def record_version(
     *,
     take_over: bool = False,
 ) -> SweepRecord:
-    """The newest version of the sweep, written now if anything is different from the last one.
+    """The newest version of the sweep; written now if it differs from the last one.
 
     Raises
     ------
     ConfigurationError
-        Another process works on the sweep.
+        Another process is working on the sweep.
     """
     sweep, name = plan.sweep, plan.sweep.name
     require_idle(workspace, sweep_call(name), regardless=take_over)
@@ -123,8 +123,9 @@ def record_version(
 
 
 def _question_of(plan: SweepPlan) -> dict[str, Any]:
-    """The question; ``measured_as`` names the protocol whose numbers answer it, where the one that
-    it names measures as that does (empty: the recipe's own), and so has no stages of its own."""
+    """The question. ``measured_as`` names the protocol with its numbers if another one measures in
+    the same way (empty: the recipe's own); the question's protocol then has no stages of its
+    own."""
     asked: dict[str, Any] = to_json(plan.sweep.question)
     first, named = plan.trials[0].plan, plan.sweep.question.protocol
     models = dict.fromkeys(s.model for s in first.stages if s.kind == "evaluate")
@@ -136,11 +137,11 @@ def _question_of(plan: SweepPlan) -> dict[str, Any]:
 
 
 def _same(one: SweepRecord, other: SweepRecord) -> bool:
-    """True if two versions are the same sweep, whenever and from wherever they were launched."""
+    """True if two records are the same sweep, whenever and wherever they were launched."""
 
     def what(record: SweepRecord) -> str:
         found = {k: v for k, v in to_json(record).items() if k not in _OF_THE_LAUNCH}
-        for trial in found["trials"]:  # the workspace may be mounted elsewhere by now
+        for trial in found["trials"]:  # the workspace may be mounted elsewhere
             trial["overrides"] = [o for o in trial["overrides"] if not o.startswith("workspace=")]
         return json.dumps(found, sort_keys=True, default=str)
 
@@ -148,8 +149,8 @@ def _same(one: SweepRecord, other: SweepRecord) -> bool:
 
 
 def pin_for(workspace: Workspace, name: str) -> Pinned:
-    """The code as it is now, and where it comes from, kept beside the sweep: who works on it in the
-    background imports the snapshot, and knows nothing of a checkout."""
+    """The current code and its provenance, stored beside the sweep: background processes import the
+    snapshot, and know no checkout."""
     code = snapshot_code(workspace)
     path = sweep_folder(workspace, name) / "pinned" / f"{code.name}.json"
     if (found := workspace.read_control(path)) is not None:
@@ -162,12 +163,12 @@ def pin_for(workspace: Workspace, name: str) -> Pinned:
 
 
 def plan_of_record(workspace: Workspace, record: SweepRecord) -> SweepPlan:
-    """The plan of a recorded version, from its text.
+    """Plan of a recorded version, from its text.
 
     Raises
     ------
     ConfigurationError
-        What its trials are made from is not what it was; says which.
+        The inputs of its trials have changed; the message names them.
     """
     from flows.sweeping.planning import plan_of
     from sweeps.definition import parse_sweep
@@ -181,8 +182,8 @@ def plan_of_record(workspace: Workspace, record: SweepRecord) -> SweepPlan:
     if other:
         shown = ", ".join(other[:5]) + (f" and {len(other) - 5} more" if len(other) > 5 else "")
         raise ConfigurationError(
-            f"Sweep {record.name} cannot be resumed as it was: what {len(other)} of its "
-            f"{len(record.trials)} trials are made from has changed since ({shown}).",
+            f"Sweep {record.name} cannot be resumed as it was: the inputs of {len(other)} of its "
+            f"{len(record.trials)} trials have changed ({shown}).",
             expected="the recipe, rows, weights, rubrics and protocols that it was launched with",
             fix="bring these back, or launch it as it is now: refiner sweep "
             f"{origin or record.name}",
@@ -197,7 +198,7 @@ log = logging.getLogger(__name__)
 class SweepOutcome:
     """Outcome of a call on a sweep.
 
-    ``words`` maps trials to how they stand; ``held`` says why no more of them were begun.
+    ``words`` maps trials to their states; ``held`` is the reason why no more were begun.
     """
 
     record: SweepRecord
@@ -211,7 +212,7 @@ class SweepOutcome:
 
 
 def workspace_of(plan: SweepPlan, *, to_write: bool = False) -> Workspace:
-    """The workspace that a sweep's trials lie in."""
+    """The workspace of a sweep's trials."""
     config = plan.config
     if to_write:
         return with_room(config, lambda: Workspace.open(config.workspace, config.data_root))
@@ -234,7 +235,7 @@ def check_launch(plan: SweepPlan) -> None:
 
 
 def check_arms(plan: SweepPlan) -> None:
-    """Refuse arms that this version or machine cannot carry out; errors as of
+    """Refuse arms that this version or machine cannot carry out; errors as for
     :func:`flows.running.calls.check_supported`."""
     for trial in {t.arm: t for t in plan.trials}.values():
         check_supported(trial.plan.config)
@@ -247,24 +248,24 @@ def check_arms(plan: SweepPlan) -> None:
 def work_on_sweep(
     plan: SweepPlan, workspace: Workspace, record: SweepRecord, launch: Launch
 ) -> SweepOutcome:
-    """Take a sweep up, and work on it until every trial has ended or may not begin.
+    """Take a sweep up, and work on it until every trial has ended or is held.
 
     Parameters
     ----------
     plan, workspace, record
-        The sweep, and its newest version as it is recorded.
+        The sweep, and its newest recorded version.
     launch
-        How.
+        Settings of the work.
 
     Returns
     -------
     SweepOutcome
-        How each trial stands. Failed trials raise nothing.
+        State of each trial. Failed trials raise nothing.
 
     Raises
     ------
     ConfigurationError
-        Another process works on it.
+        Another process is working on it.
     """
     call = sweep_call(record.name)
     before, config = orchestrator_of(workspace, call), plan.config
@@ -306,10 +307,10 @@ def work_on_sweep(
             hears=hears,
             begun=lambda: attach(workspace, call, console) if launch.use_server else None,
         )
-    try:  # for whoever looks next; a disk that does not take it costs them a second
+    try:  # for later readers; without it they take a second more
         use.keep(use_file(workspace, name), plan.stages())
     except OSError as error:
-        log.warning("what the sweep has used is not kept: %s", error)
+        log.warning("the resource use of the sweep is not stored: %s", error)
     return SweepOutcome(
         record, workspace, admission.standing(), admission.held, admission.exit_code
     )
@@ -322,28 +323,28 @@ def begin_sweep(
     look: SweepLook | None = None,
     take_over: bool = False,
 ) -> SweepRecord:
-    """Check a sweep and record its newest version, for somebody to work on.
+    """Check a sweep and record its newest version.
 
     Parameters
     ----------
     plan
-        What :func:`flows.api.make_sweep_plan` has made.
+        From :func:`flows.api.make_sweep_plan`.
     overrides
-        Those that it was planned with.
+        The overrides of that plan.
     look
-        What :func:`flows.api.forecast_sweep` has said just now (default: it is made again).
+        A recent result of :func:`flows.api.forecast_sweep` (default: computed again).
     take_over
-        Though a process on another host says that it works on it.
+        Take over from a process on another host that claims the sweep.
 
     Returns
     -------
     SweepRecord
-        The version; the last one where nothing has changed.
+        The version; the last one if nothing has changed.
 
     Raises
     ------
     RefinerError
-        It cannot be carried out here, does not fit its limits, or another process works on it.
+        It cannot be carried out here, exceeds its limits, or another process is working on it.
     """
     forecast = {}
     if not is_finished(workspace_of(plan), plan.stages()):
@@ -364,7 +365,7 @@ def begin_sweep(
 def run_sweep(
     sweep: str, overrides: Sequence[str] = (), *, launch: Launch | None = None
 ) -> SweepOutcome:
-    """Carry out a sweep without asking anybody: what is done is skipped.
+    """Carry out a sweep without a confirmation; finished work is skipped.
 
     Parameters
     ----------
@@ -373,17 +374,17 @@ def run_sweep(
     overrides
         ``key=value``, for all arms.
     launch
-        How (default: quietly, with a flow run in the local Prefect server).
+        Settings of the work (default: quiet, with a flow run in the local Prefect server).
 
     Returns
     -------
     SweepOutcome
-        How each trial stands. Failed trials raise nothing.
+        State of each trial. Failed trials raise nothing.
 
     Raises
     ------
     RefinerError
-        Nothing was started: it cannot be carried out here, or does not fit its limits.
+        Nothing was started: it cannot be carried out here, or exceeds its limits.
     """
     plan = make_sweep_plan(sweep, overrides)
     launch = launch or Launch(quiet=True)
@@ -394,26 +395,26 @@ def run_sweep(
 def resume_sweep(
     sweep: str, workspace: str | Path = RecipeConfig.workspace, *, launch: Launch | None = None
 ) -> SweepOutcome:
-    """Go on with a recorded sweep, as its newest version says.
+    """Continue the newest version of a recorded sweep.
 
     Parameters
     ----------
     sweep
         Its name.
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
     launch
-        How (default: quietly, with a flow run in the local Prefect server).
+        Settings of the work (default: quiet, with a flow run in the local Prefect server).
 
     Returns
     -------
     SweepOutcome
-        How each trial stands.
+        State of each trial.
 
     Raises
     ------
     ConfigurationError
-        There is no such sweep, or another process works on it.
+        There is no such sweep, or another process is working on it.
     """
     record = read_sweep(Workspace.read_only(workspace), sweep)
     with in_folder(record.folder):
@@ -431,30 +432,30 @@ def detach_sweep(
     where: Where = "process",
     launch: Launch | None = None,
 ) -> Detached:
-    """Leave a recorded sweep to the background, and come back as soon as it is worked on.
+    """Continue a recorded sweep in the background; return once it is being worked on.
 
     Parameters
     ----------
     sweep
-        Its name; :func:`flows.api.begin_sweep` has recorded it.
+        Its name, as recorded by :func:`flows.api.begin_sweep`.
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
     where
         A process on this machine, or a small Slurm job that may be started again.
     launch
-        How.
+        Settings of the work.
 
     Returns
     -------
     Detached
-        Process or job, and its log; ``exit_code`` where it has ended already.
+        Process or job, and its log; ``exit_code`` if it has already ended.
 
     Raises
     ------
     ConfigurationError
-        There is no such sweep, or another process works on it.
+        There is no such sweep, or another process is working on it.
     UnsupportedError, LaunchError
-        There is no Slurm here to submit a job to, or it refused.
+        There is no Slurm here to submit a job to, or it refused the job.
     """
     launch = launch or Launch()
     room = Workspace.open(workspace)
@@ -483,21 +484,21 @@ def cancel_sweep(
     sweep
         Its name.
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
     wait_s, now, tell
         As of :func:`flows.api.cancel_run`.
 
     Returns
     -------
     CancelOutcome
-        What was ended; ``ended`` is False where that takes longer than was waited for.
+        What was ended; ``ended`` is False if that takes longer than ``wait_s``.
 
     Raises
     ------
     ConfigurationError
-        There is no such sweep; names the nearest.
+        There is no such sweep; the message names the nearest.
     WorkspaceError
-        Somebody else may have written what is recorded there.
+        The records may have been written by another user.
     """
     room = Workspace.read_only(Path(workspace).absolute())
     room.require_trust()
@@ -517,13 +518,13 @@ def cancel_sweep(
 
 
 def suspend_sweep(workspace: Workspace, name: str) -> None:
-    """Let a sweep begin no further trial, and its trials at work no further stage. What runs goes
-    on to its end; `refiner resume` goes on with the rest.
+    """Keep a sweep from beginning further trials, and its running trials from beginning further
+    stages. Running stages finish; `refiner resume` continues the rest.
 
     Raises
     ------
     OSError, NoSpaceError
-        It could not be recorded.
+        The request could not be recorded.
     """
     sweep, by = read_sweep(workspace, name), f"{user_name()} on {host_name()}"
     workspace.ask_cancel(sweep_call(name), by, [t.name for t in sweep.trials])

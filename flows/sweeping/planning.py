@@ -1,10 +1,10 @@
-"""A sweep planned with what lies on this machine: what it would do, take, and can show.
+"""Plan of a sweep with the records of this machine: its work, cost and statistical power.
 
-In: a sweep's name or file, and overrides for every trial. Out: a :class:`~sweeps.values.SweepPlan`;
-of one and its workspace, which need not exist, tables of arms and stages, what is shared, what is
-there already, and a :class:`SweepLook`: forecast, limits that it would pass, smallest detectable
-effect, warnings; as lines for people and as JSON. Reads files, writes nothing, needs neither
-network nor torch. The recipe is merged once, and what several trials are made from is hashed once.
+In: a sweep's name or file, and overrides for every trial. Out: a :class:`~sweeps.values.SweepPlan`.
+From it and its workspace, which need not exist: tables of arms and stages, shared and finished
+stages, and a :class:`SweepLook` with forecast, exceeded limits, smallest detectable effect and
+warnings, as lines and as JSON. Reads files, writes nothing, needs neither network nor torch. The
+recipe is merged once, and shared inputs of trials are hashed once.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def make_sweep_plan(name_or_path: str, overrides: Sequence[str] = ()) -> SweepPl
     Parameters
     ----------
     name_or_path
-        As above.
+        Name or path of the sweep.
     overrides
-        ``key=value`` for every trial, after those of the file: ``workspace=…``, ``dispatch.…``.
+        ``key=value`` for every trial, applied after the file's: ``workspace=…``, ``dispatch.…``.
 
     Returns
     -------
@@ -66,15 +66,15 @@ def make_sweep_plan(name_or_path: str, overrides: Sequence[str] = ()) -> SweepPl
     Raises
     ------
     ConfigurationError, DataError
-        The sweep or its recipe cannot be carried out as it stands.
+        The sweep or its recipe cannot be carried out.
     """
     return plan_of(load_sweep(name_or_path), overrides)
 
 
 def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
-    """Like :func:`make_sweep_plan`, of a sweep that was read already."""
+    """Like :func:`make_sweep_plan`, for a sweep that was already read."""
     texts = tuple(whole_paths(text, Path.cwd()) for text in overrides)
-    # Of overrides of one field the last is the one that counts.
+    # The last override of a field wins.
     last = {text.partition("=")[0]: text for text in (*sweep.overrides, *texts)}
     sweep = replace(sweep, overrides=tuple(last.values()))
     with each_read_once(), _all_stays():
@@ -91,8 +91,9 @@ def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
 
 @contextlib.contextmanager
 def _all_stays() -> Iterator[None]:
-    """Look for no garbage meanwhile: nearly all that is made stays, and to look through it again
-    and again takes a third of the time."""
+    """Pause Python's garbage collection: nearly all objects stay, and repeated scans take a third
+    of
+    the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -105,11 +106,11 @@ def _all_stays() -> Iterator[None]:
 def _remembered(
     resolve: Callable[[RecipeConfig], Mapping[str, str]],
 ) -> Callable[[RecipeConfig], Mapping[str, str]]:
-    """``resolve``, asked once for all configurations that are alike in what it reads."""
+    """``resolve``, called once for all configurations with equal inputs."""
     known: dict[object, Mapping[str, str]] = {}
 
     def sources(config: RecipeConfig) -> Mapping[str, str]:
-        # All but how a model is trained, which says nothing about what it is made from.
+        # Everything except the training settings, which do not affect the inputs.
         read = (config.model, config.data, config.reward, config.judge)
         key = (*read, config.publish, config.evaluate)
         if key not in known:
@@ -123,15 +124,15 @@ def _remembered(
 
 
 def detectable_lines(found: Detectable) -> list[str]:
-    """The smallest effect, what it rests on, and warnings, a line each."""
+    """The smallest detectable effect, its basis, and warnings, a line each."""
     aim = found.aim
     number = f"{aim.metric} ({aim.decoding}) of {aim.model or 'no model'}"
     if aim.protocol:
         number += f" under {aim.protocol}"
-    lines = [f"Smallest effect that can be seen on {number}: {_effect_text(found)}"]
+    lines = [f"Smallest detectable effect on {number}: {_effect_text(found)}"]
     known = found.evidence.components
     if found.effect is not None and known is not None and known.seed is None:
-        lines.append("  that is, if seeds do not matter: how far they differ is not known")
+        lines.append("  if seeds do not matter: their spread is unknown")
     if found.effect_range is not None and known is not None:
         low, high = found.effect_range
         lines.append(
@@ -152,7 +153,7 @@ def _effect_text(found: Detectable) -> str:
             return f"unknown before the data are made ({design})"
         return f"unknown ({design})"
     if found.effect > 1 and not is_number(found.aim.metric):
-        return f"none: a share cannot change by as much as it would take ({design})"
+        return f"none: a share cannot change by so much ({design})"
     return f"{found.effect:.3f} in 80 of 100 such sweeps ({design})"
 
 
@@ -160,7 +161,7 @@ def _effect_text(found: Detectable) -> str:
 
 
 def detectable_json(found: Detectable) -> dict[str, Any]:
-    """All of it; numbers that nobody knows are null."""
+    """All of it as JSON; unknown numbers are null."""
     values, aim = to_json(found), found.aim
     evidence, _ = values.pop("evidence"), values.pop("aim")
     known = found.evidence.components
@@ -175,14 +176,14 @@ def detectable_json(found: Detectable) -> dict[str, Any]:
 
 #: Version of the JSON that `sweep --dry-run --json` prints.
 OUTPUT_VERSION = 1
-#: Arms that are shown one by one; of more, so many and a line that says so.
+#: Maximum number of arms listed one by one.
 MOST_ARMS = 40
 
 
 @dataclass(frozen=True)
 class SweepLook:
-    """A planned sweep beside what its workspace has: stages by id, forecast, limits that it would
-    pass, the smallest effect that it could see, bytes that are free."""
+    """A planned sweep with its workspace: stages by id, forecast, exceeded limits, the smallest
+    detectable effect, free bytes."""
 
     plan: SweepPlan
     stages: dict[str, StageForecast]
@@ -193,16 +194,16 @@ class SweepLook:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Of the plan, and of what it can show."""
+        """Warnings of the plan and of its statistical power."""
         return (*self.plan.warnings, *self.detectable.warnings)
 
     def lines(self) -> list[str]:
-        """For people: the forecast, then what can be seen, then warnings."""
+        """For people: the forecast, the detectable effect, then warnings."""
         lines = forecast_lines(self.forecast, self.passed, free_bytes=self.free_bytes)
         return lines + detectable_lines(self.detectable)
 
     def counts(self) -> dict[str, int]:
-        """Stages of all trials, each for itself and each once; of those what is to be done."""
+        """Counts of the stages of all trials, and of the unique ones; of those by state."""
         actions = Counter(found.action for found in self.stages.values())
         return {
             "planned": sum(len(trial.plan.stages) for trial in self.plan.trials),
@@ -214,17 +215,17 @@ class SweepLook:
 
 
 def forecast_sweep(plan: SweepPlan) -> SweepLook:
-    """What a sweep would take and could show, as the workspace stands now. Changes nothing.
+    """Cost and statistical power of a sweep, given the workspace. Changes nothing.
 
     Parameters
     ----------
     plan
-        What :func:`flows.api.make_sweep_plan` has made.
+        From :func:`flows.api.make_sweep_plan`.
 
     Returns
     -------
     SweepLook
-        Counts, forecast, limits that do not hold, the smallest effect that it could see.
+        Counts, forecast, exceeded limits, the smallest detectable effect.
 
     Raises
     ------
@@ -244,7 +245,7 @@ def forecast_sweep(plan: SweepPlan) -> SweepLook:
 
 
 def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]:
-    """Plan of a sweep as lines: arms, seeds, stages, what it takes and what it can show."""
+    """Plan of a sweep as lines: arms, seeds, stages, cost and statistical power."""
     look = look or forecast_sweep(plan)
     lines = [*_what_it_is(look), ""]
     lines += table_lines(_arm_rows(look), ("arm", "seeds", "to do", "changes"))
@@ -254,7 +255,7 @@ def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]
 
 
 def _what_it_is(look: SweepLook) -> list[str]:
-    """Lines on what the sweep is."""
+    """Lines that describe the sweep."""
     plan, counts = look.plan, look.counts()
     sweep = plan.sweep
     lines = [f"sweep {sweep.name} of {sweep.recipe}: {sweep.question.text}".strip().rstrip(":")]
@@ -288,7 +289,7 @@ def _arm_rows(look: SweepLook) -> list[tuple[str, ...]]:
 
 
 def _changes(plan: SweepPlan, arm: ArmRecord) -> str:
-    """Settings of an arm, as overrides; the recipe as it is says so."""
+    """Settings of an arm, as overrides, or a note that it has none."""
     found = next(t.overrides for t in plan.trials if t.arm == arm.name)
     own = found[len(plan.sweep.overrides) : -1]  # the last one is the seed
     return shlex.join(own) or "(the recipe as it is)"
@@ -337,14 +338,14 @@ class ShippedSweep(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownSweeps:
-    """Sweeps that come with refiner, and how those of a workspace stand."""
+    """Shipped sweeps, and the state of those of a workspace."""
 
     shipped: tuple[ShippedSweep, ...]
     recorded: dict[str, SweepStatus] = field(default_factory=dict)
 
 
 def list_sweeps(workspace: str | Path = RecipeConfig.workspace) -> KnownSweeps:
-    """What sweeps there are.
+    """List shipped and recorded sweeps.
 
     Parameters
     ----------
@@ -359,7 +360,7 @@ def list_sweeps(workspace: str | Path = RecipeConfig.workspace) -> KnownSweeps:
     Raises
     ------
     WorkspaceError
-        It is no workspace, or a record is damaged.
+        The folder is no workspace, or a record is damaged.
     """
     room = Workspace.read_only(workspace)
     recorded = {name: SweepWatcher(room, name).look() for name in sweep_names(room)}

@@ -1,12 +1,12 @@
-"""Status of a sweep and its trials, from records alone: rows per arm, totals, what to do next.
+"""Status of a sweep and its trials, from records alone: rows per arm, totals, next commands.
 
 In: a workspace and a sweep's name. Out: a :class:`TrialStanding` per trial, for reports and limits;
 a :class:`SweepStatus`, as lines and as JSON, for `refiner status`, scripts and the end of `refiner
 sweep`. Reads only, asks no scheduler, needs neither torch nor the recipe: it works from any shell,
 on a full disk, and long after.
 
-What is done follows from the stages' results. Why a trial is not (failed, held, stopped) was told
-by the sweep's orchestrator in its event log, one line for each change.
+Finished trials follow from the stages' results. The reason why a trial is not finished (failed,
+held, stopped) is in the event log of the sweep's orchestrator, one line per change.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from refiner_core.report.sweep.document import TrialState
 
 
 def sweep_named(workspace: Workspace, word: str) -> str | None:
-    """The sweep of that name (``NAME``, or ``sweep:NAME`` where a run's name is as long)."""
+    """The sweep with that name (``NAME``, or ``sweep:NAME`` if a run has the same name)."""
     name = word.removeprefix(sweep_call("")) if is_sweep(word) else word
     if not name or "/" in name or name.startswith("."):
         return None
@@ -57,7 +57,7 @@ def sweep_named(workspace: Workspace, word: str) -> str | None:
 
 
 def newest_sweep(workspace: Workspace, newest: RunRecord | None) -> str | None:
-    """The sweep that a workspace was last used for; None where that was a run of its own."""
+    """The sweep last run in a workspace; None if a run of its own was later."""
     if newest is not None and (trial := trial_of(newest.provenance)) is not None:
         return trial[0] if sweep_versions(workspace, trial[0]) else None
     names = sweep_names(workspace)
@@ -68,7 +68,7 @@ def newest_sweep(workspace: Workspace, newest: RunRecord | None) -> str | None:
     return last if newest is None or launched[last] > newest.started_at else None
 
 
-#: What an orchestrator last said of trials counts only while it works, but for these.
+#: Orchestrator's states of trials that stay valid after it has ended.
 _ENDS = ("failed", "interrupted", "held")
 
 
@@ -79,15 +79,15 @@ class TrialStanding:
     Attributes
     ----------
     run
-        Id of the run that works, or has worked, on it; empty before it has begun.
+        Id of the trial's run; empty before it has begun.
     state, reason
-        How it stands, and why where that needs saying.
+        Its state, and the reason if there is one.
     stage, step, total, metric, eta_s
-        The stage that runs, and its progress by the last heartbeat.
+        The running stage, and its progress by the last heartbeat.
     stages_done, stages
-        Counts; servers are none of them.
+        Counts, without servers.
     use
-        Of its own stages: those that no trial before it has, too.
+        Use of its own stages, without those of earlier trials.
     shared
         Names of the stages that are counted with an earlier trial.
     """
@@ -114,20 +114,20 @@ class TrialStanding:
 
     @property
     def progress(self) -> str:
-        """``grpo 3/70, reward 0.41``; empty where nothing runs."""
+        """``grpo 3/70, reward 0.41``; empty if nothing is running."""
         return self.stage and progress_text(self.stage, self.step, self.total, self.metric)
 
 
 class SweepWatcher:
-    """Looks at one sweep, once or again and again; what cannot change is read once, or not at all
-    where somebody has left it."""
+    """Reads the status of one sweep, once or repeatedly; what cannot change is read once, or taken
+    from the orchestrator's file."""
 
     def __init__(self, workspace: Workspace, name: str) -> None:
         self.workspace, self.name = workspace, name
         self.use = UseReader(workspace, use_file(workspace, name))
 
     def look(self) -> SweepStatus:
-        """Status of the sweep now, by its newest version."""
+        """Current status of the sweep, by its newest version."""
         record, call = read_sweep(self.workspace, self.name), sweep_call(self.name)
         who = orchestrator_of(self.workspace, call)
         trials = tuple(self.standings(record))
@@ -174,7 +174,7 @@ class SweepWatcher:
         return ("running", "") if works else ("interrupted", "its orchestrator is gone")
 
     def _running(self, trial: TrialRecord) -> dict[str, Any]:
-        """The stage of a trial that is at work, and how far it is."""
+        """The running stage of a trial, and its progress."""
         for name, stage_id in trial.stages.items():
             if is_service(stage_id) or self.use.is_done(stage_id):
                 continue
@@ -189,12 +189,12 @@ class SweepWatcher:
 
 
 def use_file(workspace: Workspace, sweep: str) -> Path:
-    """The file in which a sweep's orchestrator leaves what done stages have used."""
+    """File in which a sweep's orchestrator stores the use of finished stages."""
     return sweep_folder(workspace, sweep) / "use.json"
 
 
 def last_words(workspace: Workspace, sweep: str) -> dict[str, Mapping[str, Any]]:
-    """Trial -> what the sweep's orchestrators last said of it (``state``, ``reason``, ``run``)."""
+    """Trial -> the orchestrators' last record of it (``state``, ``reason``, ``run``)."""
     events = read_events(workspace.layout.run(sweep_call(sweep)).events)
     return {str(e["trial"]): e for e in events if e.get("event") == "trial"}
 
@@ -204,9 +204,9 @@ def _working(trial: TrialRecord) -> list[str]:
 
 
 STATUS_VERSION = 1
-#: Columns of seeds that a terminal has room for.
+#: Maximum number of seed columns on a terminal.
 _MOST_SEEDS = 6
-#: Trials that are spelt out where something is wrong with many.
+#: Maximum number of troubled trials listed one by one.
 _SHOWN = 8
 
 
@@ -214,7 +214,7 @@ _SHOWN = 8
 class SweepStatus:
     """A sweep at one moment.
 
-    ``use`` is that of all its stages, each once; ``held`` says why no more trials begin.
+    ``use`` covers all its stages, each once; ``held`` is the reason why no more trials begin.
     """
 
     record: SweepRecord
@@ -235,30 +235,30 @@ class SweepStatus:
 
 
 def status_of_sweep(sweep: str, workspace: str | Path = RecipeConfig.workspace) -> SweepStatus:
-    """How a sweep stands. Writes nothing.
+    """Status of a sweep. Writes nothing.
 
     Parameters
     ----------
     sweep
         Its name.
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
 
     Returns
     -------
     SweepStatus
-        Trials, totals, who works on it. As a dataframe: :func:`flows.api.trials_frame`.
+        Trials, totals, orchestrator. As a dataframe: :func:`flows.api.trials_frame`.
 
     Raises
     ------
     ConfigurationError
-        There is no such sweep; names the nearest.
+        There is no such sweep; the message names the nearest.
     """
     return watch_sweep(sweep, workspace).look()
 
 
 def watch_sweep(sweep: str, workspace: str | Path = RecipeConfig.workspace) -> SweepWatcher:
-    """Look at a sweep again and again: each ``look()`` gives a :class:`SweepStatus`.
+    """Watch a sweep: each ``look()`` returns a :class:`SweepStatus`.
 
     Parameters
     ----------
@@ -268,12 +268,12 @@ def watch_sweep(sweep: str, workspace: str | Path = RecipeConfig.workspace) -> S
     Returns
     -------
     SweepWatcher
-        It remembers what cannot change.
+        Remembers what cannot change.
 
     Raises
     ------
     ConfigurationError
-        There is no such sweep; names the nearest.
+        There is no such sweep; the message names the nearest.
     """
     room = Workspace.read_only(workspace)
     read_sweep(room, sweep)
@@ -284,7 +284,7 @@ def watch_sweep(sweep: str, workspace: str | Path = RecipeConfig.workspace) -> S
 
 
 def table_of(status: SweepStatus) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: a row per arm, a cell per seed; a count by state where seeds are many."""
+    """Header and rows: a row per arm, a cell per seed; counts by state if there are many seeds."""
     seeds = list(status.record.seeds)
     by = {(t.arm, t.seed): t for t in status.trials}
     arms = [arm.name for arm in status.record.arms]
@@ -307,7 +307,7 @@ def _cell(trial: TrialStanding | None) -> str:
 
 
 def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
-    """Lines beside the table: totals, what went wrong, who works on it, what to type next."""
+    """Lines beside the table: totals, errors, orchestrator, next commands."""
     yield f"{len(status.trials)} trials: {states_text(status.counts)}; {_used(status)}"
     yield from _wrong(status)
     page = workspace.layout.reports / status.record.name / "report.html"
@@ -322,7 +322,7 @@ def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
 
 
 def _used(status: SweepStatus) -> str:
-    """Time used, what was lost, incidents."""
+    """Time used, time lost, incidents."""
     use, limit = status.use, status.record.limits.get("gpu_hours")
     hours = f"{use.gpu_hours:,.1f} GPU-hours"
     parts = [f"{hours if use.gpu_hours else device_time(use.seconds, 'CPU')} used"]
@@ -331,7 +331,7 @@ def _used(status: SweepStatus) -> str:
     if use.judge_calls:
         parts.append(f"{use.judge_calls:,} judge calls")
     if use.incidents:
-        lost = f", {rough(use.lost_seconds)} done again" if use.lost_seconds >= 0.5 else ""
+        lost = f", {rough(use.lost_seconds)} repeated" if use.lost_seconds >= 0.5 else ""
         parts.append(f"{counted(use.incidents, 'incident')}{lost}")
     return ", ".join(parts)
 
@@ -339,7 +339,7 @@ def _used(status: SweepStatus) -> str:
 def _wrong(status: SweepStatus) -> Iterator[str]:
     bad = [t for t in status.trials if t.state in ("failed", "interrupted")]
     for trial in bad[:_SHOWN]:
-        why = first_line(trial.reason, 160) or "nobody said why"
+        why = first_line(trial.reason, 160) or "no reason recorded"
         yield f"{trial.state}: {trial.name}: {why}"
     if len(bad) > _SHOWN:
         yield f"and {len(bad) - _SHOWN} more"
@@ -349,7 +349,7 @@ def _wrong(status: SweepStatus) -> Iterator[str]:
 
 
 def next_commands(status: SweepStatus, workspace: Workspace) -> list[str]:
-    """Commands that make sense now, most useful first."""
+    """Useful next commands, most useful first."""
     name, where = status.record.name, f"workspace={workspace.root}"
     commands = []
     if status.orchestrator.works:
@@ -368,8 +368,8 @@ def next_commands(status: SweepStatus, workspace: Workspace) -> list[str]:
 
 
 def _onward(status: SweepStatus, where: str) -> list[str]:
-    """The command that goes on with it; where a limit holds it, the file, in which somebody may
-    raise it."""
+    """Command that continues the sweep; if a limit holds it, with its file, in which the limit can
+    be raised."""
     told = status.record.provenance
     if all(t.state != "held" for t in status.trials) or not told.get("origin"):
         return ["refiner", "resume", status.record.name, where]
@@ -382,7 +382,7 @@ def _onward(status: SweepStatus, where: str) -> list[str]:
 
 
 def status_json(status: SweepStatus) -> dict[str, Any]:
-    """All that is known."""
+    """The complete status as JSON."""
     record = status.record
     return {
         **{"version": STATUS_VERSION, "sweep": record.name},
