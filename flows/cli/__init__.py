@@ -1,7 +1,7 @@
 """The `refiner` command. Commands import what they need when they run, so `--help` is quick.
 
-While `refiner` itself begins (its modules are imported, nothing is under way), Ctrl-C ends it as it
-ends any program, without a traceback; from :func:`flows.cli.main.main` on it is exit code 6.
+While modules are imported, Ctrl-C ends the process without a traceback; from
+:func:`flows.cli.main.main` on it gives exit code 6.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""Former names of commands, and former options: they say on standard error what to do now."""
+"""Former names of commands, and former options: they print what to use instead."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, TypeVar, cast
 import click
 
 F = TypeVar("F", bound=Callable[..., Any])
-#: Former command of `refiner` -> what it is now.
+#: Former command of `refiner` -> its replacement.
 FORMER = {"recipes": "list recipes", "profiles": "list profiles"}
 
 
 def former(command: click.Command) -> click.Command:
-    """A command that has its place at the top now, with a warning that says so."""
+    """Deprecated form of a command that is now at the top level."""
     before = copy.copy(command)
     before.deprecated = f"It is `refiner {command.name}` now."
     return before
 
 
 def former_listing(kind: str, name: str) -> click.Command:
-    """A command of its own that lists one kind, as `refiner list` does now."""
+    """Deprecated command that lists one kind, as `refiner list` does."""
 
     @click.command(name, deprecated=f"It is `refiner list {kind}` now.")
     @click.option("--json", "as_json", is_flag=True, help="print JSON on stdout")
@@ -35,7 +35,7 @@ def former_listing(kind: str, name: str) -> click.Command:
 
 
 def former_option(name: str, instead: str, *, flag: bool = False) -> Callable[[F], F]:
-    """An option that does nothing any more, and says what to do instead."""
+    """An option without effect that warns and names its replacement."""
 
     def warn(context: click.Context, option: click.Parameter, given: object) -> None:
         if given:

@@ -1,4 +1,4 @@
-"""`refiner init`: a folder with a recipe of one's own, chosen by flags."""
+"""`refiner init`: a folder with a new recipe, chosen by flags."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`refiner judge` and `rescore`: ask a judge, measure it, look after the servers of judges; stored
-rollouts under other settings, before a GPU is asked for.
+"""`refiner judge` and `rescore`: ask and measure a judge, manage judge servers; score stored
+rollouts under other settings, before GPU time is spent.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ _KINDS = ("rubric", "citation_recall", "citation_precision", "citation_needed")
     "--against",
     multiple=True,
     metavar="KEY=VALUE",
-    help="a second judge: fields that differ from the first; may be given several times",
+    help="second judge: fields that differ from the first; repeatable",
 )
 @click.option("--sample", type=click.IntRange(min=1), metavar="N", help="at most N questions "
               "(default: 20 of a run, all of the shipped set)")  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=1), default=3, metavar="K", show_default=True,
-              help="how often everything is asked as it is")  # fmt: skip
-@click.option("--out", metavar="DIR", help="where report.md and report.json go "
-              "(default: WORKSPACE/judge-reports/ID where there is a workspace)")  # fmt: skip
+              help="repetitions of each unchanged question")  # fmt: skip
+@click.option("--out", metavar="DIR", help="folder for report.md and report.json "
+              "(default: WORKSPACE/judge-reports/ID)")  # fmt: skip
 @json_option
 def report_command(
     words: tuple[str, ...], against: tuple[str, ...], out: str | None, as_json: bool, **options: Any
 ) -> None:
-    """Measure a judge on answers of RUN, or on a small set with gold scores that refiner brings.
+    """Measure a judge on answers of RUN, or on a small shipped set with gold scores.
 
     Repeatability, agreement with gold scores and with a second judge, bias by order and by length,
-    resistance to hostile answers, seconds and tokens a judgement: each number with its n and its
-    interval. The judge is RUN's own (lexical without a run), changed by KEY=VALUE.
+    resistance to hostile answers, seconds and tokens per judgement, each with n and interval. The
+    judge is RUN's own (lexical without a run), changed by KEY=VALUE.
     """
     from flows.judges import measure_judge, write_report
     from infra.store.workspace import Workspace
@@ -77,7 +77,7 @@ def report_command(
 
     where, rest = split_workspace(words)
     names, overrides = split_overrides(rest)
-    run = at_most_one(names, "run", " for the set that comes with refiner")
+    run = at_most_one(names, "run", " for the shipped set")
     folder = output_folder(out) if out else None
     made = measure_judge(
         run,
@@ -106,24 +106,22 @@ def report_command(
         say_next(command_line("judge", "report", *words))
 
 
-@judge_command.command(
-    "ask", short_help="Ask one question by hand: does the judge answer, and what?"
-)
+@judge_command.command("ask", short_help="Ask a judge one question.")
 @argument("words", nargs=-1, metavar="[workspace=DIR] [KEY=VALUE]...")
 @click.option("--question", metavar="TEXT")
-@click.option("--answer", metavar="TEXT", help="what is judged: an answer, a claim, a passage")
-@click.option("--criterion", metavar="TEXT", help="what it is held against: a criterion, evidence, "
+@click.option("--answer", metavar="TEXT", help="text to judge: an answer, a claim, a passage")
+@click.option("--criterion", metavar="TEXT", help="text to judge it by: a criterion, evidence, "
               "a source, the answer of a passage")  # fmt: skip
-@click.option("--kind", type=click.Choice(_KINDS), help="what is asked  [default: rubric; of "
-              "examples each in turn]")  # fmt: skip
+@click.option("--kind", type=click.Choice(_KINDS), help="kind of question  [default: rubric; "
+              "one of each as examples]")  # fmt: skip
 @json_option
 def ask_command(words: tuple[str, ...], as_json: bool, **question: Any) -> int:
-    """Ask a judge one question by hand, such as `refiner judge ask
+    """Ask a judge one question, such as `refiner judge ask
     judge.base_url=http://127.0.0.1:8000/v1 judge.model=NAME`.
 
-    Without --question, --answer and --criterion it is asked an example; without --kind, too, one of
-    each kind that a run asks, since each allows scores of its own. Exit code: 0 when there is
-    a score, 1 when the judge gave none.
+    Without --question, --answer and --criterion the question is an example; without --kind, too,
+    one of each kind, since each allows scores of its own. Exit code: 0 if there is a score, 1 if
+    the judge gave none.
     """
     from flows.judges import ask_judge
 
@@ -158,8 +156,8 @@ _HEADER = ("server", "state", "model", "where", "needed by", "idle", "last word"
 def servers_command(words: tuple[str, ...], as_json: bool) -> None:
     """List the judge servers of a workspace: state, address, users.
 
-    A server is started by the first run that needs it and shared by all runs of the workspace. It
-    ends when it has been idle for `judge.serve.idle_timeout_s`.
+    The first run that needs a server starts it, and all runs of the workspace share it. It ends
+    when it has been idle for `judge.serve.idle_timeout_s`.
     """
     from flows.judges import list_judge_servers
     from refiner_core.contract.records import to_json
@@ -169,7 +167,7 @@ def servers_command(words: tuple[str, ...], as_json: bool) -> None:
 
     def lines() -> Iterator[str]:
         if not found:
-            yield f"No judge's server was ever started in {where}."
+            yield f"No judge server was ever started in {where}."
             return
         yield from table_lines([_row(service) for service in found], _HEADER)
         for service in found:
@@ -201,7 +199,7 @@ def stop_command(words: tuple[str, ...], as_json: bool) -> int:
     """Stop a judge's server, or all idle ones.
 
     SERVICE is an id from `refiner judge servers`, or its beginning. A run that still needs a server
-    starts another one. Exit code: 0 when they have ended, 1 when one has not.
+    starts another one. Exit code: 0 if they have ended, 1 if one has not.
     """
     from flows.judges import stop_judge_servers
 
@@ -217,15 +215,15 @@ def _stopped_lines(stopped: Stopped) -> Iterator[str]:
     yield from (f"Not ended yet: {service_id}." for service_id in stopped.left)
     if not stopped.ended and not stopped.left:
         if stopped.busy:
-            yield f"No server runs that nobody needs. In use: {', '.join(stopped.busy)}."
+            yield f"No idle server is running. In use: {', '.join(stopped.busy)}."
         else:
-            yield "No server runs."
+            yield "No server is running."
 
 
 # ---------------------------------------------------------------- rescoring
 
 
-#: More new calls than this are made only by who has been asked.
+#: More new calls than this need a confirmation.
 ASK_ABOVE = 5000
 
 
@@ -242,40 +240,42 @@ ASK_ABOVE = 5000
     "--rubrics",
     multiple=True,
     metavar="SET",
-    help="a rubric set by name or file, beside instance rubrics where the run has them "
+    help="rubric set by name or file, added to the run's instance rubrics "
     "(static:SET: alone); `instance`; `none`",
 )
 @click.option("--citation-weight", "weights", multiple=True, type=float, metavar="W")
-@click.option("--cross", is_flag=True, help="all combinations, not one option at a time")
+@click.option("--cross", is_flag=True, help="all combinations instead of one option at a time")
 @click.option(
     "--from",
     "source",
     type=click.Choice(["rollouts", "evaluation"]),
     default="rollouts",
-    help="what is rescored: rollouts of training, or samples of evaluations",
+    help="rescore rollouts of training, or samples of evaluations",
 )
-@click.option("--steps", metavar="STEPS", help="all, last:5, 40-50 (default: all; of several "
+@click.option("--steps", metavar="STEPS", help="all, last:5, 40-50 (default: all; with several "
               "runs last:5)")  # fmt: skip
 @click.option("--sample", type=click.IntRange(min=1), metavar="N", help="at most N groups")
-@click.option("--model", "models", multiple=True, help="of evaluations: only this model")
+@click.option("--model", "models", multiple=True, help="evaluations of this model only")
 @click.option("--decoding", "decodings", multiple=True, type=click.Choice(["greedy", "sampled"]))
 @click.option("--metric", type=click.Choice(["total", "rubric", "citation"]), default="total",
               help="of the judge x policy matrix")  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="say what would be asked; ask and write nothing")
-@click.option("--yes", is_flag=True, help=f"do not ask before more than {ASK_ABOVE} calls")
-@click.option("--out", metavar="DIR", help="where the files go (default: WORKSPACE/rescores/ID)")
-@former_option("--common", "Several runs are compared on the prompts that all have.", flag=True)
-@former_option("--baseline", "All are compared with what the run gave; rescore.json has the means.")
-@former_option("--price-in", "Multiply the tokens that are shown.")
-@former_option("--price-out", "Multiply the tokens that are shown.")
+@click.option("--dry-run", is_flag=True, help="print the plan; ask and write nothing")
+@click.option("--yes", is_flag=True, help=f"do not confirm more than {ASK_ABOVE} calls")
+@click.option("--out", metavar="DIR", help="folder for the files (default: WORKSPACE/rescores/ID)")
+@former_option("--common", "Several runs are compared on their common prompts.", flag=True)
+@former_option(
+    "--baseline", "All are compared with the run's own scores; rescore.json has the means."
+)
+@former_option("--price-in", "Multiply the printed tokens.")
+@former_option("--price-out", "Multiply the printed tokens.")
 @json_option
 def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     """Score stored rollouts of RUNs again under other settings (default: the newest run).
 
-    Each --judge, --rubrics and --citation-weight is a setting of its own and is compared with what
-    the run itself gave; KEY=VALUE of `reward` and `judge` apply to all of them. Judgements that the
-    run has stored are used again where the judge is the same, so that another weight, gate or
-    aggregation asks nobody. Several RUNs make a judge x policy matrix.
+    Each --judge, --rubrics and --citation-weight is a setting of its own, compared with the run's
+    own scores; KEY=VALUE of `reward` and `judge` apply to all of them. Stored judgements are reused
+    for the same judge, so another weight, gate or aggregation makes no calls. Several RUNs make a
+    judge x policy matrix.
     """
     from flows.rescoring.results import document_lines, next_lines, plan_lines, rescore
 
@@ -288,14 +288,14 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     for line in plan_lines(planned):
         say(line)
     if not options["yes"] and (calls := planned.new_calls) > ASK_ABOVE:
-        why = f"This takes {calls} new calls of judges, and nobody has said yes to that."
+        why = f"This takes {calls} new judge calls, which need a confirmation."
         less = "or judge fewer rollouts with --steps last:5 or --sample 200"
         ask_leave(f"Make {calls} calls?", why, f"add --yes; {less}")
     out = output_folder(options["out"]) if options["out"] else None
     try:
         document, folder = rescore(planned, out, progress("rollouts scored"))
     except KeyboardInterrupt:
-        say("What was judged is kept: the same command goes on from there.")
+        say("Judgements are kept: the same command continues from there.")
         raise
     show(
         as_json,

@@ -1,7 +1,7 @@
 """`refiner doctor`, `certify`, `prove-resume`, `disk` and `track`.
 
-What of this machine works, tried and proven; what a workspace uses and what may go; what waits
-offline.
+Checks and proofs of this machine; disk use of a workspace, and what may be deleted; offline W&B
+runs.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ if TYPE_CHECKING:
 
 _MARKS = {"ok": "ok", "missing": "--", "warning": "WARN", "broken": "BROKEN"}
 _FINDING_COLOURS = {"ok": "green", "missing": "bright_black", "warning": "yellow", "broken": "red"}
-_BROKEN = 8  # as for every call that finds this machine lacking
+_BROKEN = 8  # as for every command that finds this machine lacking
 
 
 @click.command("doctor")
 @argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
-@click.option("--only", multiple=True, metavar="AREA", help="look at this area; may be repeated")
-@click.option("--offline", is_flag=True, help="ask nobody outside this machine and its cluster")
+@click.option("--only", multiple=True, metavar="AREA", help="check this area; repeatable")
+@click.option("--offline", is_flag=True, help="no requests outside this machine and its cluster")
 @click.option("--job", is_flag=True, help="submit a tiny job to Slurm, and report from its node")
 @click.option("--wait", "wait_s", type=click.FloatRange(min=1), default=120, show_default=True,
-              metavar="SECONDS", help="with --job: how long to wait for it")  # fmt: skip
+              metavar="SECONDS", help="with --job: maximum wait")  # fmt: skip
 @click.option("--limit", "limit_s", type=click.FloatRange(min=0.1), metavar="SECONDS",
-              help="give no check longer than this")  # fmt: skip
+              help="time limit of each check")  # fmt: skip
 @json_option
 def doctor_command(
     words: tuple[str, ...], only: tuple[str, ...], as_json: bool, **options: Any
 ) -> int:
     """Check this machine: what works, what does not, and the command that fixes it.
 
-    With RECIPE, what it needs and does not work is `broken`, and the exit code is 8; without one,
-    what is absent is only `missing`. Nothing is changed: files are tried in a scratch folder, jobs
-    with `sbatch --test-only`. AREAs: recipe, python, machine, gpu, workspace, slurm,
+    With RECIPE, a requirement of it that does not work is `broken`, and the exit code is 8; without
+    one, what is absent is only `missing`. Nothing is changed: files are tried in a scratch folder,
+    jobs with `sbatch --test-only`. AREAs: recipe, python, machine, gpu, workspace, slurm,
     node, prefect, hub, wandb, judge, vllm, network.
     """
     from flows.doctor import examine, findings_json
@@ -104,16 +104,16 @@ def _what_next(
 
     count = {state: sum(f.state == state for f in findings) for state in _MARKS}
     yield (
-        f"\n{count['ok']} ok, {count['warning']} with a warning, {count['missing']} not there, "
+        f"\n{count['ok']} ok, {count['warning']} with a warning, {count['missing']} missing, "
         f"{count['broken']} broken."
     )
     broken = next((f for f in findings if f.state == "broken" and f.mend), None)
     if broken is not None:
-        yield f"Next: mend {broken.area} ({broken.name}):\n  {broken.mend}"
+        yield f"Next: fix {broken.area} ({broken.name}):\n  {broken.mend}"
     elif count["broken"]:
-        yield "Next: mend what is broken, then call this again."
+        yield "Next: fix what is broken, then run this again."
     elif recipe is None:
-        yield "Next: with a recipe in mind:\n  refiner doctor tiny"
+        yield "Next, for a recipe:\n  refiner doctor tiny"
     else:
         yield f"Next:\n  {shown_address(command_line('run', *words))}"
 
@@ -127,15 +127,14 @@ _VERDICT_COLOURS = {"pass": "green", "fail": "red", "absent": "yellow"}
 @click.option(
     "--model",
     metavar="SHAPE",
-    help="shape to measure speed with: tiny, 0.6B, 1.7B or 4B, with random weights (default: the "
+    help="shape for the speed test: tiny, 0.6B, 1.7B or 4B, random weights (default: the "
     "largest that fits on a GPU; tiny on a CPU)",
 )
 @click.option(
     "--only",
     multiple=True,
     metavar="PART",
-    help="only this part (repeatable; nothing is recorded then): numerics, ranks, speed, servers, "
-    "faults",
+    help="only this part (repeatable; without a record): numerics, ranks, speed, servers, faults",
 )
 @click.option(
     "--time-limit",
@@ -143,7 +142,7 @@ _VERDICT_COLOURS = {"pass": "green", "fail": "red", "absent": "yellow"}
     default=900.0,
     show_default=True,
     metavar="SECONDS",
-    help="what is not begun by then is absent, and what is not done by then has failed",
+    help="time limit: later checks are absent, unfinished ones have failed",
 )
 @json_option
 def certify_command(
@@ -154,12 +153,12 @@ def certify_command(
     time_limit: float,
     as_json: bool,
 ) -> int:
-    """Try on this node what training relies on, and record a certificate in the workspace.
+    """Test on this node what training relies on, and record a certificate in the workspace.
 
-    Attention kernels, bfloat16, ranks and ZeRO, all_reduce, speed and memory, vLLM where an
+    Attention kernels, bfloat16, ranks and ZeRO, all_reduce, speed and memory, vLLM if an
     environment is given, and a kill -9; on all GPUs that torch sees, or on the CPU. Run it on
-    a compute node, e.g. `srun --gpus-per-node=1 refiner certify workspace=DIR`. RECIPE gives the
-    workspace, the type of weights and the environment of vLLM; KEY=VALUE words do, too.
+    a compute node, e.g. `srun --gpus-per-node=1 refiner certify workspace=DIR`. RECIPE or KEY=VALUE
+    words set the workspace, the type of weights and the environment of vLLM.
 
     Exit code 0: nothing failed; 1: a check failed.
     """
@@ -179,9 +178,9 @@ def certify_command(
     counts = ", ".join(f"{made.count(v)} {v}" for v in ("pass", "fail", "absent"))
     say(f"\n{where}, {made.seconds:.0f} s: {counts}.")
     if made.count("fail"):
-        say("Next: see what failed, then\n  refiner doctor --only gpu")
+        say("Next: see the failed checks, then\n  refiner doctor --only gpu")
     elif not only:
-        say("Recorded: doctor and cards use it. Next:\n  refiner plan tiny")
+        say("Recorded for doctor and cards. Next:\n  refiner plan tiny")
     return 0 if made.passed or not made.count("fail") else 1
 
 
@@ -193,8 +192,7 @@ def certify_command(
     type=click.Choice(["sft", "grpo", "all"]),
     default="all",
     show_default=True,
-    help="which training is proven; those before it run once (`rft` trains as `sft` does and is "
-    "left out)",
+    help="training to prove; earlier ones run once (`rft` trains as `sft` does and is left out)",
 )
 @click.option(
     "--steps", type=int, default=12, show_default=True, metavar="N", help="steps of each training"
@@ -203,13 +201,13 @@ def certify_command(
     "--interruptions", type=int, default=4, show_default=True, metavar="K", help="of each training"
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, metavar="S", help="draws steps and phases"
+    "--seed", type=int, default=0, show_default=True, metavar="S", help="seed of steps and phases"
 )
-@former_option("--how", "Both take turns.")
+@former_option("--how", "Both are used in turn.")
 @former_option("--processes", "Set sft.nproc_per_node or grpo.nproc_per_node.")
 @former_option("--resume-processes", "Resume a run itself on another number.")
 @former_option("--tolerance", "It follows from device and number type.")
-@click.option("--keep", is_flag=True, help="keep both runs (those that diverge always stay)")
+@click.option("--keep", is_flag=True, help="keep both runs (diverged ones always stay)")
 @json_option
 def prove_resume_command(
     recipe: str, overrides: tuple[str, ...], keep: bool, as_json: bool, **options: Any
@@ -218,10 +216,10 @@ def prove_resume_command(
 
     Runs its training stages shortened, once straight and once interrupted at random steps and
     phases (while it generates, judges, updates or saves), through the same orchestrator and workers
-    as `refiner run`, on this machine and in folders of its own. Then it compares the loss trace,
-    rollouts, exported weights, optimiser, random states and data cursor. The verdict is `bitwise`,
-    `within tolerance` or `diverged`; it is recorded in the workspace, in place of an earlier one,
-    and cards of the stage show it.
+    as `refiner run`, on this machine in separate folders. Then compares the loss trace, rollouts,
+    exported weights, optimiser, random states and data cursor. The verdict is `bitwise`, `within
+    tolerance` or `diverged`; it replaces an earlier one in the workspace, and cards of the stage
+    show it.
 
     Exit code 0: bitwise or within tolerance; 1: diverged, or a stage failed; 6: stopped.
     """
@@ -250,18 +248,18 @@ def prove_resume_command(
     return exit_code(proofs)
 
 
-# ---------------------------------------------------------------- what is used
+# ---------------------------------------------------------------- disk use
 
-_SHOWN = 12  # runs and pins that are listed one by one; the JSON has all
+_SHOWN = 12  # most runs and pins listed one by one; the JSON has all
 
 
 @click.command("disk")
 @argument("words", nargs=-1, metavar="[pin|unpin STAGE] [workspace=DIR] [disk.KEY=VALUE]...")
 @json_option
 @click.option("--reclaim", is_flag=True, help="delete all that the policy allows")
-@click.option("--dry-run", is_flag=True, help="with --reclaim: only list what would go")
+@click.option("--dry-run", is_flag=True, help="with --reclaim: only list candidates")
 @former_option("--caches", "Caches are for their own tools: `hf cache prune`.", flag=True)
-@click.option("--judgements", is_flag=True, help="with --reclaim: what judges have said, too")
+@click.option("--judgements", is_flag=True, help="with --reclaim: judgements, too")
 def disk_command(
     words: tuple[str, ...],
     as_json: bool,
@@ -269,10 +267,10 @@ def disk_command(
     dry_run: bool,
     judgements: bool,
 ) -> None:
-    """Show what a workspace uses by run and kind, the room that is left, and what may be deleted.
+    """Show disk use of a workspace by run and kind, free space, and what may be deleted.
 
-    What is pinned, read by a running job, needed by an unfinished run, or not published and
-    verified elsewhere, is never deleted. `refiner disk pin STAGE` keeps everything of a stage.
+    Anything pinned, read by a running job, needed by an unfinished run, or not verified as
+    published elsewhere, is never deleted. `refiner disk pin STAGE` keeps everything of a stage.
     """
     from flows.disk import disk_report, pin_stage, reclaim_disk, unpin_stage
 
@@ -280,9 +278,9 @@ def disk_command(
     overrides = [w for w in rest if w.startswith("disk.") and "=" in w]
     verbs = [w for w in rest if w not in overrides]
     if verbs and not (len(verbs) == 2 and verbs[0] in ("pin", "unpin")):
-        raise misuse(f"`refiner disk` does not know {shlex.join(verbs)!r}.")
+        raise misuse(f"`refiner disk` has no action {shlex.join(verbs)!r}.")
     if (dry_run or judgements) and not reclaim:
-        raise misuse("--dry-run and --judgements say how to reclaim: add --reclaim.")
+        raise misuse("--dry-run and --judgements need --reclaim.")
     again = ["--reclaim", *["--judgements"] * judgements]
     if verbs:
         kept = verbs[0] == "pin"
@@ -323,7 +321,7 @@ def _reclaimed(done: Reclaimed, dry_run: bool) -> Iterator[str]:
     for hold in done.holds:
         verb = "would be" if dry_run else "was"
         yield (
-            f"The hold on step {hold.step} of {hold.stage_id} {verb} let go ({hold.idle}; "
+            f"The hold on step {hold.step} of {hold.stage_id} {verb} released ({hold.idle}; "
             f"{hold.waiting} waited for it)."
         )
     found = done.candidates
@@ -333,7 +331,7 @@ def _reclaimed(done: Reclaimed, dry_run: bool) -> Iterator[str]:
         rows = [(gib(c.bytes), c.rank.name.lower(), str(c.path), c.why) for c in found]
         yield from table_lines(rows, ("size", "kind", "path", "why"))
     if dry_run:
-        yield f"\n{gib(sum(c.bytes for c in found))} would be free again."
+        yield f"\n{gib(sum(c.bytes for c in found))} would be freed."
         return
     kept = len(found) - len(done.items)
     left = f"; {kept} could not be deleted, see above" if kept else ""
@@ -363,11 +361,11 @@ def _lines(used: Sequence[Row], found: dict[str, Any]) -> Iterator[str]:
         yield f"({len(runs) - _SHOWN} older runs: --json)"
     yield from _kept(found)
     may_go = found["reclaimable"]
-    yield f"\nA reclaim would free {gib(sum(c['bytes'] for c in may_go))} ({len(may_go)} things)."
+    yield f"\nA reclaim would free {gib(sum(c['bytes'] for c in may_go))} ({len(may_go)} items)."
 
 
 def _kept(report: dict[str, Any]) -> Iterator[str]:
-    """Judgements, publications, and checkpoints that stages wait for."""
+    """Judgements, publications, and checkpoints held for stages."""
     from infra.disk.keeper import gib
 
     if (store := report["judgements"])["files"]:
@@ -379,7 +377,7 @@ def _kept(report: dict[str, Any]) -> Iterator[str]:
         yield f"  published: {one['stage_id']} to {one['target']}{commit}; {here}"
     for hold in report["holds"]:
         kept = f"step {hold['step']} of {hold['stage_id']} ({gib(hold['bytes'])})"
-        why = f"idle, {hold['idle']}: --reclaim lets it go" if hold["idle"] else "still to come"
+        why = f"idle, {hold['idle']}: --reclaim releases it" if hold["idle"] else "still to come"
         yield f"  held: {kept} for {hold['waiting']}: {why}"
 
 
@@ -390,13 +388,13 @@ def track_command() -> None:
 
 @track_command.command("sync")
 @argument("words", nargs=-1, metavar="[RUN|SWEEP]... [workspace=DIR]")
-@click.option("--dry-run", is_flag=True, help="say what would be sent; send nothing")
+@click.option("--dry-run", is_flag=True, help="list the runs; send nothing")
 @json_option
 def sync_command(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     """Upload the offline W&B runs of RUNs or SWEEPs (default: the newest run).
 
     Compute nodes without internet log offline; run this on a node with network, with WANDB_API_KEY
-    set or after `wandb login`. It may be repeated at any time, also during training: only new data
+    set or after `wandb login`. May be repeated at any time, also during training: only new data
     is sent. All attempts at a stage are one W&B run, under the stage's id.
     """
     from flows.tracking import sync_tracking
@@ -428,5 +426,5 @@ def _synced(done: Synced) -> Iterator[str]:
     elif sent:
         yield f"Sent {sent} of {len(runs)} offline runs."
     else:
-        yield f"{len(new)} of {len(runs)} offline runs have something new:"
+        yield f"{len(new)} of {len(runs)} offline runs have new data:"
         yield from (f"  {run.stage_id} #{run.attempt}  {run.folder}" for run in new)

@@ -1,4 +1,4 @@
-"""Entry point of `refiner`: one group, commands loaded by name when they are called.
+"""Entry point of `refiner`: one group with commands that are imported by name when called.
 
 Exit codes are those of :data:`refiner_core.contract.errors.EXIT_CODES`. Results go to stdout (as
 JSON with ``--json``); progress, warnings and errors go to stderr.
@@ -23,14 +23,14 @@ from refiner_core.contract.errors import ConfigurationError, RefinerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Heading of `--help` -> command -> (module below flows.cli, one line of help). The lines stand
-#: here so that `--help` imports nothing.
+#: Heading of `--help` -> command -> (module below flows.cli, one line of help). The help is here so
+#: that `--help` imports nothing.
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Every day": {
         "init": ("init", "Start a recipe of your own, ready to plan."),
-        "doctor": ("machine", "Check this machine, and say how to fix what does not work."),
-        "plan": ("plan", "Show what a recipe would do; changes nothing."),
-        "run": ("run", "Run a recipe; what is done is skipped."),
+        "doctor": ("machine", "Check this machine; print how to fix what does not work."),
+        "plan": ("plan", "Show what a recipe would do, without changes."),
+        "run": ("run", "Run a recipe; finished stages are skipped."),
         "status": ("status", "Show the state of a run or sweep."),
         "logs": ("run", "Print or follow the log of a stage."),
         "cancel": ("run", "Cancel a run, or some of its stages."),
@@ -90,7 +90,7 @@ def cli() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. Tracebacks only with ``--debug``."""
+    """Run the command line; returns the exit code. Prints tracebacks only with ``--debug``."""
     _open_what_is_closed()
     out, err = printed_plainly(sys.stdout), printed_plainly(sys.stderr)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -116,15 +116,15 @@ def _main(argv: Sequence[str] | None) -> int:
         return _say(_usage_error(error), 2, as_json)
     except (KeyboardInterrupt, click.Abort):
         return _say("Stopped.", 6, as_json)
-    except SystemExit:  # click's answer to a reader that has seen enough, as in `| head -1`
+    except SystemExit:  # click's exit when the reader has closed the pipe, as in `| head -1`
         return 0
     except OSError as error:
         if debug:
             raise
         where = f" {error.filename}" if error.filename else ""
         said = (
-            f"The system refused: {error.strerror or error}{where}. Expected to read and write "
-            "there. To mend it: check the path, its permissions and the room left on its disk, "
+            f"The system refused access: {error.strerror or error}{where}. Expected to read and "
+            "write there. To fix it: check the path, its permissions and the free disk space, "
             "then run the same command again."
         )
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -133,16 +133,16 @@ def _main(argv: Sequence[str] | None) -> int:
         if debug:
             raise
         return _say(
-            f"A bug in refiner: {type(error).__name__}: {error}. Nothing that was finished is "
-            "lost. To mend it: run the same command with --debug and report the traceback.",
+            f"A bug in refiner: {type(error).__name__}: {error}. Finished work is not "
+            "lost. To fix it: run the same command with --debug and report the traceback.",
             70,
             as_json,
         )
 
 
 def _detach_in_full(args: list[str]) -> list[str]:
-    """``--detach`` where no way follows is the first way: what stands behind it, such as an
-    override, is not its value."""
+    """``--detach`` without a method means the first one: the next word, such as an override, is not
+    its value."""
     follows = [*args[1:], ""]
     return [
         "--detach=process" if a == "--detach" and b not in ("process", "job") else a
@@ -151,8 +151,8 @@ def _detach_in_full(args: list[str]) -> list[str]:
 
 
 def _say(message: str, code: int, as_json: bool) -> int:
-    """Say it to a person, and with ``--json`` to a script too: its stdout is always JSON."""
-    # Where not even that can be written, the exit code says it.
+    """Print a message for people, and with ``--json`` also as JSON on stdout."""
+    # If even that cannot be written, the exit code remains.
     with contextlib.suppress(OSError):
         say(f"refiner: {message}")
     if as_json:
@@ -162,8 +162,9 @@ def _say(message: str, code: int, as_json: bool) -> int:
 
 
 def _hear_ctrl_c() -> None:
-    """From here on Ctrl-C is an exception; while modules were imported (see :mod:`flows.cli`) it
-    ended the process."""
+    """Turn Ctrl-C into an exception from here on; during imports (see :mod:`flows.cli`) it ended
+    the
+    process."""
     if (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
@@ -172,19 +173,19 @@ def _hear_ctrl_c() -> None:
 
 
 def _open_what_is_closed() -> None:
-    """Put the null device where a caller has closed a standard stream (``>&-``, some daemons):
-    else the next file that is opened takes its number, and is written to by whoever prints."""
+    """Open the null device for a standard stream that the caller has closed (``>&-``, some
+    daemons): else the next opened file takes its number, and receives what is printed."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _check_text(args: Sequence[str]) -> None:
-    """Refuse what no record can hold: bytes that are no text."""
+    """Refuse arguments that no record can hold: bytes that are not text."""
     for text in args:
         if (plain := text.encode(errors="replace").decode()) != text:
             raise ConfigurationError(
@@ -195,7 +196,7 @@ def _check_text(args: Sequence[str]) -> None:
 
 
 def _usage_error(error: click.ClickException) -> str:
-    """Message of click on a command line, with what was expected and where to read more."""
+    """Click's message on a command line, with what was expected and how to get help."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "refiner"
     what, expected = error.format_message(), "options and arguments that the command has"

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, how results are printed, and groups that load by name."""
+"""Arguments shared by several commands, output of results, and groups that load by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _complete(
     return [*complete(context, param, word)]
 
 
-#: An argument that shells complete.
+#: An argument with shell completion.
 argument = functools.partial(click.argument, shell_complete=_complete)
 recipe_argument = argument("recipe", metavar="RECIPE")
 overrides_argument = argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
@@ -42,8 +42,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="print JSON o
 
 
 def working_options(command: F) -> F:
-    """Options of a command that works on a run or a sweep to its end; those that say how come as
-    one ``launch``."""
+    """Options of a command that works on a run or a sweep to its end; most of them become one
+    ``launch``."""
 
     @functools.wraps(command)
     def working(*args: Any, no_server: bool, quiet: bool, **options: Any) -> Any:
@@ -58,7 +58,7 @@ def working_options(command: F) -> F:
         click.option("--no-server", is_flag=True, help="no Prefect server, no flow run"),
         json_option,
         click.option("--detach", is_flag=False, flag_value="process",
-                     type=click.Choice(["process", "job"]), help="leave it to a process in the "
+                     type=click.Choice(["process", "job"]), help="continue in a process in the "
                      "background, or with --detach=job to a small Slurm job"),
     ):  # fmt: skip
         whole = option(whole)
@@ -68,11 +68,11 @@ def working_options(command: F) -> F:
 def print_json(value: Any) -> None:
     """Print one JSON document on stdout."""
     text = json.dumps(value, indent=1, ensure_ascii=False)
-    click.echo(text.encode("utf-8", "replace").decode())  # halves of characters: a judge may say so
+    click.echo(text.encode("utf-8", "replace").decode())  # lone surrogates: a judge may send them
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines on stdout, as they come."""
+    """Print lines on stdout, as they are yielded."""
     for line in lines:
         click.echo(line)
 
@@ -85,8 +85,7 @@ def show(
     *,
     gap: bool = False,
 ) -> None:
-    """Print a result, for scripts, or for people with the commands that follow, as far as somebody
-    reads it."""
+    """Print a result, as JSON or as lines with suggested commands, until the reader has gone."""
     made = value() if as_json else list(lines())
     with until_nobody_reads():
         (print_json if as_json else print_lines)(made)
@@ -96,24 +95,24 @@ def show(
 
 
 def command_line(*words: str) -> str:
-    """A command of ours, to be typed."""
+    """A `refiner` command, to be typed."""
     return shlex.join(["refiner", *words])
 
 
 def say(text: str) -> None:
-    """Print a line on stderr, which is not the result."""
+    """Print a line on stderr that is not the result."""
     click.echo(text, err=True)
 
 
 def say_next(*commands: str, gap: bool = False) -> None:
-    """Print on stderr what may be typed now."""
+    """Print suggested commands on stderr."""
     say("\n" * gap + "\n  ".join(["Next:", *commands]))
 
 
 @contextlib.contextmanager
 def until_nobody_reads() -> Iterator[None]:
-    """A reader that has gone (``| head``, a closed terminal) changes nothing about how a call has
-    ended."""
+    """Ignore a reader that has gone (``| head``, a closed terminal): the outcome of the command is
+    unchanged."""
     try:
         yield
     except OSError as error:
@@ -123,14 +122,14 @@ def until_nobody_reads() -> Iterator[None]:
 
 
 def output_folder(out: str | Path) -> Path:
-    """The folder that results go to, made before anything is done.
+    """The folder for results, made before any work.
 
     Raises
     ------
     ConfigurationError
-        It cannot be made, or nothing can be written there.
+        It cannot be made or written to.
     NoSpaceError
-        There is no room for it.
+        There is no space for it.
     """
     from infra.store.atomic import no_space_guard
 
@@ -151,9 +150,9 @@ def output_folder(out: str | Path) -> Path:
 
 
 def split_workspace(words: Sequence[str]) -> tuple[str, list[str]]:
-    """``workspace=DIR`` (default: that of recipes) and the other words.
+    """Split off ``workspace=DIR`` (default: that of recipes) from the other words.
 
-    Commands that look at a workspace take it as recipes do, so that a line can be reused.
+    Commands that read a workspace take it as recipes do, so that a line can be reused.
     """
     from refiner_core.contract.config import RecipeConfig
 
@@ -163,7 +162,7 @@ def split_workspace(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names, which may be paths of files with such a sign in them, and ``key=value``."""
+    """Split names, which may be paths of files with such a sign, from ``key=value``."""
     overrides = [
         w for w in words if "=" in w and "/" not in w.partition("=")[0] and not Path(w).is_file()
     ]
@@ -171,12 +170,12 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def misuse(what: str) -> click.UsageError:
-    """Refusal of words that do not go together: with it is said how the command is called."""
+    """Usage error for words that do not go together; shown with the usage of the command."""
     return click.UsageError(what, click.get_current_context())
 
 
 def at_most_one(names: Sequence[str], noun: str, default: str = "") -> str | None:
-    """The run or other ``noun`` that a command was given, if it was; several are refused."""
+    """The run or other ``noun`` given to a command, if any; several are refused."""
     if len(names) > 1:
         given = f"{len(names)} {noun}s: {' '.join(names)}"
         raise misuse(f"It was given {given}. It takes one {noun}, or none{default}.")
@@ -184,20 +183,20 @@ def at_most_one(names: Sequence[str], noun: str, default: str = "") -> str | Non
 
 
 def ask_leave(question: str, what: str, fix: str) -> None:
-    """Go on only if somebody says so; where nobody can be asked, ``what`` says why it ends."""
+    """Ask for a confirmation; without a terminal, refuse with ``what`` as the reason."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ConfigurationError(what, expected="--yes, or a terminal to ask on", fix=fix)
     click.confirm(question, default=False, abort=True, err=True)
 
 
 def wrong_text(errors: int, warnings: int) -> str:
-    """``1 error and 2 warnings``; empty where there is neither."""
+    """``1 error and 2 warnings``; empty if there are none."""
     counts = [(errors, "error"), (warnings, "warning")]
     return " and ".join(counted(n, word) for n, word in counts if n)
 
 
 def progress(what: str) -> Callable[[int, int], None]:
-    """A teller of how much of how much is done: on a terminal, in a line that goes in the end."""
+    """Progress callback (done, total): on a terminal, one line that disappears at the end."""
 
     def tell(done: int, total: int) -> None:
         if sys.stderr.isatty():
@@ -207,7 +206,7 @@ def progress(what: str) -> Callable[[int, int], None]:
     return tell
 
 
-#: Wide enough to say what something is for, where the terminal does not say how wide it is.
+#: Width of the text if the terminal does not report its width.
 _WIDTH = 100
 _LEAST = 40
 
@@ -219,7 +218,7 @@ def show_listing(
     header: Sequence[str],
     following: Sequence[str],
 ) -> None:
-    """Print a line for each row, its last text cut to what fits, then the commands that follow."""
+    """Print a line per row, its last text cut to the width, then suggested commands."""
     others = zip(*(row[:-1] for row in [header, *rows]), strict=True)
     room = shutil.get_terminal_size((_WIDTH, 24)).columns
     room -= sum(max(map(len, column)) + 2 for column in others)
@@ -228,13 +227,13 @@ def show_listing(
     show(as_json, value, lambda: table_lines(cut, header), following, gap=True)
 
 
-#: The JSON, rows, their header, and the commands that follow.
+#: The JSON, the rows, their header, and suggested commands.
 Listing = tuple[dict[str, Any], Sequence[Sequence[str]], Sequence[str], Sequence[str]]
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when one is called. A command of a module is named
-    ``NAME_command`` there, with ``_`` for ``-``.
+    """A group whose commands are imported when called. A command is ``NAME_command`` in its module,
+    with ``_`` for ``-``.
 
     Parameters
     ----------
@@ -253,11 +252,11 @@ class LazyGroup(click.Group):
         self._table = {name: entry for part in sections.values() for name, entry in part.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names, in the table's order."""
+        """Names, in the order of the sections."""
         return list(self._table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, its module imported."""
+        """The command, after importing its module."""
         if cmd_name not in self._table:
             from flows.cli.aliases import FORMER, former_listing
 
@@ -268,12 +267,12 @@ class LazyGroup(click.Group):
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """The command that ``args`` begin with.
+        """The command at the beginning of ``args``.
 
         Raises
         ------
         ConfigurationError
-            There is none; names the nearest.
+            There is no such command; the message names the nearest.
         """
         completing = ctx.resilient_parsing or not args or args[0].startswith("-")
         if not completing and self.get_command(ctx, args[0]) is None:
@@ -283,7 +282,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Commands and options that begin so, without importing anything."""
+        """Commands and options with this beginning, without importing anything."""
         found = [
             CompletionItem(name, help=line)
             for name, (_, line) in self._table.items()
@@ -292,7 +291,7 @@ class LazyGroup(click.Group):
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The sections, without importing anything."""
+        """Write the sections, without importing anything."""
         for heading, commands in self._sections.items():
             with formatter.section(heading):
                 formatter.write_dl([(name, line) for name, (_, line) in commands.items()])

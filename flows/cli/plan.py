@@ -1,5 +1,5 @@
-"""`refiner plan`, `explain`, `diff` and `why`: what a recipe would do, in what two runs differ, and
-what a number was made of. They change nothing, and import nothing heavy.
+"""`refiner plan`, `explain`, `diff` and `why`: the plan of a recipe, the differences of two runs,
+and the origin of a number. They change nothing, and import nothing heavy.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 @recipe_argument
 @overrides_argument
 @json_option
-@click.option("--disk", "with_disk", is_flag=True, help="show what each stage takes on the disk")
-@former_option("--fit", "Where a plan does not fit, what takes less stands below it.", flag=True)
+@click.option("--disk", "with_disk", is_flag=True, help="show disk use of each stage")
+@former_option("--fit", "If a plan does not fit, smaller settings are printed below it.", flag=True)
 def plan_command(recipe: str, overrides: tuple[str, ...], as_json: bool, with_disk: bool) -> None:
     """Show what a recipe would do: which stages run, which are skipped, and why.
 
@@ -63,7 +63,7 @@ def plan_command(recipe: str, overrides: tuple[str, ...], as_json: bool, with_di
 
 
 def _show_disk(room: PlannedRoom, *, stages: bool) -> None:
-    """Print what the plan takes on the disk: one line where it does not fit, all where asked."""
+    """Print the disk use of the plan: one line if it does not fit, the full table on request."""
     from flows.disk import LESS_ROOM
     from infra.disk.keeper import gib
 
@@ -71,21 +71,21 @@ def _show_disk(room: PlannedRoom, *, stages: bool) -> None:
     if stages:
         rows = [(s.stage.name, gib(s.peak), gib(s.final), s.basis) for s in found.stages]
         click.echo("")
-        print_lines(table_lines(rows, ("stage", "at most", "in the end", "by")))
+        print_lines(table_lines(rows, ("stage", "at most", "at the end", "by")))
     if stages or not room.fits:
         verdict = "fits" if room.fits else "does not fit"
-        more = f" and {gib(room.reclaimable_bytes)} may go" * bool(room.reclaimable_bytes)
-        unknown = f"; nothing is known of {', '.join(found.unknown)}" * bool(found.unknown)
+        more = f" and {gib(room.reclaimable_bytes)} can be freed" * bool(room.reclaimable_bytes)
+        unknown = f"; unknown: {', '.join(found.unknown)}" * bool(found.unknown)
         click.echo(
             f"\ndisk: needs {gib(found.needed_bytes)}, {gib(room.free_bytes)} are free{more} "
             f"({room.source}): {verdict}{unknown}"
         )
     if not room.fits:
-        click.echo(f"Less is taken with {LESS_ROOM}.")
+        click.echo(f"Reduce this with {LESS_ROOM}.")
 
 
 def _disk_json(room: PlannedRoom) -> dict[str, Any]:
-    """A forecast for scripts."""
+    """A disk forecast as JSON."""
     found = room.forecast
     return {
         **picked(found, "needed_bytes", "peak_bytes", "final_bytes"),
@@ -101,8 +101,8 @@ def _disk_json(room: PlannedRoom) -> dict[str, Any]:
 
 
 def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) -> None:
-    """Print a recipe's plan as a table or as JSON, what is worth knowing of how it trains, and what
-    to do next."""
+    """Print a recipe's plan as a table or as JSON, notes on its training, and suggested
+    commands."""
     from flows.checking.resources import planning_notes
 
     show_made_plan(plan, as_json)
@@ -155,7 +155,7 @@ def explain_command(stage: str, recipe: str, overrides: tuple[str, ...], as_json
         for entry, differences in found:
             yield f"{entry.stage.title}: {entry.action}, {entry.reason}"
             for line in differences:
-                yield f"  differs from the nearest recorded one in {line}"
+                yield f"  differs from the most similar recorded stage in {line}"
             for key, value in sorted(entry.stage.identity.items()):
                 yield f"  {key} = {value}"
             for role, name in entry.stage.inputs.items():
@@ -173,27 +173,25 @@ def explain_command(stage: str, recipe: str, overrides: tuple[str, ...], as_json
     show(as_json, lambda: {"version": 1, "stages": stages}, lines)
 
 
-# ---------------------------------------------------------------- two runs, and one number
+# ---------------------------------------------------------------- diff and why
 
 
 @click.command("diff")
 @argument("words", nargs=-1, required=True, metavar="A B [workspace=DIR]")
-@click.option(
-    "--other", metavar="DIR", help="the workspace that B lies in, where it is another one"
-)
-@click.option("--exit-code", is_flag=True, help="exit with 1 where what came out is not the same")
+@click.option("--other", metavar="DIR", help="workspace of B, if different")
+@click.option("--exit-code", is_flag=True, help="exit with 1 if the outputs differ")
 @json_option
 def diff_command(
     words: tuple[str, ...], other: str | None, exit_code: bool, as_json: bool
 ) -> int | None:
     """Compare two runs: configuration, rows, code, judge, environment, training, numbers.
 
-    A and B are runs (ids, or parts of them that no other has), trials (SWEEP:ARM/seedN), or single
-    stages (RUN:STAGE, a stage's id). With two executions of one recipe in two workspaces it finds
-    the first step and sample in which they part.
+    A and B are runs (ids, or unique parts of ids), trials (SWEEP:ARM/seedN), or single stages
+    (RUN:STAGE, or a stage's id). For two executions of one recipe in two workspaces it finds
+    the first step and sample that differ.
 
-    The exit code is 0 once both could be compared; with --exit-code it is 1 where what came out is
-    not bitwise the same, or is not all there yet.
+    The exit code is 0 once both could be compared; with --exit-code it is 1 if the outputs are not
+    bitwise the same, or not complete yet.
     """
     from flows.diffing.document import diff_runs, difference_lines, next_commands
     from refiner_core.contract.records import to_json
@@ -215,9 +213,9 @@ def diff_command(
 def why_command(words: tuple[str, ...], sample: str | None, as_json: bool) -> None:
     """Follow a number to its protocol, samples, answers and judgements.
 
-    NUMBER is as it was printed, such as 0.512; or names say which it is: a metric, a model, a
+    NUMBER is written as printed, such as 0.512; or names identify it: a metric, a model, a
     decoding (`citation_f1 grpo greedy`), or a training metric and a step (`scores step50`).
-    Numbers of RUN are looked at (default: the newest run, then all).
+    It is searched in RUN (default: the newest run, then all).
     """
     from flows.why.explanation import (
         OUTPUT_VERSION,

@@ -1,4 +1,4 @@
-"""`refiner publish`, `card` and `adopt`: by hand, checked, and of dead runs."""
+"""`refiner publish`, `card` and `adopt`: publish by hand, check cards, import checkpoints."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 @click.command("publish")
 @argument("words", nargs=-1, metavar="[RUN] [workspace=DIR] [KEY=VALUE]...")
-@click.option("--step", "steps", type=int, multiple=True, help="a saved step; may be repeated")
-@click.option("--no-evaluate", is_flag=True, help="do not wait for evaluations, nor begin any")
+@click.option("--step", "steps", type=int, multiple=True, help="a saved step; repeatable")
+@click.option("--no-evaluate", is_flag=True, help="neither wait for evaluations nor start any")
 @click.option("--dry-run", is_flag=True, help="print the plan and change nothing")
 @working_options
 def publish_command(
@@ -51,11 +51,11 @@ def publish_command(
     as_json: bool,
     launch: Launch,
 ) -> int:
-    """Publish the last checkpoint of RUN (default: the newest that trains), or those of --step.
+    """Publish the last checkpoint of RUN (default: the newest run that trains), or those of --step.
 
-    The run may still train, have ended, or have died. No training is started: the checkpoint is
+    The run may be training, have ended, or have died. No training is started: the checkpoint is
     exported, published with its card, and evaluated. The target is the run's own, or set by
-    overrides, e.g. publish.target=hub publish.repo_id=me/my-model. Files that are published already
+    overrides, e.g. publish.target=hub publish.repo_id=me/my-model. Files that are already published
     are not sent again.
     """
     from flows.cli.plan import show_made_plan
@@ -64,7 +64,7 @@ def publish_command(
 
     where, rest = split_workspace(words)
     runs, overrides = split_overrides(rest)
-    run = at_most_one(runs, "run", " for the newest that trains")
+    run = at_most_one(runs, "run", " for the newest run that trains")
     asked: dict[str, Any] = {"steps": steps, "overrides": overrides, "evaluate": not no_evaluate}
     if dry_run:
         show_made_plan(plan_publication(run, where, **asked), as_json)
@@ -77,7 +77,7 @@ def publish_command(
     return finish(publish_run(plan, workspace, record, **how), as_json)
 
 
-#: Exit code of a card that is wrong: bad data.
+#: Exit code for a card with errors: bad data.
 _WRONG = 3
 
 
@@ -94,22 +94,22 @@ def card_command() -> None:
 @click.option(
     "--evidence",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="the refiner.json that belongs to the card (default: the one beside it)",
+    help="the refiner.json of the card (default: the one beside it)",
 )
 @click.option(
     "--template",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="your own template that the card was made with; no other one is run",
+    help="your own template of the card; no other one is run",
 )
 @json_option
 def check_command(target: str, evidence: Path | None, template: Path | None, as_json: bool) -> int:
-    """Check the card at PATH: ours, or any README.
+    """Check the card at PATH: one of refiner, or any README.
 
     PATH is a README.md, the folder of a publication, OWNER/NAME[@revision] on the Hub, or - for
-    stdin. Numbers are recomputed from their own tables; licence, base model and leaks are looked
-    at; and where refiner.json lies beside the card, the card is made from it again and every
-    difference is told with the fact and the record behind it. Of a folder, the files are checked by
-    their hashes, too. Nothing is changed; the exit code is 3 where something is wrong.
+    stdin. Numbers are recomputed from their own tables; licence, base model and leaks are checked.
+    With refiner.json beside it, the card is rendered again, and every difference is reported with
+    the fact and the record behind it. In a folder, the hashes of the files are checked as well.
+    Nothing is changed; the exit code is 3 if there is an error.
     """
     from flows.cards.inspection import check_card
 
@@ -126,10 +126,10 @@ def check_command(target: str, evidence: Path | None, template: Path | None, as_
 
 
 def _checked_lines(checked: Checked) -> Iterator[str]:
-    """Each finding, and one line that sums up."""
+    """Each finding, and a summary line."""
     for f in checked.findings:
         kind = "" if f.is_error else " (warning)"
-        fix = f" To mend it: {f.fix}." if f.fix else ""
+        fix = f" To fix it: {f.fix}." if f.fix else ""
         message = f.message if f.message.endswith((".", "…")) else f"{f.message}."
         yield f"{checked.name}:{f.line}: {f.rule}{kind}: {message}{fix}"
     found = wrong_text(checked.errors, checked.warnings)
@@ -141,17 +141,15 @@ def _checked_lines(checked: Checked) -> Iterator[str]:
         yield f"{checked.name}: {found or 'nothing wrong was found'}"
 
 
-@card_command.command(
-    "show", short_help="Print the card of a publication, made again from records."
-)
+@card_command.command("show", short_help="Print the card of a publication, rendered from records.")
 @argument("words", nargs=-1, metavar="[RUN] [STAGE] [workspace=DIR]")
 @json_option
 def show_command(words: tuple[str, ...], as_json: bool) -> None:
-    """Print the card of a finished publication, made from its records now.
+    """Print the card of a finished publication, rendered from its records now.
 
     RUN is an id, or enough of its beginning or end (default: the newest run); STAGE is one of its
     `publish` or `card` stages, such as card-step50 (default: the last one). The same records give
-    the same bytes: where it is not what was published, stderr says what has changed.
+    the same bytes; if the published card differs, stderr shows the differences.
     """
     from flows.cards.inspection import show_card
 
@@ -166,17 +164,17 @@ def show_command(words: tuple[str, ...], as_json: bool) -> None:
     if shown.differs:
         said = "\n".join(f"  {line}" for line in shown.difference())
         say(f"{shown.stage} of {shown.run} is not what was published:\n{said}")
-        # A stage that is done is not done again while its record is there.
+        # A finished stage does not run again while its record exists.
         again = (["rm", "-r", str(shown.folder)], ["refiner", *shown.again, f"workspace={where}"])
         lines = "\n".join(f"  {shlex.join(commands)}" for commands in again)
-        say(f"Next, to publish it as it is now:\n{lines}")
+        say(f"Next, to publish the new card:\n{lines}")
 
 
 @card_command.command("template")
 def template_command() -> None:
-    """Print the template that cards are made with, to copy and change.
+    """Print the template of cards, to copy and change.
 
-    A recipe takes another one by `publish.card_template=FILE`.
+    A recipe sets its own with `publish.card_template=FILE`.
     """
     from refiner_core.cards.build import shipped_template
 
@@ -187,17 +185,17 @@ def template_command() -> None:
 @click.command("adopt")
 @argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @overrides_argument
-@click.option("--step", type=int, help="which checkpoint; the newest complete one otherwise")
-@click.option("--recipe", help="recipe whose data, judge and evaluation are used")
+@click.option("--step", type=int, help="step of the checkpoint; the newest complete one otherwise")
+@click.option("--recipe", help="recipe with data, judge and evaluation")
 @click.option(
     "--companions",
     type=click.Path(path_type=Path),
-    help="folder with config and tokenizer, where the checkpoint has none",
+    help="folder with config and tokenizer, if the checkpoint has none",
 )
 @click.option("--name", help="name of the model; the folder's otherwise")
 @click.option("--copy", is_flag=True, help="copy the files instead of linking them")
-@click.option("--in-place", is_flag=True, help="links by name; DIR must stay where it is")
-@click.option("--dry-run", is_flag=True, help="look, say what would be done, change nothing")
+@click.option("--in-place", is_flag=True, help="link by name; DIR must stay where it is")
+@click.option("--dry-run", is_flag=True, help="print the plan and change nothing")
 @json_option
 def adopt_command(
     folder: Path,
@@ -209,9 +207,9 @@ def adopt_command(
 ) -> int:
     """Import a checkpoint of another trainer from DIR.
 
-    Every checkpoint is examined for truncated or missing shards and empty folders. The newest
+    Every checkpoint is checked for truncated or missing shards and empty folders. The newest
     complete one becomes a finished stage in the workspace, ready to be published and evaluated.
-    Files are linked, not copied, unless --copy is given.
+    Files are linked, unless --copy is given.
     """
     from flows.adopting import adopt_run
 
@@ -234,5 +232,5 @@ def _adopted_lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"Adopted step {report['step']} as {report['adopted']['id']}{new}."
         yield f"Files: {report['how']}; recipe: {report['recipe']}"
     yield from (f"note: {note}" for note in report["notes"])
-    dry = "Nothing was changed. Without --dry-run, the next command will be"
+    dry = "Nothing was changed. After a run without --dry-run, continue with"
     yield f"{dry if report['dry_run'] else 'Next'}: {shlex.join(report['next'])}"

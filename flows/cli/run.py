@@ -1,5 +1,5 @@
-"""`refiner run`, `sweep`, `resume`, `cancel`, `logs`: carry out a recipe or an ablation, go on with
-a record, end it, read what its stages print.
+"""`refiner run`, `sweep`, `resume`, `cancel`, `logs`: carry out a recipe or an ablation, resume or
+cancel a recorded one, read the output of stages.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run_command(
 ) -> int:
     """Run RECIPE: a shipped name (see `refiner list recipes`) or a YAML file.
 
-    Finished stages are skipped, running ones are waited for, interrupted ones resume from their
+    Finished stages are skipped, running ones are awaited, interrupted ones resume from their
     last checkpoint. Ctrl-C, SIGTERM and closing the terminal (unless under nohup) ask the running
     stages to save and stop; the same command resumes. With --detach the terminal may be closed.
     """
@@ -80,14 +80,14 @@ def run_command(
 
 
 def stop_on_signals() -> None:
-    """Take SIGTERM and a closed terminal for Ctrl-C."""
+    """Treat SIGTERM and a closed terminal as Ctrl-C."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores a closed terminal
             signal.signal(number, _like_ctrl_c)
 
 
 def finish(outcome: RunOutcome, as_json: bool) -> int:
-    """Print how a call ended, and what to type now; its exit code."""
+    """Print the outcome of a call and suggested commands; returns its exit code."""
     from flows.running.calls import run_json
 
     show(as_json, lambda: run_json(outcome), lambda: summary_lines(outcome))
@@ -99,7 +99,7 @@ def finish(outcome: RunOutcome, as_json: bool) -> int:
 def leave_to(
     where: Any, workspace: Workspace, run: RunRecord, as_json: bool, launch: Launch
 ) -> int:
-    """Leave a recorded run to the background, and say how to look at it and end it."""
+    """Continue a recorded run in the background, and print how to follow and end it."""
     from flows.running.background import detach_run
     from flows.running.status import stage_names
 
@@ -117,7 +117,7 @@ def say_left(
     following: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Print who works on what was left to the background; the exit code."""
+    """Print what works on a call in the background; returns the exit code."""
     if as_json:
         value = {"version": 1, noun: name, "pid": left.pid, "job": left.job}
         print_json({**value, "log": str(left.log), "exit_code": left.exit_code})
@@ -141,14 +141,14 @@ def _like_ctrl_c(_number: int, _frame: FrameType | None) -> None:
 @click.command("cancel")
 @argument("words", nargs=-1, metavar="[RUN|SWEEP] [STAGE]... [workspace=DIR]")
 @click.option("--wait", "wait_s", type=float, help="seconds to wait for the end")
-@click.option("--now", is_flag=True, help="do not leave it to the orchestrator; end jobs from here")
+@click.option("--now", is_flag=True, help="end jobs from here, without the orchestrator")
 @json_option
 def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_json: bool) -> int:
     """Cancel RUN (default: the newest), only some STAGEs of it, or all trials of a SWEEP.
 
     Jobs are asked to save and end, and killed after `dispatch.grace_s`. `refiner resume` continues
-    later. Jobs that another run waits for are cancelled as well. Exit code: 0 when nothing of it
-    runs any more, 1 when --wait was too short.
+    later. Jobs that another run waits for are cancelled as well. Exit code: 0 if nothing of it is
+    running any more, 1 if --wait was too short.
     """
     from flows.running.cancelling import cancel_run, outcome_json, outcome_lines
     from flows.running.status import find_run
@@ -172,7 +172,7 @@ def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_j
 
 @click.command("logs")
 @argument("words", nargs=-1, required=True, metavar="STAGE [RUN] [workspace=DIR]")
-@click.option("-f", "--follow", is_flag=True, help="go on printing until the stage ends")
+@click.option("-f", "--follow", is_flag=True, help="print new lines until the stage ends")
 @click.option("--attempt", type=int, help="an attempt's number (default: the newest)")
 def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> None:
     """Print the log of STAGE's newest attempt in RUN (default: the newest run).
@@ -209,7 +209,7 @@ def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> N
 
 
 def summary_lines(outcome: RunOutcome) -> Iterator[str]:
-    """Rows kept, numbers by model and decoding with 95 % intervals, what is published where."""
+    """Rows kept, metrics by model and decoding with 95 % intervals, publications."""
     from flows.evaluations import evaluations_of
     from infra.store.workspace import Workspace
 
@@ -227,8 +227,8 @@ def summary_lines(outcome: RunOutcome) -> Iterator[str]:
 
 
 def _outputs(outcome: RunOutcome, workspace: Workspace) -> Iterator[str]:
-    """Finished stages whose output is not what it was, and how to make it again; then one line for
-    each publication that is there, by step; what the repository ends at is last."""
+    """Finished stages with damaged outputs, and how to make them again; then one line per
+    publication, by step, the final state of the repository last."""
     made = []
     for view in outcome.views.values():
         stage_id = outcome.plan.by_name[view.name].id
@@ -249,9 +249,9 @@ def _outputs(outcome: RunOutcome, workspace: Workspace) -> Iterator[str]:
 
 
 def _kept(outcome: RunOutcome) -> Iterator[str]:
-    """Rows that the data stage kept and dropped, and why; attempts that the sample stage kept."""
+    """Rows kept and dropped by the data stage, with reasons; attempts kept by the sample stage."""
     data = outcome.views.get("data")
-    report = data.report if data is not None else {}  # another trainer brings its own data
+    report = data.report if data is not None else {}  # a foreign trainer has its own data
     for which, label in (("sft", "demonstrations"), ("rl", "prompts")):
         counts = report.get(which) or {}
         if counts.get("read"):
@@ -279,7 +279,7 @@ def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     return table_lines(rows, ["", *shown])
 
 
-# ---------------------------------------------------------------- sweeps, and what goes on
+# ---------------------------------------------------------------- sweeps and resumed calls
 
 
 @click.command("sweep")
@@ -288,12 +288,10 @@ def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 @click.option("--yes", "-y", is_flag=True, help="launch without asking")
 @former_option(
     "--rescore",
-    "`refiner rescore RUN KEY=VALUE …` says what an arm's reward and judge would change.",
+    "`refiner rescore RUN KEY=VALUE …` shows the effect of an arm's reward and judge.",
 )
-@click.option(
-    "--past-canary", is_flag=True, help="go on whatever the first trial's first steps have shown"
-)
-@click.option("--take-over", is_flag=True, help="though another host says that it works on it")
+@click.option("--past-canary", is_flag=True, help="continue whatever the canary has shown")
+@click.option("--take-over", is_flag=True, help="even if another host claims it")
 @working_options
 def sweep_command(
     words: tuple[str, ...],
@@ -308,10 +306,10 @@ def sweep_command(
     Plan and forecast are shown, and launched after confirmation or with --yes. One trial starts
     alone as a canary; after two steps and a save it corrects the forecast, and the others start. A
     failed trial stops no other. Finished work is skipped: the same command resumes after any
-    interruption, and after a change of arms, seeds or limits runs only what is new.
+    interruption, and after a change of arms, seeds or limits runs only the new trials.
 
-    Exit codes: 0 when every trial is done, 1 when one has failed, 6 when some were stopped or are
-    held by a limit, 5 or 7 when a full disk or a judge stands in the way; the same command goes on.
+    Exit codes: 0 if every trial is done, 1 if one has failed, 6 if some were stopped or are
+    held by a limit, 5 or 7 if a full disk or a judge is the obstacle; the same command continues.
     """
     from flows.running.status import is_finished
     from flows.sweeping.launching import (
@@ -336,7 +334,7 @@ def sweep_command(
     finished = is_finished(workspace_of(plan), plan.stages())
     look = None if finished else _looked_at(plan, shown=not (launch.quiet and yes))
     if not finished and not yes:
-        why = "Nothing was launched: this is no terminal, so nobody can be asked."
+        why = "Nothing was launched: without a terminal there is no confirmation."
         ask_leave("Launch it?", why, "look at it with --dry-run, then add --yes")
     record = begin_sweep(plan, overrides, look=look, take_over=launch.take_over)
     workspace = workspace_of(plan, to_write=True)
@@ -347,7 +345,7 @@ def sweep_command(
 
 
 def _looked_at(plan: SweepPlan, *, shown: bool) -> SweepLook:
-    """Forecast of a sweep, before anybody is asked; refuses what cannot be."""
+    """Forecast of a sweep, before the confirmation; refuses an impossible sweep."""
     from flows.sweeping.launching import check_launch
     from flows.sweeping.planning import forecast_sweep, show_sweep_plan
     from sweeps.forecast import refuse_what_cannot_fit
@@ -362,7 +360,7 @@ def _looked_at(plan: SweepPlan, *, shown: bool) -> SweepLook:
 
 
 def _finish_sweep(outcome: SweepOutcome, as_json: bool) -> int:
-    """Print how a call on a sweep ended; its exit code."""
+    """Print the outcome of a call on a sweep; returns its exit code."""
     from flows.sweeping.status import SweepWatcher, status_json, status_lines, table_of
 
     status = SweepWatcher(outcome.workspace, outcome.record.name).look()
@@ -380,7 +378,7 @@ def _finish_sweep(outcome: SweepOutcome, as_json: bool) -> int:
 def _leave_sweep_to(
     where: Any, workspace: Workspace, name: str, launch: Launch, as_json: bool
 ) -> int:
-    """Leave a recorded sweep to the background, and say how to look at it and end it."""
+    """Continue a recorded sweep in the background, and print how to follow and end it."""
     from flows.sweeping.launching import detach_sweep
 
     left = detach_sweep(name, workspace.root, where=where, launch=launch)
@@ -388,7 +386,7 @@ def _leave_sweep_to(
 
 
 def _list(where: str, as_json: bool) -> None:
-    """Shipped sweeps, and those of a workspace."""
+    """List shipped sweeps, and those of a workspace."""
     from flows.running.console import states_text
     from flows.sweeping.planning import list_sweeps
 
@@ -415,25 +413,25 @@ def _list(where: str, as_json: bool) -> None:
 
 @click.command("resume")
 @argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
-@click.option("--take-over", is_flag=True, help="though another host says that it works on it")
-@click.option("--past-canary", is_flag=True, help="of a sweep: whatever its first trial has shown")
-@click.option("--as-job", is_flag=True, hidden=True, help="this is a job that may come back")
+@click.option("--take-over", is_flag=True, help="even if another host claims it")
+@click.option("--past-canary", is_flag=True, help="of a sweep: whatever its canary has shown")
+@click.option("--as-job", is_flag=True, hidden=True, help="this is a job that may be requeued")
 @working_options
 def resume_command(
     words: tuple[str, ...], detach: str | None, as_job: bool, as_json: bool, launch: Launch
 ) -> int:
-    """Go on with RUN or SWEEP (default: the newest run that is not finished, or its sweep), exactly
-    as it was begun.
+    """Resume RUN or SWEEP (default: the newest unfinished run, or its sweep), exactly as it was
+    begun.
 
-    It keeps its id, its configuration and its code, whatever has become of the recipe's file and
-    the checkout since. What was cancelled goes on, too.
+    It keeps its id, its configuration and its code, whatever has changed in the recipe's file and
+    the checkout. Cancelled stages continue, too.
     """
     from flows.running.calls import resume_run, run_to_resume
     from flows.sweeping.launching import resume_sweep
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
-    word = at_most_one(rest, "run", " for the newest that is not finished")
+    word = at_most_one(rest, "run", " for the newest unfinished one")
     workspace = Workspace.read_only(where)
     sweep = _sweep_to_resume(workspace, word)
     if detach is None:
@@ -454,7 +452,7 @@ def resume_command(
 
 
 def _sweep_to_resume(workspace: Workspace, word: str | None) -> str | None:
-    """The sweep that is meant; None for a run."""
+    """The sweep to resume; None for a run."""
     from flows.running.calls import run_to_resume
     from flows.sweeping.status import sweep_named
     from infra.store.sweep_records import sweep_versions
@@ -466,12 +464,12 @@ def _sweep_to_resume(workspace: Workspace, word: str | None) -> str | None:
     return trial[0] if trial is not None and sweep_versions(workspace, trial[0]) else None
 
 
-#: What `refiner publish` sets itself, whatever the recipe says.
+#: Fields that `refiner publish` sets, whatever the recipe has.
 _BY_HAND = ("only", "publish.evaluate", "stages")
 
 
 def _what_differs(run: RunRecord) -> Iterator[str]:
-    """Notes on what a new `refiner run` would do otherwise; the record is what counts here."""
+    """Notes on how a new `refiner run` would differ; the record is what is resumed."""
     from flows.running.calls import in_folder
     from refiner_core.contract.errors import RefinerError
     from refiner_core.contract.loading import leaves, load_recipe
@@ -487,16 +485,16 @@ def _what_differs(run: RunRecord) -> Iterator[str]:
         yield f"the recipe cannot be read any more ({error.what}); the record is used"
         return
     passed = ("workspace", *(_BY_HAND if run.provenance.get("publishes") else ()))
-    # A field that is newer than the run says nothing.
+    # A field newer than the run shows no difference.
     fields = sorted(p for p, v in leaves("", run.config) if p not in passed and new.get(p) != v)
     if fields:
         shown = ", ".join([*fields[:5], *[f"{len(fields) - 5} more"] * (len(fields) > 5)])
-        yield f"the recipe {recipe} has changed since ({shown}); the run goes on as recorded"
+        yield f"the recipe {recipe} has changed since ({shown}); the run continues as recorded"
 
 
 def _leave_the_node(_number: int, _frame: FrameType | None) -> None:
-    """This job's time is nearly up, or somebody else gets the node: the stages' jobs go on, and
-    this one comes back, if it may."""
+    """Handle the end of this job's time, or preemption: the stages' jobs continue, and this one
+    returns if it may be requeued."""
     from infra.slurm.submission import requeue_own_job
 
     requeue_own_job()

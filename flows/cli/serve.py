@@ -1,4 +1,4 @@
-"""`refiner serve`, `deploy`, `nightly`, `server` and `notify`: what Prefect starts, who is told."""
+"""`refiner serve`, `deploy`, `nightly`, `server` and `notify`: Prefect and notifications."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ files_argument = argument("files", nargs=-1, metavar="[RECIPE|SWEEP|NIGHTLY FILE
 workspace_option = click.option(
     "--workspace",
     metavar="DIR",
-    help="that the forms propose [default: runs], and of nights instead of their files' own",
+    help="proposed by the forms [default: runs]; for nights, instead of the files' own",
 )
 
 
@@ -42,12 +42,12 @@ def _say(text: str) -> None:
 @files_argument
 @workspace_option
 def serve_command(files: tuple[str, ...], workspace: str | None) -> int:
-    """Serve deployments: run what is launched from Prefect's UI, API, schedules and automations.
+    """Serve deployments: carry out runs launched from Prefect's UI, API, schedules and automations.
 
     Serves the deployments `pipeline/refiner` and `sweep/refiner`, and for each nightly file
-    `nightly/NAME`, with its schedule. A recipe or sweep that is given is what the form proposes.
-    The server is the one that PREFECT_API_URL names, else the local one, which is started. Ctrl-C
-    ends it: running stages save, and a night that begins meanwhile runs at the next start.
+    `nightly/NAME`, with its schedule. A given recipe or sweep is the default of the form. The
+    server is that of PREFECT_API_URL, else the local one, which is started. Ctrl-C ends it: running
+    stages save, and a night that begins meanwhile runs at the next start.
     """
     from flows.serving import serve
 
@@ -57,13 +57,13 @@ def serve_command(files: tuple[str, ...], workspace: str | None) -> int:
 @click.command("deploy")
 @files_argument
 @workspace_option
-@click.option("--pool", required=True, metavar="NAME", help="the work pool that carries them out")
+@click.option("--pool", required=True, metavar="NAME", help="the work pool that runs them")
 @json_option
 def deploy_command(files: tuple[str, ...], workspace: str | None, pool: str, as_json: bool) -> int:
     """Create the deployments of `refiner serve` on a Prefect server, for a work pool.
 
-    Workers (`prefect worker start --pool NAME`) need refiner, and files and workspace at the same
-    paths.
+    Workers (`prefect worker start --pool NAME`) need refiner, and the files and the workspace at
+    the same paths.
     """
     from flows.serving import deploy
 
@@ -81,11 +81,11 @@ file_argument = argument("file", metavar="FILE")
 
 @click.group("nightly", epilog="Start with: refiner nightly check tiny-nightly")
 def nightly_command() -> None:
-    """Evaluate checkpoints every night under the same protocols, and say what has changed.
+    """Evaluate checkpoints every night under the same protocols, and report changes.
 
     FILE is a YAML file or a shipped name (tiny-nightly). A canary, one frozen checkpoint, is
-    evaluated afresh in each night, so that drift of the judge or of machines is told from a change
-    of a model. Without Prefect, cron does as well: `0 3 * * * refiner nightly run FILE`.
+    evaluated again each night, to tell drift of the judge or of machines from a change of a model.
+    Without Prefect, use cron: `0 3 * * * refiner nightly run FILE`.
     """
 
 
@@ -94,7 +94,7 @@ def nightly_command() -> None:
 @overrides_argument
 @json_option
 def check_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
-    """Check FILE; nothing is changed."""
+    """Check FILE without changes."""
     from flows.nightly.night import check_nightly
 
     nightly, following, warnings = check_nightly(file, overrides)
@@ -120,14 +120,14 @@ def check_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
 @file_argument
 @overrides_argument
 @click.option("--night", metavar="DATE", help="a night of the schedule; default: the newest")
-@click.option("--take-over", is_flag=True, help="though another host says that it works on it")
+@click.option("--take-over", is_flag=True, help="even if another host claims it")
 @json_option
 def run_command(
     file: str, overrides: tuple[str, ...], night: str | None, take_over: bool, as_json: bool
 ) -> int:
     """Run one night; finished work is kept, interrupted work resumes.
 
-    A night that has passed is not evaluated any more.
+    Nights before the current one are not evaluated any more.
     """
     from flows.cli.run import stop_on_signals
     from flows.nightly.night import outcome_json, outcome_lines, run_nightly
@@ -170,7 +170,7 @@ def status_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
 @file_argument
 @overrides_argument
 @json_option
-@click.option("--csv", "as_csv", is_flag=True, help="print CSV on stdout, one line a number")
+@click.option("--csv", "as_csv", is_flag=True, help="print CSV on stdout, one line per number")
 def history_command(file: str, overrides: tuple[str, ...], as_json: bool, as_csv: bool) -> int:
     """Print the table of all nights."""
     from flows.nightly.history import history_json
@@ -198,7 +198,7 @@ def _history_lines(reading: Reading, as_csv: bool) -> Iterator[str]:
 @nightly_command.command("page")
 @file_argument
 @overrides_argument
-@click.option("--out", metavar="FILE", help="write it there; default: into the workspace")
+@click.option("--out", metavar="FILE", help="output file; default: in the workspace")
 def page_command(file: str, overrides: tuple[str, ...], out: str | None) -> int:
     """Write the page of trends: one HTML file that works offline."""
     from flows.nightly.night import nightly_page
@@ -227,7 +227,7 @@ def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
 
     if what == "stop":
         stopped = stop_server()
-        said = "stopped" if stopped else "there is no server of ours to stop"
+        said = "stopped" if stopped else "there is no server of refiner to stop"
         show(as_json, lambda: {"version": 1, "stopped": stopped}, lambda: [said])
         return
     status = server_status()
@@ -236,10 +236,10 @@ def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
     def lines() -> Iterator[str]:
         yield f"Prefect server: {status.state}{f' at {url}' if url else ''}"
         if status.state == "running" and status.info:
-            yield f"The page asks for a key: it stands in {status.folder}/auth"
+            yield f"The page asks for a key, which is in {status.folder}/auth"
             link = terminal_link(status.info, "/dashboard", sys.stdout)
             if link.startswith(f"{url}/open"):
-                yield f"With the key, for you alone: {link}"
+                yield f"Private link with the key: {link}"
         yield f"log: {status.log}"
 
     value = {"version": 1, "url": url, **picked(status, "state", "folder", "log")}
@@ -257,7 +257,7 @@ def notify_command() -> None:
 def notify_test(words: tuple[str, ...], as_json: bool) -> int:
     """Send a test message by each channel that RECIPE (default: tiny) names.
 
-    Output of a channel's command is shown on standard error. Exit code 0 when every channel has
+    The output of a channel's command goes to standard error. Exit code 0 if every channel has
     accepted the message, else 1.
     """
     from flows.notifying.sender import notify_settings, try_channels
@@ -267,11 +267,11 @@ def notify_test(words: tuple[str, ...], as_json: bool) -> int:
     config = notify_settings(recipe, overrides)
     tried = try_channels(config, started=lambda name: say(f"{name}: sending …"))
     worked = all(t["delivered"] for t in tried)
-    rows = [(t["channel"], f"{t['seconds']:.1f} s", t["why"] or "has taken it") for t in tried]
+    rows = [(t["channel"], f"{t['seconds']:.1f} s", t["why"] or "accepted") for t in tried]
     show(
         as_json,
         lambda: {"version": 1, "recipe": config.recipe, "channels": tried},
-        lambda: table_lines(rows, ("channel", "took", "what came of it")),
+        lambda: table_lines(rows, ("channel", "took", "result")),
     )
     following = ["run"] if worked else ["notify", "test"]
     say_next(command_line(*following, recipe, *overrides))

@@ -99,7 +99,7 @@ def test_the_record_counts_not_the_recipe_or_rows_of_today(tmp_path: Path) -> No
     recipe.write_text(f"{recipe.read_text()}seed: 7\n")
     again = refiner("resume", run, where, "--no-server", cwd=Path("/"))
     assert again.code == begun.code
-    assert "mine.yaml has changed since (seed); the run goes on as recorded" in again.stderr
+    assert "mine.yaml has changed since (seed); the run continues as recorded" in again.stderr
     rows.write_text(f"{line}\n" * 41)
     for options in ((), ("--detach",)):
         refused = refiner("resume", run, where, "--no-server", *options)
