@@ -1,10 +1,9 @@
-"""A model's files, and their checks: what would fail after hours is refused at once.
+"""Checks of a model's files: refuse at once what would fail after hours.
 
-In: a model reference; a recipe's configuration. Out: :class:`ModelFiles`, read from a local folder
-or from the snapshot that the Hub client has in its cache; or a refusal with the numbers and the
-field to change. Takes milliseconds and no torch; of a model that is not here yet nothing is
-said. What cannot be read is left to who loads the model
-(:func:`refiner_core.training.model.loading.check_model`), whose words are better.
+In: a model reference; a recipe's configuration. Out: :class:`ModelFiles`, from a local folder or
+the Hub client's cache; or a refusal with the numbers and the field to change. Takes milliseconds
+and no torch; a model that is not downloaded yet is not checked. Unreadable files are left to the
+loader (:func:`refiner_core.training.model.loading.check_model`), whose messages are better.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ _INDEX = "model.safetensors.index.json"
 class ModelFiles:
     """A folder with a model or tokenizer.
 
-    ``whole`` is False where files may still be on their way (an unfinished download): what is
-    missing then says nothing.
+    ``whole`` is False if files may still be missing (an unfinished download): then missing files
+    are no error.
     """
 
     folder: Path
     whole: bool
 
     def has(self, *names: str) -> bool:
-        """True if one of these files is there."""
+        """True if one of these files exists."""
         return any((self.folder / name).is_file() for name in names)
 
     def json(self, name: str) -> Mapping[str, Any]:
-        """A JSON file; empty where there is none that can be read."""
+        """Content of a JSON file; empty if it is missing or unreadable."""
         try:
             found = json.loads((self.folder / name).read_bytes())
         except (OSError, ValueError):
@@ -52,14 +51,14 @@ class ModelFiles:
 
     @property
     def text_config(self) -> Mapping[str, Any]:
-        """The part of ``config.json`` that is about text: all of it in plain language models."""
+        """The text part of ``config.json``: all of it in plain language models."""
         config = self.json("config.json")
         part = config.get("text_config")
         return part if isinstance(part, dict) else config
 
     @property
     def missing_shards(self) -> list[str]:
-        """Weight files that the index names and that are not there."""
+        """Weight files named by the index that do not exist."""
         named = self.json(_INDEX).get("weight_map")
         files = set(named.values()) if isinstance(named, dict) else set()
         return sorted(str(n) for n in files if not (self.folder / str(n)).is_file())
@@ -68,7 +67,7 @@ class ModelFiles:
     def cut_short(self) -> str | None:
         """A weight file that is shorter than its own header says."""
         for path in sorted(self.folder.glob("*.safetensors")):
-            with contextlib.suppress(OSError, ValueError):  # no header: left to who loads it
+            with contextlib.suppress(OSError, ValueError):  # no header: left to the loader
                 begin, header = safetensors_header(path)
                 ends = (tensor["data_offsets"][1] for tensor in header.values())
                 if path.stat().st_size < begin + max(ends, default=0):
@@ -77,12 +76,12 @@ class ModelFiles:
 
     @property
     def has_weights(self) -> bool:
-        """True if there is any file of weights, in a form that transformers loads."""
+        """True if there are weights in a format that transformers loads."""
         patterns = ("*.safetensors", "pytorch_model*.bin", _INDEX)
         return any(next(self.folder.glob(p), None) for p in patterns)
 
     def id_from(self, words: int) -> int | None:
-        """The highest id that the tokenizer gives, if it is ``words`` or more."""
+        """The tokenizer's highest id, if it is ``words`` or more."""
         path = self.folder / "tokenizer.json"
         highest = _highest_id(path, path.stat().st_mtime_ns) if path.is_file() else None
         return highest if highest is not None and highest >= words else None
@@ -93,7 +92,7 @@ def model_files(ref: str, revision: str) -> ModelFiles | None:
     try:
         resolved = resolve_ref(ref)
     except RefinerError:
-        return None  # whoever resolves sources says it
+        return None  # reported when sources are resolved
     if ref.startswith(BUILTIN_PREFIX) or Path(resolved).is_dir():
         return ModelFiles(Path(resolved), whole=True)
     from huggingface_hub import try_to_load_from_cache
@@ -101,7 +100,7 @@ def model_files(ref: str, revision: str) -> ModelFiles | None:
     try:
         found = try_to_load_from_cache(resolved, "config.json", revision=revision)
     except ValueError:
-        return None  # no name of a repository; whoever resolves sources says it
+        return None  # no repository name; reported when sources are resolved
     if not isinstance(found, str):
         return None
     files = ModelFiles(Path(found).parent, whole=False)
@@ -112,7 +111,7 @@ def model_files(ref: str, revision: str) -> ModelFiles | None:
 
 @functools.lru_cache(maxsize=16)
 def _highest_id(path: Path, changed_at: int) -> int | None:
-    """Read once for many trials, unless the file changes."""
+    """Highest id; read once for many trials, unless the file changes."""
     try:
         found = json.loads(path.read_bytes())
         vocabulary = found["model"]["vocab"]
@@ -126,30 +125,30 @@ def _highest_id(path: Path, changed_at: int) -> int | None:
 #: Stages that tokenise or run the recipe's base model.
 _READERS = {"data", *STAGES, "evaluate"}
 _TRAINERS = set(STAGES)
-#: Layers that carry a state from token to token, across the border between packed sequences.
+#: Layers whose state is carried across the border between packed sequences.
 _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"}
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "tekken.json", "tiktoken.model"),
 )
-#: Tokenizer classes that have no end-of-text token unless one is named.
+#: Tokenizer classes without an end-of-text token unless one is configured.
 _WITHOUT_DEFAULTS = {"PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer"}
 
 
 def asked_of_model(config: RecipeConfig) -> tuple[object, ...]:
-    """All that decides what :func:`check_model_files` says: trials that agree are checked once."""
+    """Everything that :func:`check_model_files` depends on: equal trials are checked once."""
     stages = frozenset(config.only or config.stages) & frozenset(config.stages)
     lengths = (config.data.max_prompt_token_length, config.grpo.response_length)
     return config.model, stages, lengths, config.grpo.max_token_length, config.environment.name
 
 
 def check_model_files(config: RecipeConfig) -> None:
-    """Refuse a recipe whose model or tokenizer cannot do what it asks for.
+    """Refuse a recipe whose model or tokenizer cannot be used with it.
 
     Raises
     ------
     ConfigurationError
-        Files are missing or cut short, or their sizes do not fit the recipe or each other.
+        Files are missing or truncated, or their sizes do not fit the recipe or each other.
     UnsupportedError
         The model's layers cannot be trained in packs.
     """
@@ -177,7 +176,7 @@ def check_model_files(config: RecipeConfig) -> None:
 
 
 def _check_tokenizer(config: RecipeConfig, files: ModelFiles) -> None:
-    """There is one, and it has a token that ends a text."""
+    """A tokenizer exists, and has an end-of-text token."""
     field = _tokenizer_field(config)
     if files.whole and not files.has(*_TOKENIZERS):
         raise ConfigurationError(
@@ -190,8 +189,8 @@ def _check_tokenizer(config: RecipeConfig, files: ModelFiles) -> None:
     bare = settings.get("tokenizer_class") in _WITHOUT_DEFAULTS or "eos_token" in settings
     if files.whole and not named and bare:
         raise ConfigurationError(
-            f"The tokenizer in {files.folder} ({field}) has no end-of-text token (`eos_token`): a "
-            "model would never learn to stop.",
+            f"The tokenizer in {files.folder} ({field}) has no end-of-text token (`eos_token`): "
+            "the model would never learn to stop.",
             expected="`eos_token` in tokenizer_config.json, such as <|im_end|>",
             fix="name it there, or set model.tokenizer_name_or_path to a chat model's",
         )
@@ -223,7 +222,7 @@ def _tokenizer_field(config: RecipeConfig) -> str:
 
 
 def _check_weights(config: RecipeConfig, model: ModelFiles) -> None:
-    """All files are there, as long as they should be, and of the configuration's shape."""
+    """All files exist, are complete, and have the configuration's shape."""
     missing, why = model.missing_shards if model.whole else [], ""
     if missing:
         why = f"lacks {len(missing)} of the weight files that its index names, {missing[0]} first"
@@ -241,7 +240,7 @@ def _check_weights(config: RecipeConfig, model: ModelFiles) -> None:
 
 
 def _check_vocabulary(config: RecipeConfig, model: ModelFiles, tokenizer: ModelFiles) -> None:
-    """Every id of the tokenizer has an embedding; embeddings without an id are padding."""
+    """Every token id has an embedding; embeddings without an id are padding."""
     words = model.text_config.get("vocab_size")
     if not isinstance(words, int) or (highest := tokenizer.id_from(words)) is None:
         return
@@ -259,12 +258,12 @@ def _check_vocabulary(config: RecipeConfig, model: ModelFiles, tokenizer: ModelF
 
 
 def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
-    """The longest prompt with the longest response has positions."""
+    """The longest prompt with the longest response fits into the positions."""
     text, grpo = model.text_config, config.grpo
     window, longest = text.get("max_position_embeddings"), config.data.max_prompt_token_length
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     stretched = isinstance(scaling, dict) and "factor" in json.dumps(scaling)
-    if not isinstance(window, int) or stretched:  # then the window is another than its number
+    if not isinstance(window, int) or stretched:  # then the number is not the real window
         return
     needs = {
         "data.max_prompt_token_length + grpo.response_length": longest + grpo.response_length,
@@ -281,7 +280,7 @@ def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
 
 
 def _check_layers(config: RecipeConfig, model: ModelFiles) -> None:
-    """Packed sequences can be kept apart, and the head is all there is to a logit."""
+    """Packed sequences can be separated, and the output head alone gives the logits."""
     text = model.text_config
     found = text.get("layer_types") or text.get("layers_block_type")
     kinds = set(map(str, found if isinstance(found, list) else ())) & _RECURRENT

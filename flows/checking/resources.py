@@ -1,8 +1,8 @@
-"""Memory and programs that a plan's training stages will take, before anything runs.
+"""Memory and programs needed by a plan's training stages, before anything runs.
 
-In: a plan, the model's files. Out: estimates by stage, sentences for people, and refusals of
-programs that are not there. Imports nothing heavy. What GPUs have is not known before a job runs,
-so that of them only the figures are given.
+In: a plan, the model's files. Out: estimates by stage, notes for people, and refusals for missing
+programs. Imports nothing heavy. GPU memory is unknown before a job runs, so only estimates are
+given for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GIB = 2**30
 
 
 def memory_needs(plan: Plan) -> list[MemoryNeed]:
-    """Estimates for the training stages of a plan; none where nothing says the model's size."""
+    """Estimates for the training stages of a plan; none if the model's size is unknown."""
     found = _shape_of(plan.config)
     if found is None:
         return []
@@ -41,7 +41,7 @@ def memory_needs(plan: Plan) -> list[MemoryNeed]:
 
 
 def memory_json(plan: Plan) -> list[dict[str, Any]]:
-    """The estimates for scripts."""
+    """The estimates as JSON."""
     return [
         {
             **picked(need, "stage", "processes", "gpu_bytes", "host_bytes"),
@@ -53,7 +53,7 @@ def memory_json(plan: Plan) -> list[dict[str, Any]]:
 
 
 def planning_notes(plan: Plan) -> list[str]:
-    """Notes on how a plan trains, before it runs; nothing of it is refused."""
+    """Notes on how a plan trains; they refuse nothing."""
     config = plan.config
     notes = training_notes(config)
     if config.environment.name:
@@ -106,10 +106,10 @@ def check_server_programs(plan: Plan) -> None:
     Raises
     ------
     UnsupportedError
-        An interpreter, a container's program or the engine's command is not there.
+        An interpreter, a container's program or the engine's command is missing.
     """
     if plan.config.dispatch.executor != "local":
-        return  # what compute nodes have is not seen from here
+        return  # compute nodes cannot be checked from here
     workspace = Workspace.read_only(plan.config.workspace)
     kinds = {s.kind for s in plan.stages if workspace.read_result(s.id) is None}
     for section, field, engine in _programs(plan.config, kinds):

@@ -1,4 +1,4 @@
-"""Rubric sets, protocols and environments that recipes name: listed, shown, checked, played.
+"""Rubric sets, protocols and environments: list, show, check, play.
 
 In: shipped names or files. Out: values, and findings of checks.
 """
@@ -42,11 +42,11 @@ from refiner_core.rubrics import (
     shipped_rubric_sets,
 )
 
-#: Environments that a recipe may name -> what each is for.
+#: Environment name -> its purpose.
 ENVIRONMENTS: Mapping[str, str] = {
-    "desk": "a service desk of our own: bookings, orders, devices; a scripted user; runs anywhere",
+    "desk": "refiner's own service desk: bookings, orders, devices; a scripted user; runs anywhere",
     "tau2": "tau2-bench (airline, retail, telecom), where it is installed; its user is a model",
-    "FILE.py:NAME": "your own: what NAME(config, user) of that file makes",
+    "FILE.py:NAME": "your own: the result of NAME(config, user) in that file",
 }
 
 
@@ -54,7 +54,7 @@ ENVIRONMENTS: Mapping[str, str] = {
 
 
 def list_rubric_sets() -> list[RubricSet]:
-    """The rubric sets that come with refiner.
+    """List the shipped rubric sets.
 
     Returns
     -------
@@ -64,13 +64,13 @@ def list_rubric_sets() -> list[RubricSet]:
     Raises
     ------
     ConfigurationError
-        One of them is damaged: the installation is.
+        A set is damaged, and so is the installation.
     """
     return [load_rubric_set(name) for name in shipped_rubric_sets()]
 
 
 def show_rubric_set(name: str) -> tuple[RubricSet, Path]:
-    """A rubric set and the file that it stands in.
+    """A rubric set and its file.
 
     Parameters
     ----------
@@ -80,18 +80,18 @@ def show_rubric_set(name: str) -> tuple[RubricSet, Path]:
     Returns
     -------
     RubricSet, Path
-        The set, and where it lies.
+        The set, and its file.
 
     Raises
     ------
     ConfigurationError
-        There is none of that name, or it is no rubric set.
+        There is no such set, or the file is no rubric set.
     """
     return load_rubric_set(name), rubric_set_path(name)
 
 
 def list_protocols() -> list[ProtocolFacts]:
-    """The protocols that come with refiner.
+    """List the shipped protocols.
 
     Returns
     -------
@@ -101,13 +101,13 @@ def list_protocols() -> list[ProtocolFacts]:
     Raises
     ------
     ConfigurationError
-        One of them is damaged: the installation is.
+        A protocol is damaged, and so is the installation.
     """
     return [show_protocol(name) for name in shipped_protocols()]
 
 
 def show_protocol(name: str) -> ProtocolFacts:
-    """Read what a protocol fixes, and its fingerprint.
+    """Read a protocol, and its fingerprint.
 
     Parameters
     ----------
@@ -117,12 +117,12 @@ def show_protocol(name: str) -> ProtocolFacts:
     Returns
     -------
     ProtocolFacts
-        All that ``refiner protocols show`` says.
+        The content of ``refiner protocols show``.
 
     Raises
     ------
     ConfigurationError
-        There is none of that name, or it is no protocol.
+        There is no such protocol, or the file is none.
     """
     path, protocol = find_protocol(name), load_protocol(name)
     with refused_under(protocol.name):
@@ -139,17 +139,17 @@ def check_protocol(file: str, recipe: str = "tiny") -> ProtocolFacts:
     file
         A shipped name or a YAML file.
     recipe
-        Whose other fields are used.
+        Recipe with the other fields.
 
     Returns
     -------
     ProtocolFacts
-        Of the protocol, which is one.
+        Facts of the protocol.
 
     Raises
     ------
     ConfigurationError
-        It is not; names the field.
+        It is no protocol; the message names the field.
     """
     known = show_protocol(file)
     config = load_recipe(recipe)
@@ -164,9 +164,9 @@ def protocol_fields() -> dict[str, FieldInfo]:
     Returns
     -------
     dict
-        Path to field: its default, its mark and what it is.
+        Path to field: its default, mark and explanation.
 
-    It raises nothing.
+    Raises nothing.
     """
     known = dict(walk(RecipeConfig))
     return {path: known[path] for path in FIELDS}
@@ -177,7 +177,7 @@ def protocol_fields() -> dict[str, FieldInfo]:
 
 @dataclass(frozen=True)
 class ProtocolFacts:
-    """A protocol, the file that it stands in, and the fingerprint of what it fixes in effect."""
+    """A protocol, its file, and the fingerprint of its effective settings."""
 
     path: Path
     protocol: ProtocolFile
@@ -185,7 +185,7 @@ class ProtocolFacts:
     fingerprint: str
 
     def as_json(self) -> dict[str, Any]:
-        """For scripts."""
+        """The facts as JSON."""
         return {
             **picked(self.protocol, "name", "sections", "text"),
             **picked(self, "fingerprint", "description"),
@@ -194,7 +194,7 @@ class ProtocolFacts:
 
 
 class Played(NamedTuple):
-    """A task that was played, and how it has ended."""
+    """A played task, and its outcome."""
 
     task: Task
     outcome: Outcome
@@ -206,15 +206,15 @@ def list_environments() -> Mapping[str, str]:
     Returns
     -------
     dict
-        Name to what it is for.
+        Name to purpose.
 
-    It raises nothing.
+    Raises nothing.
     """
     return ENVIRONMENTS
 
 
 def environment_config(name: str, overrides: Sequence[str] = ()) -> RecipeConfig:
-    """A configuration with that environment, and the defaults of all else.
+    """A configuration with that environment, and defaults otherwise.
 
     Parameters
     ----------
@@ -231,7 +231,7 @@ def environment_config(name: str, overrides: Sequence[str] = ()) -> RecipeConfig
     Raises
     ------
     ConfigurationError
-        The name or an override cannot be meant.
+        The name or an override is invalid.
     """
     check_name(name)
     values = read_overrides([f"environment.name={json.dumps(name)}", *overrides], Path.cwd())
@@ -256,9 +256,9 @@ def show_environment(
     Raises
     ------
     ConfigurationError
-        There is none of that name, or it cannot be what is asked.
+        There is no such environment, or its settings are invalid.
     UnsupportedError
-        What it needs is not installed.
+        A requirement is not installed.
     """
     config = environment_config(name, overrides)
     environment = open_environment(config, evaluation=False)
@@ -269,14 +269,14 @@ def show_environment(
 def check_environment(
     name: str, overrides: Sequence[str] = (), *, most: int | None = None
 ) -> checking.Checked:
-    """Check that an environment does what its protocol says, by trying its tasks.
+    """Check an environment against its protocol, by trying its tasks.
 
     Parameters
     ----------
     name, overrides
         As of :func:`flows.api.environment_config`.
     most
-        Try at most so many tasks of each split.
+        Maximum number of tasks tried per split.
 
     Returns
     -------
@@ -298,19 +298,19 @@ def find_task(tasks: Mapping[str, Sequence[Task]], task: str | None = None) -> T
     Parameters
     ----------
     tasks
-        Of :func:`flows.api.show_environment`.
+        From :func:`flows.api.show_environment`.
     task
-        Its id, with its domain in front or without (default: the first).
+        Its id, with or without its domain (default: the first).
 
     Returns
     -------
     Task
-        The one that is meant.
+        The task.
 
     Raises
     ------
     ConfigurationError
-        There is none; names the nearest.
+        There is no such task; the message names the nearest.
     """
     known = [one for of_split in tasks.values() for one in of_split]
     wanted = (task or "").rpartition("/")[2]
@@ -334,20 +334,20 @@ def play_task(
     seed: int = 0,
     hear: Callable[[Sequence[Message]], None] = lambda messages: None,
 ) -> Played:
-    """Do a task by given calls of tools, until it is over or there are no more.
+    """Play a task with given tool calls, until it is over or there are no more.
 
     Parameters
     ----------
     name, overrides
         As of :func:`flows.api.environment_config`.
     calls
-        In order.
+        Tool calls in order.
     task
         Its id (default: the first).
     seed
-        Of the episode.
+        Seed of the episode.
     hear
-        Hears what is said, at the beginning and after each call.
+        Receives the messages, at the beginning and after each call.
 
     Returns
     -------

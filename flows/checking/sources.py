@@ -1,7 +1,7 @@
-"""Digests of what a plan depends on but does not contain: data, model weights, rubrics, prompts.
+"""Digests of a plan's external inputs: data, model weights, rubrics, prompts.
 
 Runs on a login node at plan time: reads files, needs neither network nor torch. Local content is
-hashed; what lives on a Hub is named by its pinned revision.
+hashed; content of a Hub is identified by its pinned revision.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _KINDS_OF_TAU2 = ("action", "communicate", "environment", "db", "nl")
 
 
 def check_names(config: RecipeConfig) -> None:
-    """Refuse names that nothing here has.
+    """Refuse unknown names.
 
     Raises
     ------
     ConfigurationError
-        Names the field and those that there are.
+        Names the field and the known names.
     """
     if config.environment.name:
         _check_shaping(config)
@@ -43,8 +43,8 @@ def check_names(config: RecipeConfig) -> None:
 
 
 def _check_shaping(config: RecipeConfig) -> None:
-    """Partial credit of an environment that is known by name; one of a user's own says its names
-    when its tasks are prepared."""
+    """Check the partial credit of a shipped environment; an own environment lists its names when
+    its tasks are prepared."""
     known = _known_names(config.environment.name)
     if known is None:
         return
@@ -53,7 +53,7 @@ def _check_shaping(config: RecipeConfig) -> None:
 
 
 def _known_names(name: str) -> tuple[Collection[str], Collection[str]] | None:
-    """Domains, and kinds of checks."""
+    """Domains, and kinds of checks, of an environment."""
     from refiner_core.environments.registry import DESK, TAU2
 
     if name == DESK:
@@ -84,23 +84,23 @@ def _check_best(config: RecipeConfig) -> None:
     raise ConfigurationError(
         f"`publish.best_{what}` is {name!r}, which no evaluation of this recipe gives.{hint}",
         expected="one of: " + ", ".join(offered),
-        fix=f"correct publish.best_{what}, or evaluate what it names",
+        fix=f"correct publish.best_{what}, or add its evaluation",
     )
 
 
-#: Files up to this size are hashed whole; of larger ones, size, head and tail.
+#: Files up to this size are hashed completely; larger ones by size, head and tail.
 _WHOLE_BYTES = 64 * 2**20
 _EDGE_BYTES = 2**20
 
 
 def resolve_sources(config: RecipeConfig) -> dict[str, str]:
-    """Digest by source name (see :func:`refiner_core.contract.plan.make_plan`), those of protocol
-    files with their names behind.
+    """Digest by source name (see :func:`refiner_core.contract.plan.make_plan`); protocol files have
+    their names after the digest.
 
     Raises
     ------
     DataError, ConfigurationError
-        A source is missing, or a name is none; the message names the field.
+        A source is missing, or a name is unknown; the message names the field.
     """
     check_names(config)
     sources = _of_training(config) | _of_measuring(config)
@@ -112,7 +112,7 @@ def resolve_sources(config: RecipeConfig) -> dict[str, str]:
 
 
 def protocol_sources(measured: RecipeConfig) -> dict[str, str]:
-    """Digests of what a configuration under a protocol file has of its own; errors as of
+    """Digests of the inputs that a configuration under a protocol adds; errors as for
     :func:`resolve_sources`."""
     sources = _of_measuring(measured)
     if measured.data.all_held_out:
@@ -130,7 +130,7 @@ def _of_training(config: RecipeConfig) -> dict[str, str]:
         from refiner_core.environments.registry import environment_digest
 
         sources["environment"] = _once(environment_digest, config)
-    own_rows = agent and config.data.sft_path == BUILTIN_ROWS  # those of the environment's expert
+    own_rows = agent and config.data.sft_path == BUILTIN_ROWS  # rows of the environment's expert
     if config.data.sft_path is not None and not own_rows:
         sources["data.sft"] = _once(source_digest, _rows(config.data), "sft")
     if config.data.rl_path is not None and not agent:
@@ -141,7 +141,7 @@ def _of_training(config: RecipeConfig) -> dict[str, str]:
 
 
 def _rows(data: DataConfig) -> DataConfig:
-    """As far as it says which rows there are, not what becomes of them."""
+    """The settings that select the rows, without their later use."""
     return DataConfig(**{name: getattr(data, name) for name in _NAMES_ROWS})
 
 
@@ -152,10 +152,10 @@ _NAMES_ROWS = (
 
 
 def _of_measuring(config: RecipeConfig) -> dict[str, str]:
-    """Rubrics and judge."""
+    """Digests of rubrics and judge."""
     sources, reward = dict[str, str](), config.reward
     if config.environment.name and config.environment.nl_assertions != "judge":
-        return sources  # nobody is judged
+        return sources  # nothing is judged
     if "static" in reward.rubric_source and not reward.instance_rubrics_only:
         from refiner_core.rubrics import rubric_set_digest
 
@@ -175,8 +175,8 @@ def _of_measuring(config: RecipeConfig) -> dict[str, str]:
 
 @contextlib.contextmanager
 def each_read_once() -> Iterator[None]:
-    """Within, a file that several configurations name is read, and hashed, once: a sweep's trials
-    are planned with the same rows and weights, however long that takes."""
+    """Context in which a file named by several configurations is read and hashed once: all trials
+    of a sweep are planned with the same rows and weights, however long planning takes."""
     token = _known.set({})
     try:
         yield
@@ -188,7 +188,7 @@ _known: ContextVar[dict[Any, str] | None] = ContextVar("known", default=None)
 
 
 def _once(digest: Callable[..., str], *names: Any) -> str:
-    """``digest(*names)``, from memory where :func:`each_read_once` holds."""
+    """``digest(*names)``, cached within :func:`each_read_once`."""
     known = _known.get()
     if known is None:
         return digest(*names)
@@ -198,8 +198,7 @@ def _once(digest: Callable[..., str], *names: Any) -> str:
 
 
 def _template_digest(name: str) -> str:
-    """The identity of a template that can be parsed: nobody trains for days to learn that it
-    cannot."""
+    """Digest of a template, which must parse: an error must not appear after days of training."""
     from refiner_core.cards.build import check_template
 
     path = Path(name)
@@ -218,7 +217,7 @@ def _template_digest(name: str) -> str:
 
 
 def model_digest(name_or_path: str, revision: str) -> str:
-    """The identity of a model: its files' content, or ``hub:NAME@REVISION``."""
+    """Digest of a model: its files' content, or ``hub:NAME@REVISION``."""
     resolved = resolve_ref(name_or_path)
     path = Path(resolved)
     if not path.is_dir():

@@ -1,7 +1,6 @@
 """`refiner list`, `show`, `completion`, `rubrics`, `protocols` and `environments`.
 
-What is shipped or one's own, shown and checked; what a field is; a task to play; what a shell needs
-to complete all of it.
+Show and check shipped and own sets; explain fields; play a task; print completion scripts.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ if TYPE_CHECKING:
     from refiner_core.rubrics import RubricSet
     from refiner_core.rubrics.lint import Checked
 
-#: Exit code of what is wrong: bad data.
+#: Exit code for errors in a set: bad data.
 _WRONG = 3
-_SHOWN_FINDINGS = 3  # findings of each kind that are printed; the JSON has all
+_SHOWN_FINDINGS = 3  # findings printed per kind; the JSON has all
 _SHOWN_TASKS = 20
 
 
 def _group(name: str, text: str, epilog: str) -> click.Group:
-    """A group of commands; without one it lists its kind, as it always did."""
+    """A group of commands; without one it lists its kind."""
     listed = former_listing(name, "list")
 
     @click.group(name, invoke_without_command=True, epilog=epilog, help=text)
@@ -103,14 +102,16 @@ def show_rubrics(name: str, as_json: bool) -> None:
 @argument("file", metavar="FILE")
 @json_option
 @click.option("--strict", is_flag=True, help="warnings count as errors")
-@click.option("--all", "show_all", is_flag=True, help="print every finding, not the first of each")
+@click.option(
+    "--all", "show_all", is_flag=True, help="print every finding, not only the first of each"
+)
 def check_rubrics_command(file: str, as_json: bool, strict: bool, show_all: bool) -> int:
-    """Check a rubric set, or the rubrics that rows bring with them.
+    """Check a rubric set, or the rubrics of rows.
 
     FILE is a set (a YAML file, or a shipped name), or rows in either form (.jsonl, .parquet).
-    Errors are what the reward would refuse or count wrongly; warnings are wording that judges get
-    wrong: negated faults, what a judge cannot see, scales that are not the judge's. The exit code
-    is 3 where something is wrong.
+    Errors are rubrics that the reward would refuse or count wrongly; warnings are wording that
+    judges misread: negated faults, facts that a judge cannot see, scales that are not the judge's.
+    The exit code is 3 if there is an error.
     """
     from refiner_core.rubrics.lint import check_file
 
@@ -122,7 +123,7 @@ def check_rubrics_command(file: str, as_json: bool, strict: bool, show_all: bool
 
 
 def set_json(rubrics: RubricSet) -> dict[str, Any]:
-    """A rubric set for scripts."""
+    """A rubric set as JSON."""
     parts = zip(rubrics.rubrics, rubrics.origins, strict=True)
     return {
         **picked(rubrics, "name", "version", "description", "source", "license"),
@@ -141,13 +142,13 @@ def _checked_json(checked: Checked) -> dict[str, Any]:
 
 
 def _checked_lines(checked: Checked, show_all: bool) -> Iterator[str]:
-    """Findings by rule, each rule explained once; then one line that sums up."""
+    """Findings by rule, each rule explained once; then a summary line."""
     from refiner_core.rubrics.lint import RULES
 
     for rule, found in checked.by_rule().items():
         known = RULES[rule]
         yield f"{known.severity} {rule}: {len(found)}"
-        yield folded(f"Why: {known.why}. To mend it: {known.fix}.", "  ")
+        yield folded(f"Why: {known.why}. To fix it: {known.fix}.", "  ")
         shown = found if show_all else found[:_SHOWN_FINDINGS]
         for finding in shown:
             place = f" {finding.place}" if finding.place else ""
@@ -168,7 +169,7 @@ def _checked_lines(checked: Checked, show_all: bool) -> Iterator[str]:
 protocols_command = _group(
     "protocols",
     "Show and check protocols: fixed ways of measuring, for models that differ in theirs.",
-    "A protocol of your own is one YAML file, named in evaluate.protocols; begin with a copy"
+    "A protocol of your own is one YAML file, named in evaluate.protocols; start with a copy"
     " of what `refiner protocols show held-out-greedy-v1` names.",
 )
 
@@ -179,9 +180,9 @@ protocols_command = _group(
 def show_protocol_command(name: str, as_json: bool) -> None:
     """Show what a protocol fixes: NAME is a shipped one (`refiner list protocols`) or a YAML file.
 
-    The fingerprint covers what is fixed in effect, rubrics and prompts by their content: two files
-    that measure alike have one, whatever they are called. Sections that are named are fixed whole;
-    all else follows the recipe, and each number's own protocol says what that was.
+    The fingerprint covers the effective settings, rubrics and prompts by their content: two files
+    that measure alike have the same, whatever their names. Named sections are fixed completely;
+    other fields follow the recipe, and each metric's own protocol records them.
     """
     from flows.checking.sets import show_protocol
 
@@ -193,7 +194,7 @@ def show_protocol_command(name: str, as_json: bool) -> None:
         yield f"file: {known.path}"
         if known.description:
             yield "\n" + folded(known.description)
-        yield "\nfixed (what the file leaves out of a section that it names has its default):"
+        yield "\nfixed (fields left out of a named section have their defaults):"
         for path, value in protocol.values().items():
             said = "" if path in protocol.fields else "   (default)"
             yield f"  {path}: {json.dumps(value, ensure_ascii=False)}{said}"
@@ -211,7 +212,7 @@ def show_protocol_command(name: str, as_json: bool) -> None:
 )
 @json_option
 def check_protocol_command(file: str, recipe: str, as_json: bool) -> None:
-    """Check a protocol FILE: its fields and values, and that what it names can be read."""
+    """Check a protocol FILE: its fields and values, and the files that it names."""
     from flows.checking.sets import check_protocol
 
     known = check_protocol(file, recipe)
@@ -243,7 +244,7 @@ def protocol_fields_command(as_json: bool) -> None:
 
 environments_command = _group(
     "environments",
-    "Show and check what agents with tools work in; play a task by hand.",
+    "Show and check environments of agents with tools; play a task by hand.",
     "KEY=VALUE are fields of a recipe, e.g. environment.domains=[orders]. How to write one: "
     "refiner_core/environments/README.md.",
 )
@@ -251,7 +252,7 @@ environments_command = _group(
 
 @environments_command.command("show")
 @argument("name", metavar="NAME")
-@click.option("--tasks", "with_tasks", is_flag=True, help="list every task, too")
+@click.option("--tasks", "with_tasks", is_flag=True, help="also list every task")
 @json_option
 @overrides_argument
 def show_environment_command(
@@ -271,13 +272,13 @@ def show_environment_command(
 
 @environments_command.command("check")
 @argument("name", metavar="NAME")
-@click.option("--most", type=click.IntRange(1), help="try at most this many tasks of each split")
+@click.option("--most", type=click.IntRange(1), help="maximum number of tasks tried per split")
 @json_option
 @overrides_argument
 def check_environment_command(
     name: str, overrides: Sequence[str], most: int | None, as_json: bool
 ) -> int:
-    """Check that an environment does what its protocol says, by trying its tasks."""
+    """Check an environment against its protocol, by trying its tasks."""
     from flows.checking.sets import check_environment
 
     checked = check_environment(name, overrides, most=most)
@@ -306,9 +307,9 @@ def check_environment_command(
 def play_environment_command(
     name: str, overrides: Sequence[str], task_id: str | None, seed: int
 ) -> int:
-    """Do a task by hand: type one tool call a line, as `get_order order=S_k3F7` or as JSON.
+    """Play a task by hand: type one tool call per line, as `get_order order=S_k3F7` or as JSON.
 
-    The exit code is 0 where the task was solved.
+    The exit code is 0 if the task was solved.
     """
     from flows.checking.sets import find_task, play_task, show_environment
 
@@ -332,7 +333,7 @@ def play_environment_command(
 
 
 def _calls() -> Iterator[ToolCall]:
-    """Calls as they are typed, until there are no more."""
+    """Tool calls as they are typed, until the end of input."""
     while True:
         click.echo("> ", nl=False)
         line = sys.stdin.readline()
@@ -346,7 +347,7 @@ def _calls() -> Iterator[ToolCall]:
 
 
 def _call(line: str) -> ToolCall | None:
-    """A call as a person types it: JSON, or a name and ``key=value`` pairs."""
+    """A typed tool call: JSON, or a name and ``key=value`` pairs."""
     from refiner_core.environments.protocol import ToolCall
 
     try:
@@ -401,11 +402,11 @@ def _environment_lines(
         yield from table_lines(rows, ("domain", "task", "split", "what"))
 
 
-# ---------------------------------------------------------------- what is shipped
+# ---------------------------------------------------------------- shipped items
 
 
 def _recipes() -> Listing:
-    """With the GPUs that the largest stage of each asks for."""
+    """Recipes, with the GPUs that the largest stage of each requests."""
     from flows.plans import list_recipes
 
     found = list_recipes()
@@ -416,7 +417,7 @@ def _recipes() -> Listing:
 
 
 def _gpus(config: RecipeConfig) -> str:
-    """Of the largest of its stages, over all its nodes."""
+    """GPUs of its largest stage, over all nodes."""
     stages = [getattr(config, name).resources for name in config.stages]
     return str(max((r.gpus * r.nodes for r in stages), default=0) or "none")
 
@@ -475,11 +476,11 @@ _LISTINGS = {
 @argument("kind", type=click.Choice(tuple(_LISTINGS)), metavar="KIND")
 @json_option
 def list_command(kind: str, as_json: bool) -> None:
-    """List what comes with refiner of KIND: recipes, profiles (of Slurm), rubrics, protocols,
+    """List what ships with refiner of KIND: recipes, profiles (of Slurm), rubrics, protocols,
     environments.
 
     A recipe of your own is a YAML file with `include: NAME` and the fields that differ (`refiner
-    init` writes one); a profile, a rubric set and a protocol of your own is a YAML file, too.
+    init` writes one). Profiles, rubric sets and protocols of your own are YAML files, too.
     """
     value, rows, header, following = _LISTINGS[kind]()
     show_listing(as_json, lambda: {"version": 1, **value}, rows, header, following)
@@ -488,7 +489,7 @@ def list_command(kind: str, as_json: bool) -> None:
 @click.command("show")
 @argument("words", nargs=-1, metavar="[FIELD] [RECIPE] [KEY=VALUE]...")
 @click.option("--all", "every", is_flag=True, help="every field, with a line each")
-@click.option("--search", metavar="WORD", default="", help="fields that speak of WORD")
+@click.option("--search", metavar="WORD", default="", help="fields whose text contains WORD")
 @click.option("--schema", is_flag=True, help="the JSON Schema of a recipe file, for editors")
 @json_option
 def show_command(
@@ -496,9 +497,9 @@ def show_command(
 ) -> None:
     """Explain FIELD: `grpo.beta`, a last part such as `beta`, or a section such as `grpo`.
 
-    Its type, default and mark: an identity field decides what is computed (with another value
+    Shows its type, default and mark: an identity field decides what is computed (with another value
     stages run again), an execution field only where and how. With RECIPE, its value there, and the
-    file and line, or the override, that has set it. Without FIELD, list the sections.
+    file and line, or the override, that set it. Without FIELD, list the sections.
     """
     from flows.starting.fields import explain_fields, field_json, field_lines, field_rows
     from refiner_core.contract.field_facts import fields_below, sections
@@ -509,7 +510,7 @@ def show_command(
         print_json(recipe_schema())
         return
     names, overrides = split_overrides(words)
-    # FIELD comes first, unless all or a search make it needless.
+    # FIELD comes first, unless --all or --search replaces it.
     field = "" if every or search or not names else names.pop(0)
     recipe = names.pop(0) if names else ""
     if names or (overrides and not recipe):
@@ -561,13 +562,13 @@ _INSTALL = {
 
 @click.command("completion")
 @click.argument("shell", type=click.Choice(tuple(_INSTALL)), metavar="[SHELL]", required=False)
-@click.option("--install", is_flag=True, help="only print the line that installs it")
-@click.option("--line", hidden=True, help="of scripts of the release before: answer a shell")
+@click.option("--install", is_flag=True, help="only print the command that installs it")
+@click.option("--line", hidden=True, help="used by completion scripts of the previous release")
 def completion_command(shell: str | None, install: bool, line: str | None) -> None:
     """Print the completion script of SHELL (bash, zsh, fish; default: yours).
 
-    Commands, options, recipes, sweeps, runs, stages, files, and fields with their values are
-    completed: `refiner run tiny grpo.kl_` and the tabulator key.
+    Completes commands, options, recipes, sweeps, runs, stages, files, and fields with their values:
+    `refiner run tiny grpo.kl_` and the Tab key.
     """
     from click.shell_completion import get_completion_class
 
@@ -583,4 +584,4 @@ def completion_command(shell: str | None, install: bool, line: str | None) -> No
             click.echo(_INSTALL[used])
         elif kind := get_completion_class(used):
             click.echo(kind(cli, {}, "refiner", "_REFINER_COMPLETE").source(), nl=False)
-            say(f"\nNext (once; new shells then complete):\n  {_INSTALL[used]}")
+            say(f"\nNext (once; for new shells):\n  {_INSTALL[used]}")

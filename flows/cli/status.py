@@ -1,4 +1,4 @@
-"""`refiner status` and `report`: how a run or a sweep stands, and what it has shown."""
+"""`refiner status` and `report`: state and results of a run or a sweep."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 _REFRESH_S = 2.0
-#: A watcher waits longer: nothing else is waiting for it.
+#: A watcher waits longer for the scheduler: nothing waits for the watcher.
 _WATCH_WAIT_S = 5.0
-#: Rows that a page shows while it is redrawn.
+#: Maximum number of rows in a redrawn page.
 _ROWS = 40
 _HEADER = ("stage", "state", "job", "attempt", "progress", "left", "last word")
 
@@ -47,7 +47,7 @@ _HEADER = ("stage", "state", "job", "attempt", "progress", "left", "last word")
 @argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
 @click.option("--workspace", "folder", help="the same as workspace=DIR")
 @click.option("--watch", "-w", is_flag=True, help="redraw until the run has ended")
-@click.option("--incidents", is_flag=True, help="what went wrong, when, and what it cost")
+@click.option("--incidents", is_flag=True, help="errors with their times and costs")
 @click.option("--all", "every", is_flag=True, help="list all runs")
 @json_option
 def status_command(
@@ -60,9 +60,9 @@ def status_command(
 ) -> None:
     """Show the state of RUN or SWEEP (default: the newest): stages, jobs, progress, disk, failures.
 
-    RUN is an id, or an unambiguous part of its beginning or end; a trial of a sweep is also
-    SWEEP:ARM/seed1. Of a sweep all trials are shown, with totals. Nothing is written. A scheduler
-    that does not answer at once is left out, and the last line says so.
+    RUN is an id, or an unambiguous beginning or end of one; a trial of a sweep is also
+    SWEEP:ARM/seed1. A sweep is shown with all trials and totals. Nothing is written. A scheduler
+    that does not answer at once is left out; the last line reports that.
     """
     from flows.running.status import SCHEDULER_WAIT_S, watch_run
     from flows.sweeping.status import status_json as of_sweep
@@ -104,12 +104,12 @@ def status_command(
 
 
 def subject(workspace: Workspace, word: str | None) -> tuple[str | None, RunRecord | None]:
-    """The sweep or the run that is meant, by default what the workspace was last used for.
+    """The sweep or run of that name, by default the last one used in the workspace.
 
     Raises
     ------
     ConfigurationError
-        There is none of that name; names what is near, sweeps among it.
+        There is no such run or sweep; the message names the nearest.
     """
     from flows.running.status import find_run
     from flows.sweeping.status import newest_sweep, sweep_named
@@ -120,8 +120,8 @@ def subject(workspace: Workspace, word: str | None) -> tuple[str | None, RunReco
 
 
 def status_json(status: RunStatus, workspace: Workspace) -> dict[str, object]:
-    """All that is known, for scripts; ``resolved`` incidents are over; ``not_told`` are messages
-    that a channel did not take."""
+    """The complete status as JSON; ``resolved`` incidents are over; ``not_told`` are messages that
+    a channel did not accept."""
     from flows.notifying.sender import not_told
     from refiner_core.contract.records import to_json
 
@@ -167,7 +167,7 @@ def _progress(stage: StageStatus) -> str:
 
 
 def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
-    """Lines below the table: who works on it, room on the disk, what went wrong, what to do."""
+    """Lines below the table: orchestrator, free space, errors, next commands."""
     from flows.notifying.sender import not_told_lines
 
     tracking = workspace.read_run(status.run).config.get("tracking") or {}
@@ -179,7 +179,7 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
         digits = 1 if total >= 1 else 3
         yield (
             f"disk: {free:,.{digits}f} of {total:,.{digits}f} GB are free in {disk.folder}, by "
-            f"{disk.source} (what takes the rest: refiner disk)"
+            f"{disk.source} (details: refiner disk)"
         )
     if status.incidents:
         newest = status.incidents[-1]
@@ -199,7 +199,7 @@ def _orchestrator_lines(status: RunStatus, workspace: Workspace) -> Iterator[str
         said += f". Next: {command_line('resume', status.run, where)}"
     yield said
     if status.outage:
-        yield f"it waits, and goes on by itself: {status.outage}"
+        yield f"it waits, and continues by itself: {status.outage}"
 
 
 def _count(status: RunStatus) -> str:
@@ -222,11 +222,11 @@ def _list_runs(workspace: Workspace, as_json: bool) -> None:
     show(as_json, lambda: {"version": 1, "runs": found}, lambda: table)
 
 
-# ---------------------------------------------------------------- again and again
+# ---------------------------------------------------------------- watching
 
 
 class _Page(NamedTuple):
-    """View of a status; ``following`` is for who looks once."""
+    """View of a status; ``following`` are suggested commands for a single look."""
 
     heading: str
     header: Sequence[str]
@@ -235,7 +235,7 @@ class _Page(NamedTuple):
     following: Sequence[str] = ()
 
     def lines(self, most: int | None = None) -> list[str]:
-        """All of it; of the rows at most so many."""
+        """All lines; at most ``most`` rows."""
         table = table_lines(self.rows[:most], self.header)
         more = 0 if most is None else len(self.rows) - most
         cut = [f"and {more} more {self.header[0]}s"] if more > 0 else []
@@ -243,8 +243,8 @@ class _Page(NamedTuple):
 
 
 def _watched(look: Callable[[], Any], page: Callable[[Any], _Page], what: str) -> Any:
-    """Redraw, on a terminal, until nobody works on it any more; the last status. Ctrl-C ends the
-    watching, not the work."""
+    """Redraw on a terminal until the orchestrator has ended; returns the last status. Ctrl-C ends
+    the watching, not the work."""
     from rich.console import Console
     from rich.live import Live
 
@@ -288,10 +288,10 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
 
 @click.command("report")
 @argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
-@click.option("--out", metavar="DIR", help="where the files go (default: WORKSPACE/reports/NAME)")
-@click.option("--watch", is_flag=True, help="make it again until nobody works on it")
+@click.option("--out", metavar="DIR", help="folder for the files (default: WORKSPACE/reports/NAME)")
+@click.option("--watch", is_flag=True, help="update the report until the orchestrator has ended")
 @click.option("--every", "every_s", type=click.IntRange(min=1), default=15, show_default=True,
-              metavar="SECONDS", help="how often, with --watch")  # fmt: skip
+              metavar="SECONDS", help="interval of --watch")  # fmt: skip
 @former_option("--wandb", "Log a sweep's numbers yourself: wandb.Table(dataframe=flows.api."
              "comparisons_frame(SWEEP)), or report.csv.", flag=True)  # fmt: skip
 @json_option
@@ -304,9 +304,9 @@ def report_command(
 ) -> None:
     """Write the report of RUN or SWEEP (default: the newest).
 
-    RUN is an id, or an unambiguous part of its beginning or end; a trial of a sweep is also
+    RUN is an id, or an unambiguous beginning or end of one; a trial of a sweep is also
     SWEEP:ARM/seed1. Prints report.md and writes report.html, a page that works offline, with
-    report.json beside it (for a sweep report.csv and trials.csv, too). The page of a running run or
+    report.json beside it (for a sweep also report.csv and trials.csv). The page of a running run or
     sweep reloads itself; --watch keeps it up to date.
     """
     from flows.reporting.run.report import report_run
@@ -342,8 +342,8 @@ def report_command(
 
 
 def _written(make: Callable[[], Written[Any]], every_s: int) -> Written[Any]:
-    """The report; with ``every_s`` the last of those that are made until nobody works on it any
-    more. Ctrl-C ends the watching, not the work."""
+    """The report; with ``every_s`` the last of those that are made until the orchestrator has
+    ended. Ctrl-C ends the watching, not the work."""
     written = make()
     try:
         if every_s:

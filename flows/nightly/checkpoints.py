@@ -1,10 +1,10 @@
-"""Weights that a checkpoint of a nightly file means now, and the plan that evaluates them.
+"""Resolves the checkpoints of a nightly file to weights, and plans their evaluations.
 
-In: a :class:`Checkpoint`, the workspace. Out: a :class:`Resolved`, or why there is none. What is
-frozen is looked at all the same: a folder whose content is not what was pinned is refused. Its plan
-is the recipe's measuring (`data` and `evaluate` alone), with other weights for its base. Weights
-that are the same have the same stages in every night, so that nothing is evaluated twice; the
-canary has an occasion of its own in each night, and is sampled and judged afresh.
+In: a :class:`Checkpoint`, the workspace. Out: a :class:`Resolved`, or an error. Frozen checkpoints
+are checked as well: a folder whose content differs from the pinned digest is refused. The plan is
+the recipe's evaluation (`data` and `evaluate` alone) with these weights as its base. The same
+weights have the same stages every night, so nothing is evaluated twice; the canary has a separate
+occasion each night, and is sampled and judged again.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _PATIENCE_S = 60.0
 
 
 class NothingYet(RefinerError, RuntimeError):
-    """There is no such checkpoint at this time; it may come."""
+    """There is no such checkpoint yet."""
 
     resumable = True
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Weights.
+    """Resolved weights.
 
     Attributes
     ----------
     ref, revision
-        For ``model.name_or_path`` and, of a Hub repository, ``model.revision``.
+        For ``model.name_or_path`` and, for a Hub repository, ``model.revision``.
     digest
-        What they are: of the content, or ``hub:NAME@COMMIT``.
+        Digest of the content, or ``hub:NAME@COMMIT``.
     what
-        For people.
+        Description for people.
     """
 
     checkpoint: Checkpoint
@@ -59,16 +59,16 @@ class Resolved:
 
 
 def resolve(checkpoint: Checkpoint, workspace: Workspace) -> Resolved:
-    """The weights that a checkpoint means now.
+    """The current weights of a checkpoint.
 
     Raises
     ------
     ConfigurationError
-        There can be none: no such folder, run or stage, or its content has changed.
+        There is no such folder, run or stage, or its content has changed.
     NothingYet
         Nothing has been trained or exported yet.
     HubOutage, HubRefused
-        The Hub does not say which commit a branch is at.
+        The Hub does not return the commit of a branch.
     """
     source = checkpoint.source
     if source.kind == "hub":
@@ -103,7 +103,7 @@ def _of_stage(checkpoint: Checkpoint, workspace: Workspace, stage_id: str) -> Re
     if output is None or not folder.is_dir():
         raise ConfigurationError(
             f"{workspace.root} has no finished stage {stage_id!r} with a model in its output.",
-            expected="the id of a stage that has trained or exported one",
+            expected="the id of a stage that has trained or exported a model",
             fix="see `refiner status`, or name another workspace=DIR",
         )
     return Resolved(checkpoint, str(folder), "", model_digest(str(folder), ""), stage_id)
@@ -124,12 +124,12 @@ def _newest(checkpoint: Checkpoint, workspace: Workspace) -> Resolved:
 
 
 def _models(workspace: Workspace, what: str, name: str) -> Iterator[tuple[RunRecord, str]]:
-    """Runs and their stages that may have made the checkpoint, the best first: of the newest run
-    what has come furthest. What a run shares with calls before it is theirs, as long as any other
-    is there: a training that goes on has not made the weights that it starts from."""
+    """Runs and stages that may have made the checkpoint, best first: the newest run's latest
+    stages. Stages that a run shares with earlier calls belong to those, unless there are no others:
+    a continuing training has not made its initial weights."""
     if what == "run":
         run = find_run(workspace, name)
-        assert run is not None, "an id that is not known is refused"
+        assert run is not None, "an unknown id is refused"
         yield from ((run, stage_id) for stage_id in _models_of(run, workspace))
         return
     for run in newest_runs(workspace, models=True):
@@ -142,7 +142,7 @@ def _models(workspace: Workspace, what: str, name: str) -> Iterator[tuple[RunRec
 
 
 def _names(run: RunRecord, what: str) -> set[str]:
-    """The names that a run goes by among recipes, or among sweeps."""
+    """Names of a run as a recipe, or as a part of a sweep."""
     trial = trial_of(run.provenance)
     if what == "sweep" and trial is not None:
         return {trial[0], f"{trial[0]}/{trial[1]}"}
@@ -150,7 +150,7 @@ def _names(run: RunRecord, what: str) -> set[str]:
 
 
 def _models_of(run: RunRecord, workspace: Workspace) -> list[str]:
-    """Finished stages of a run that hold a model, the furthest first."""
+    """Finished stages of a run with a model, the latest first."""
     found: list[tuple[tuple[int, float], str]] = []
     for name, stage_id in run.stages.items():
         if name not in TRAINED and not name.startswith("export-"):
@@ -165,7 +165,7 @@ def _models_of(run: RunRecord, workspace: Workspace) -> list[str]:
 
 
 def _commit(source: Source) -> str:
-    """The commit that a branch or tag of the Hub is at."""
+    """Commit of a branch or tag on the Hub."""
     from infra.hub.target import open_hub
 
     with open_hub(source.ref, PublishConfig(), patience_s=_PATIENCE_S) as hub:
@@ -181,12 +181,12 @@ def _commit(source: Source) -> str:
 
 
 def night_overrides(nightly: Nightly, found: Resolved, night: str) -> list[str]:
-    """Overrides of the recipe for a checkpoint, as words of a command line."""
+    """Overrides of the recipe for a checkpoint, as on a command line."""
     changes: dict[str, Any] = {
         "stages": ["data", "evaluate"],
         "only": [],
         "evaluate.models": ["base"],
-        "data.sft_path": None,  # nothing is trained; what is held out does not depend on it
+        "data.sft_path": None,  # nothing is trained; the held-out split does not depend on it
         "model.name_or_path": found.ref,
     }
     if found.revision:
@@ -202,7 +202,7 @@ def night_plan(nightly: Nightly, found: Resolved, night: str) -> Plan:
     Raises
     ------
     ConfigurationError, DataError
-        The recipe cannot be carried out as it stands.
+        The recipe cannot be carried out.
     """
     plan = make_recipe_plan(nightly.recipe, night_overrides(nightly, found, night))
     check_supported(plan.config)
@@ -210,10 +210,10 @@ def night_plan(nightly: Nightly, found: Resolved, night: str) -> Plan:
 
 
 def evaluations_in(plan: Plan) -> list[PlannedStage]:
-    """The stages whose numbers are wanted, one for each protocol."""
+    """The stages with the wanted metrics, one per protocol."""
     return [s for s in plan.stages if s.kind == "evaluate"]
 
 
 def is_done(plan: Plan, workspace: Workspace) -> bool:
-    """True if all numbers are there."""
+    """True if all metrics exist."""
     return all(workspace.read_result(s.id) is not None for s in evaluations_in(plan))

@@ -1,8 +1,8 @@
-"""The Prefect flow of a night: `refiner nightly run`, started when the server's clock says so.
+"""The Prefect flow of a night: `refiner nightly run`, started by the server's clock.
 
-In: which file, and the moment for which the run was scheduled. Out: the night's records, by the
-same command that cron would call, in a process of its own: what Prefect does to this process (it
-may be ended at any time) leaves records whole, and the next run goes on. Imports Prefect.
+In: the file, and the scheduled time of the run. Out: the night's records, written by the same
+command as under cron, in a process of its own: if Prefect ends this process, the records stay
+consistent, and the next run continues. Imports Prefect.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from infra.host.processes import own_python
 from refiner_core.contract.errors import RefinerError
 from refiner_core.nightly.definition import Nightly, Schedule
 
-#: Name of the event that tells an alert.
+#: Name of the event of an alert.
 ALERT = "refiner.nightly.alert"
-#: How long a night gets to save when its flow run is cancelled, seconds.
+#: Time to save after the flow run of a night is cancelled, seconds.
 _GRACE_S = 120.0
 
 
@@ -40,10 +40,10 @@ _GRACE_S = 120.0
     validate_parameters=False,
 )
 def nightly(name: str, file: str, folder: str, overrides: list[str], night: str = "") -> State[Any]:
-    """Work on the night that was scheduled, or on ``night``."""
+    """Work on the scheduled night, or on ``night``."""
     log = get_run_logger()
     try:
-        if not night:  # the one whose occasion this run is, however late it has come
+        if not night:  # the scheduled one, however late the run starts
             loaded, due = load_nightly(file), flow_run.scheduled_start_time or datetime.now(UTC)
             night = Schedule(loaded.schedule, loaded.timezone).night_at(due)
     except RefinerError as error:
@@ -62,14 +62,14 @@ def nightly(name: str, file: str, folder: str, overrides: list[str], night: str 
 
 
 def emit_alert(name: str, alert: dict[str, Any]) -> None:
-    """Tell the server, for automations, which may match all labels."""
+    """Send the alert to the server, for automations, which may match all labels."""
     labels = {f"refiner.{k}": str(alert[k]) for k in ("kind", "cause", "checkpoint", "metric")}
     who = {"prefect.resource.id": f"refiner.nightly.{name}", "prefect.resource.name": name}
     emit_event(ALERT, {**who, **labels}, payload=alert)
 
 
 def _run(arguments: list[str], folder: str) -> tuple[int, dict[str, Any]]:
-    """The command, to its end; exit code, and what it printed."""
+    """Run the command to its end; returns exit code and output."""
     log = get_run_logger()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(

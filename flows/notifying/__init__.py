@@ -1,7 +1,7 @@
-"""Telling somebody what becomes of runs and sweeps: by addresses that Apprise knows, by a command.
+"""Notifications about runs and sweeps: by addresses of Apprise, or by a command.
 
     orchestrator: views ──> watching: pauses, ends ──> messages ──> sender (another process)
-    sender: messages ──> channels: addresses, command ──> what was not told: the run's event log
+    sender: messages ──> channels: addresses, command ──> failures: the run's event log
 
 See ``README.md`` beside this file.
 """

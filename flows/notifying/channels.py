@@ -1,13 +1,12 @@
-"""Ways in which a message goes out: a command, or addresses that Apprise knows.
+"""Channels for a message: a command, or addresses of Apprise.
 
 In: a message as JSON, with ``title``, ``text`` and ``kind``. Out: nothing, or
 :class:`ChannelFailed` with a reason that holds no secret.
 
-A *command* is run by the shell, has the message as JSON on its standard input and its fields in its
-environment. What it prints is shown or thrown away, and recorded nowhere: it may be a secret. An
-*address* is read, when it is needed, from an environment variable or a file; one of http(s) that
-Apprise does not know gets a POST of the same JSON. It is sent nowhere else: an answer that names
-another address is a failure.
+A *command* is run by the shell, with the message as JSON on standard input and its fields in the
+environment. Its output is shown or discarded, never recorded: it may be a secret. An *address* is
+read, when needed, from an environment variable or a file; an http(s) address unknown to Apprise
+gets a POST of the same JSON. Redirects are not followed: they are failures.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from refiner_core.contract.sections.steering import VARIABLE, Alarm
 _COMMAND_S = 60.0
 _ANSWER_S, _TRIES, _PAUSE_S = 10.0, 3, 1.0
 _TRY = "try it with `refiner notify test RECIPE`"
-#: What Apprise calls kinds of messages.
+#: Apprise's names of the kinds of messages.
 _TYPES = {"finished": "success", "failed": "failure", "paused": "warning"}
 
 
 class ChannelFailed(RefinerError, RuntimeError):
-    """A message did not go out."""
+    """A message was not sent."""
 
     resumable = True
 
@@ -44,19 +43,19 @@ class ChannelFailed(RefinerError, RuntimeError):
 def send(
     alarm: Alarm, message: Mapping[str, Any], *, prefix: str = "REFINER_", show: bool = True
 ) -> None:
-    """Send a message by one channel.
+    """Send a message through one channel.
 
     Parameters
     ----------
     prefix
-        Of the variables in which a command finds the fields.
+        Prefix of the environment variables with the fields.
     show
-        Show what a command prints on standard error.
+        Show the command's output on standard error.
 
     Raises
     ------
     ChannelFailed
-        It did not get through.
+        The message was not accepted.
     """
     if alarm.channel == "command":
         _command(alarm.what, message, prefix, show)
@@ -66,7 +65,7 @@ def send(
     except ChannelFailed:
         raise
     except Exception as error:
-        # A bug of a service's plugin; its words and traceback may hold the address.
+        # A bug in the plugin of a service; its message and traceback may hold the address.
         raise ChannelFailed(
             f"{alarm.what} failed ({type(error).__name__})",
             expected="a service that Apprise can talk to",
@@ -75,7 +74,7 @@ def send(
 
 
 def addresses(name: str) -> list[str]:
-    """The addresses that a variable or a file holds, one a line; none where it cannot be read."""
+    """Addresses in a variable or a file, one per line; none if it cannot be read."""
     if VARIABLE.fullmatch(name):
         text = os.environ.get(name, "")
     else:
@@ -99,7 +98,7 @@ def _command(command: str, message: Mapping[str, Any], prefix: str, show: bool) 
             stdout=output,
             stderr=output,
             text=True,
-            start_new_session=True,  # so that what it has started ends with it
+            start_new_session=True,  # so that its children end with it
         )
         try:
             process.communicate(json.dumps(dict(message)) + "\n", timeout=_COMMAND_S)
@@ -125,7 +124,7 @@ def _post(name: str, message: Mapping[str, Any]) -> None:
     if not found:
         raise ChannelFailed(
             f"{name} holds no address",
-            expected="one a line that Apprise knows, or one of http(s), where the message is sent",
+            expected="one per line: an address of Apprise, or an http(s) URL for the message",
             fix=f"export {name}=…" if VARIABLE.fullmatch(name) else f"write it into {name}",
         )
     for number, address in enumerate(found, start=1):
@@ -136,17 +135,17 @@ def _post(name: str, message: Mapping[str, Any]) -> None:
         else:
             raise ChannelFailed(
                 f"Address {number} in {name} {why}",
-                expected="a server that takes it, such as https://…, slack://…, mailto://…",
+                expected="a server that accepts it, such as https://…, slack://…, mailto://…",
                 fix=f"correct {name}; {_TRY}",
             )
 
 
 def _refusal(address: str, message: Mapping[str, Any]) -> str:
-    """Why an address did not take a message, without the address; empty where it did."""
+    """Reason why an address did not accept a message, without the address; empty if it did."""
     import apprise
     import httpx
 
-    for name in ("apprise", "httpx"):  # an address may be in their words
+    for name in ("apprise", "httpx"):  # their log may contain an address
         logging.getLogger(name).disabled = True
     asset = apprise.AppriseAsset(async_mode=False, http_redirects=False)
     service = apprise.Apprise.instantiate(address, asset=asset)
@@ -161,7 +160,7 @@ def _refusal(address: str, message: Mapping[str, Any]) -> str:
     try:
         answer = httpx.post(address, json=own, timeout=_ANSWER_S)
     except (httpx.UnsupportedProtocol, httpx.InvalidURL, httpx.LocalProtocolError):
-        return "is none that Apprise knows"
+        return "is not known to Apprise"
     except httpx.HTTPError:
         return "did not take the message (no answer)"
     return "" if answer.is_success else f"did not take the message (HTTP {answer.status_code})"

@@ -1,8 +1,7 @@
-"""Messages: a title, a few lines, the next command; and which pauses are worth one. Pure.
+"""Messages: a title, a few lines, the next command; and which pauses deserve one. Pure.
 
-In: what is known of a run or a sweep. Out: messages as JSON, of bounded size, without credentials.
-A pause is told once, however often its stages try in vain; pauses of one cause are one, whatever
-their stages.
+In: the state of a run or a sweep. Out: messages as JSON, of bounded size, without credentials. A
+pause is reported once, however often its stages retry; pauses with the same cause are one.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from infra.store.layout import call_title, is_sweep
 from refiner_core.contract.types import StageView
 from refiner_core.report.printing import counted, measured
 
-#: A cause that no stage has stood still for in so long is over.
+#: A cause is over when no stage has been paused by it for so long.
 _OVER_S = 600.0
 
 
 class Sight(NamedTuple):
-    """One stage as it is now: ``cause`` says that it stands still, ``reason`` so in words."""
+    """Current state of a stage: ``cause`` if it is paused, with ``reason`` in words."""
 
     cause: str = ""
     reason: str = ""
 
 
 class Pauses:
-    """The pauses of a call, by cause; one that is over within ``moment_s`` is not told of."""
+    """The pauses of a call, by cause; one shorter than ``moment_s`` is not reported."""
 
     def __init__(self, moment_s: float) -> None:
         self._moment_s = moment_s
@@ -42,8 +41,8 @@ class Pauses:
     def look(
         self, sights: Mapping[str, Sight], now: float, *, quiet: bool = False
     ) -> list[tuple[str, list[str], str]]:
-        """Pauses that are news: cause, stages that stand still for it, and the reason of the last;
-        ``now`` in seconds. ``quiet``: no pause is, yet."""
+        """New pauses: cause, paused stages, and the reason of the last; ``now`` in seconds.
+        ``quiet``: report none yet."""
         over = [c for c, seen in self._seen.items() if now - seen > _OVER_S]
         for cause in over:
             del self._seen[cause], self._began[cause]
@@ -66,15 +65,15 @@ class Pauses:
 MESSAGE_VERSION = 1
 Kind = Literal["finished", "failed", "paused", "stopped", "test"]
 Message = Mapping[str, Any]
-#: Longest title, text, and any other field, in characters: chat servers cut at 2000.
+#: Maximum length of title, text, and other fields, in characters: chat servers cut at 2000.
 _TITLE, _TEXT, _FIELD = 200, 1300, 600
 _LINES = 8
-KEPT = "What is saved is kept; it goes on from there."
+KEPT = "What is saved is kept; it continues from there."
 
 
 @dataclass(frozen=True)
 class Topic:
-    """Topic of all messages about one call."""
+    """Subject of all messages about one call."""
 
     call: str
     recipe: str
@@ -89,17 +88,17 @@ class Topic:
     def message(
         self, kind: Kind, happened: str, text: str, then: str, *, stage: str = "", cause: str = ""
     ) -> Message:
-        """A message about it.
+        """A message about the call.
 
         Parameters
         ----------
         happened
-            Follows its name in the title.
+            Title, after the name of the call.
         then
-            Words of a command on it, to type now.
+            Suggested next command, without the name of the call.
         stage, cause
-            Which stages (or trial), and which failure class; empty where it is about all, or all is
-            well.
+            Stages (or trial), and failure class; empty if the message is about all of the call, or
+            if all is well.
         """
         sweep, where = is_sweep(self.call), f"workspace={self.workspace}"
         on = [] if then.partition(" ")[0] in ("disk", "show") else [self.name]
@@ -122,13 +121,13 @@ def _cut(text: str, limit: int) -> str:
 
 
 def line(text: str, limit: int = 500) -> str:
-    """The text in one line; unlike a table's word, with what mends it."""
+    """The text in one line, with the fix; longer than in a table."""
     return textwrap.shorten(text, limit, placeholder=" …")
 
 
 def what(cause: str) -> str:
     """A failure class in words."""
-    said: Mapping[Any, str] = WHAT  # `cause` may be another word
+    said: Mapping[Any, str] = WHAT  # `cause` may be unknown
     return said.get(cause, cause.replace("_", " "))
 
 
@@ -182,27 +181,27 @@ def failed(topic: Topic, views: Mapping[str, StageView], causes: Mapping[str, st
 
 
 def gone(topic: Topic, why: str, cause: str) -> Message:
-    """The orchestrator has ended by an error, or without a word."""
-    text = f"{why}\nJobs that it had submitted may go on; what is saved is kept."
-    return topic.message("failed", "is not worked on any more", text, "resume", cause=cause)
+    """The orchestrator has ended with an error, or without a message."""
+    text = f"{why}\nSubmitted jobs may continue; what is saved is kept."
+    return topic.message("failed", "has no orchestrator any more", text, "resume", cause=cause)
 
 
 def stopped(topic: Topic, why: str) -> Message:
-    """Somebody has stopped it."""
+    """The call was stopped by a request."""
     text = f"{why[:1].upper()}{why[1:]}. {KEPT}"
     return topic.message("stopped", "was stopped", text, "resume", cause="asked")
 
 
 def paused(topic: Topic, cause: str, stages: Sequence[str], reason: str) -> Message:
-    """A pause has lasted."""
-    text = f"{', '.join(stages)}: {line(reason)}\nIt goes on by itself as soon as that is over."
+    """A pause has lasted for some time."""
+    text = f"{', '.join(stages)}: {line(reason)}\nIt continues by itself when that is over."
     then = "disk" if cause == "disk_full" else "status"
     happened, stage = f"pauses: {what(cause)}", ", ".join(stages)
     return topic.message("paused", happened, text, then, stage=stage, cause=cause)
 
 
 def sweep_ended(topic: Topic, wrong: Mapping[str, str], counts: str) -> Message:
-    """No trial is at work any more; ``wrong`` maps trials that have failed to why."""
+    """No trial is running any more; ``wrong`` maps failed trials to reasons."""
     if not wrong:
         return topic.message("finished", "has finished", f"{counts}.", "report")
     lines = [f"{trial}: {line(why, 200)}" for trial, why in list(wrong.items())[:_LINES]]

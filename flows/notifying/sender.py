@@ -1,12 +1,12 @@
 """Sends messages from a process beside the orchestrator: ``python -m flows.notifying.sender``.
 
-In: lines of JSON on standard input: the channels and what to say should the orchestrator die, then
-a message each, at last ``end``. Out: the messages by every channel; what was not told stands in the
-event log of the run, and is printed.
+In: lines of JSON on standard input: the channels and the message for the orchestrator's death, then
+one message per line, at last ``end``. Out: the messages through every channel; failures go to the
+run's event log and standard output.
 
-Why a process: what hangs in a command or a server holds up neither the run nor its end, and after
-``kill -9`` of the orchestrator it sees the stream close without ``end``, and says so. Nothing is
-kept: what a channel does not take after a few quick tries is not sent again.
+Why a process: a hanging command or server delays neither the run nor its end, and after ``kill -9``
+of the orchestrator the stream closes without ``end``, which is then reported. Nothing is stored: a
+message that a channel refuses after a few quick retries is not sent again.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from refiner_core.contract.sections.steering import Alarm, alarms_of, check_noti
 from refiner_core.report.printing import counted
 
 NOT_TOLD = "not_told"
-#: How long the end of a run waits for its last messages to go out.
+#: Maximum wait for the last messages at the end of a run, seconds.
 CATCH_UP_S = 10.0
-#: A job that Slurm starts again is ended whole: nobody is left to mourn then.
+#: Slurm kills a requeued job with all its processes: then no sender reports its end.
 _MOURN_AFTER_S = 3.0
 
 
 class Sender:
-    """The orchestrator's side: hands messages over, and never waits, except in ``close``.
+    """The orchestrator's side: sends messages to the process, and never waits, except in ``close``.
 
     Parameters
     ----------
     notify
-        By which channels, and of what.
+        Channels and selection of messages.
     began_at
-        When the call was begun, for ``notify.after_min``.
+        Start of the call, for ``notify.after_min``.
     events
-        The event log for what is not told.
+        Event log for failures.
     say
-        Hears the same.
+        Receives failures.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Sender:
 
     @property
     def quiet(self) -> bool:
-        """True if it is too early to tell anybody of anything."""
+        """True if it is too early for messages."""
         return time.time() < self._loud_at
 
     def begin(self, gone: Mapping[str, Any]) -> None:
-        """Start the process; ``gone`` is what it says should this one die."""
+        """Start the process; it sends ``gone`` if this one dies."""
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "flows.notifying.sender"],
@@ -83,7 +83,7 @@ class Sender:
                 start_new_session=True,  # Ctrl-C in the terminal is for the orchestrator
             )
         except OSError as error:
-            self._say(f"nobody will be told of this run: {error.strerror or error}")
+            self._say(f"no messages will be sent about this run: {error.strerror or error}")
             return
         alarms = [to_json(alarm) for alarm in alarms_of(self._notify)]
         last = (
@@ -94,16 +94,16 @@ class Sender:
         self._write({"alarms": alarms, "events": str(self._events), **last})
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Have a message sent, if that is wanted."""
+        """Send a message, if this kind is selected."""
         if message["kind"] in self._notify.on and (message["kind"] == "paused" or not self.quiet):
             self._write({"message": dict(message)})
 
     def end(self) -> None:
-        """No more comes."""
+        """No further messages."""
         self._write({"end": True})
 
     def close(self) -> None:
-        """Wait a while until all has gone out; say what has not."""
+        """Wait a while until all messages are sent; report the others."""
         if (process := self._process) is None:
             return
         self.end()
@@ -111,8 +111,8 @@ class Sender:
             said, _ = process.communicate(timeout=CATCH_UP_S)
         except subprocess.TimeoutExpired:
             self._say(
-                f"A message is still on its way; process {process.pid} goes on with it for up to "
-                "two minutes, and `refiner status` says if it was in vain. The results are not "
+                f"A message is still on its way; process {process.pid} retries for up to "
+                "two minutes, and `refiner status` shows a failure. The results are not "
                 "affected."
             )
             return
@@ -127,7 +127,7 @@ class Sender:
             process.stdin.write(json.dumps(line) + "\n")
             process.stdin.flush()
         except OSError as error:
-            self._say(f"nobody is told of this run any more, the sender is gone: {error.strerror}")
+            self._say(f"no more messages about this run, the sender is gone: {error.strerror}")
             self._process = None
 
 
@@ -135,7 +135,7 @@ class Sender:
 
 
 def serve(stream: IO[str]) -> None:
-    """Send what comes by a stream until it ends, by every channel in a thread of its own."""
+    """Send the messages of a stream until it ends, through every channel in its own thread."""
     head = json.loads(stream.readline())
     threads = [(from_json(Alarm, a), ThreadPoolExecutor(1)) for a in head["alarms"]]
 
@@ -147,7 +147,7 @@ def serve(stream: IO[str]) -> None:
     for line in stream:
         try:
             told = json.loads(line)
-        except json.JSONDecodeError:  # the orchestrator was killed in the middle of it
+        except json.JSONDecodeError:  # the orchestrator was killed while writing
             break
         if ended := "end" in told:
             break
@@ -167,19 +167,19 @@ def _send(alarm: Alarm, message: Mapping[str, Any], events: Path) -> None:
     except ChannelFailed as error:
         why = str(error)
     told = {"kind": message["kind"], "title": message["title"], "channel": alarm.name}
-    # A full disk, and an orchestrator that has ended: nobody reads it.
+    # A full disk, and an orchestrator that has ended: there is no reader.
     with contextlib.suppress(OSError), events.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"at": now_text(), "event": NOT_TOLD, **told, "why": why}) + "\n")
     with contextlib.suppress(OSError):
-        sys.stdout.write(f"not told by {alarm.name}: {message['title']}: {why}\n")
+        sys.stdout.write(f"not sent by {alarm.name}: {message['title']}: {why}\n")
         sys.stdout.flush()
 
 
-# ---------------------------------------------------------------- by hand, and afterwards
+# ---------------------------------------------------------------- tests and failures
 
 
 def notify_settings(recipe: str, overrides: Sequence[str]) -> RecipeConfig:
-    """A recipe of which at least the `notify` section can be carried out.
+    """A recipe with a usable `notify` section.
 
     Parameters
     ----------
@@ -189,13 +189,13 @@ def notify_settings(recipe: str, overrides: Sequence[str]) -> RecipeConfig:
     Raises
     ------
     ConfigurationError
-        It cannot, or names no channel.
+        It is unusable, or names no channel.
     """
     config = load_recipe(recipe, overrides)
     check_notify(config.notify)
     if not alarms_of(config.notify):
         raise ConfigurationError(
-            f"{recipe} tells nobody: it names no channel.",
+            f"{recipe} names no channel for notifications.",
             expected="notify.urls or notify.command",
             fix="add one, e.g. notify.urls=[MY_HOOK] after `export MY_HOOK=https://…`, or "
             "notify.command='cat >> ~/told.jsonl'",
@@ -204,12 +204,12 @@ def notify_settings(recipe: str, overrides: Sequence[str]) -> RecipeConfig:
 
 
 def try_channels(config: RecipeConfig, *, started: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Send a test message by every channel of ``config``, one after the other; ``started`` hears of
-    each. A row for each channel: ``channel``, ``seconds``, ``delivered``, and ``why`` not. It
-    raises nothing."""
+    """Send a test message through every channel of ``config``, one after the other; ``started``
+    receives each name. Returns a row per channel: ``channel``, ``seconds``, ``delivered``, and
+    ``why`` not. Raises nothing."""
     topic = Topic("test", config.recipe, str(Path(config.workspace).absolute()), host_name())
     told = ", ".join(config.notify.on) or "nothing: notify.on is empty"
-    text = f"This is a test. What is told of runs of {config.recipe}: {told}."
+    text = f"This is a test. Notifications for runs of {config.recipe}: {told}."
     message = topic.message("test", "of the channels", text, "show notify")
     tried = []
     for alarm in alarms_of(config.notify):
@@ -226,17 +226,17 @@ def try_channels(config: RecipeConfig, *, started: Callable[[str], None]) -> lis
 
 
 def not_told(workspace: Workspace, call: str) -> list[dict[str, Any]]:
-    """When, of which kind, its title, by which channel, and why not; oldest first."""
+    """Failed messages, oldest first: time, kind, title, channel, and reason."""
     keys = ("at", "kind", "title", "channel", "why")
     events = (e for e in run_events(workspace, call) if e.get("event") == NOT_TOLD)
     return [{key: str(event.get(key, "")) for key in keys} for event in events]
 
 
 def not_told_lines(workspace: Workspace, call: str) -> Iterator[str]:
-    """For people: the last one, with what finds out why."""
+    """Lines for people: the last failure, and the command that tests the channel."""
     for event in (found := not_told(workspace, call))[-1:]:
         yield (
-            f"not told: {counted(len(found), 'message')}, the last ({event['kind']}) by "
+            f"not sent: {counted(len(found), 'message')}, the last ({event['kind']}) by "
             f"{event['channel']}: {event['why']} (`refiner notify test` tries the channel)"
         )
 

@@ -1,9 +1,8 @@
-"""Watchers of runs and sweeps: pauses, a trial that fails, limits, the end become messages.
+"""Watchers of runs and sweeps: pauses, a failed trial, limits, the end become messages.
 
-In: views, again and again, as a terminal gets them. Out: messages. A watcher never raises and never
-waits, except in ``close``, and there only for so long: telling somebody is no part of the work. A
-trial of a sweep sends no message of its own: the first one that fails is told of, with the others
-at the end, however many there are.
+In: views, repeatedly, as for a terminal. Out: messages. A watcher never raises and never waits,
+except for a limited time in ``close``: notifications are no part of the work. Trials of a sweep
+send no messages of their own: the first failure is reported at once, the others at the end.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ class _Watching(Hears):
     Parameters
     ----------
     call, record, notify, workspace
-        What it is about, what is told of, and where it lies.
+        The call, the selection of messages, and the workspace.
     before, resumed
-        Who worked on it last: what had ended well is no news when it is taken up again.
+        The previous orchestrator: what had ended well is not reported again after a resume.
     say
-        Hears what cannot be told.
+        Receives failures.
     sender, clock
         Sends messages; seconds, monotonic.
     """
@@ -66,32 +65,32 @@ class _Watching(Hears):
         events = workspace.layout.run(call).events
         self._sender = sender or Sender(notify, record.started_at, events, say)
         self._workspace = workspace
-        #: Whether its end is news; so it is, too, once something has been worked on.
+        #: Whether its end is reported; set, too, once anything has run.
         self._is_news = resumed and not (before.standing == "ended" and before.exit_code == 0)
         self._clock, self._pauses = clock, Pauses(60.0 * notify.pause_min)
         self._asked = ""
-        why = f"Its orchestrator, {ProcessId.of()}, is gone without a word (killed, out of memory)."
+        why = f"Its orchestrator, {ProcessId.of()}, is gone (killed, or out of memory)."
         gone = words.gone(self.topic, why, "orchestrator_gone")
         self._safely(lambda: self._sender.begin(gone))
 
     def asked_to_stop(self, why: str) -> None:
-        """Somebody wants it to end."""
+        """A stop was requested."""
         self._asked = why
 
     def show(self, views: Mapping[str, StageView]) -> None:
-        """Hear how all stages are now."""
+        """Receive the views of all stages."""
         self._is_news |= not all(view.terminal for view in views.values())
         self._safely(lambda: self._look(views))
 
     def over(self, views: Mapping[str, StageView]) -> None:
-        """Nothing more will happen."""
+        """The call has ended."""
         self._safely(lambda: self._end(views))
         self._safely(self._sender.end)
 
     def broke(self, error: BaseException) -> None:
         """The work on it has ended with an error; a second Ctrl-C is one."""
         if isinstance(error, KeyboardInterrupt):
-            why = "it was left by Ctrl-C; jobs that it had submitted may go on"
+            why = "it was ended by Ctrl-C; submitted jobs may continue"
             self._tell(words.stopped(self.topic, why))
         else:
             why = f"{type(error).__name__}: {words.line(str(error))}"
@@ -99,19 +98,19 @@ class _Watching(Hears):
         self._safely(self._sender.end)
 
     def close(self) -> None:
-        """Wait a while for what is on its way; Ctrl-C leaves it to the sender."""
+        """Wait a while for messages in flight; Ctrl-C leaves them to the sender."""
         with contextlib.suppress(KeyboardInterrupt):  # the run is over, and has its exit code
             self._safely(self._sender.close)
 
     def _look(self, views: Mapping[str, StageView]) -> None:
-        """See what is worth a word now. ARM/seed1/grpo is a stage of the trial ARM/seed1."""
+        """Send messages for changes. ARM/seed1/grpo is a stage of the trial ARM/seed1."""
         sights = {" ".join(name.rsplit("/", 1)): sight_of(view) for name, view in views.items()}
         for pause in self._pauses.look(sights, self._clock(), quiet=self._sender.quiet):
             self._tell(words.paused(self.topic, *pause))
 
     @abstractmethod
     def _end(self, views: Mapping[str, StageView]) -> None:
-        """Tell how all of it has ended."""
+        """Report the end of the call."""
 
     def _why_stopped(self) -> str:
         asked = self._workspace.cancel_asked(self.topic.call)
@@ -125,7 +124,7 @@ class _Watching(Hears):
         try:
             action()
         except Exception as error:
-            log.warning("telling of %s does not work", self.topic.name, exc_info=error)
+            log.warning("notifications for %s do not work", self.topic.name, exc_info=error)
 
 
 class RunWatching(_Watching):
@@ -160,7 +159,7 @@ class RunWatching(_Watching):
             return "disk_full"
         try:
             record = self._workspace.read_record(self._plan.by_name[view.name].id)
-        except (OSError, RefinerError) as error:  # that it has failed is known all the same
+        except (OSError, RefinerError) as error:  # the failure is known nevertheless
             log.warning("why %s has failed cannot be read: %s", view.name, error)
             return "failed"
         last = record.attempts[-1] if record is not None and record.attempts else None
@@ -172,7 +171,7 @@ def _waited_in_vain(view: StageView) -> bool:
 
 
 def sight_of(view: StageView) -> Sight:
-    """Sight of a stage: why it stands still, if it does."""
+    """State of a stage, with the cause if it is paused."""
     cause = paused_after(view.message) if view.state in ("paused", "waiting") else ""
     return Sight(cause or ("disk_full" if view.state == "paused" else ""), view.message)
 
@@ -195,15 +194,15 @@ class SweepWatching(_Watching):
         self._was_wrong = wrong if self._was_wrong is None else self._was_wrong
         if (new := sorted(wrong - self._was_wrong)) and not self._told_trial:
             self._told_trial = True
-            text = f"{new[0]}: {words.line(trials[new[0]].reason)}\nThe other trials go on."
+            text = f"{new[0]}: {words.line(trials[new[0]].reason)}\nThe other trials continue."
             about = {"stage": new[0], "cause": "trial_failed"}
-            happened = f"goes on, but {new[0]} has failed"
+            happened = f"continues, but {new[0]} has failed"
             self._tell(self.topic.message("failed", happened, text, "status", **about))
 
     def _tell_held(self) -> None:
         if not self._told_held:
             why = words.line(self._sweep.held, 800)
-            text = f"Nothing more is begun: {why}\nWhat runs goes on to its end."
+            text = f"No further trial begins: {why}\nRunning trials finish."
             self._tell(self.topic.message("paused", "is held", text, "status", cause="held"))
         self._told_held = True
 

@@ -1,7 +1,7 @@
-"""Publishing: a run's records become a card, and weights and card go to where people find them.
+"""Publishing: a card from a run's records; weights and card to their target.
 
-In: the work of a `publish` or `card` stage. Out: what lies at a target, and a report about it. The
-card is a pure function of records (:mod:`refiner_core.cards`); here its facts are collected.
+In: the work of a `publish` or `card` stage. Out: files at a target, and a report about them. The
+card is a pure function of records (:mod:`refiner_core.cards`); this package collects its facts.
 """
 
 from flows.publishing.facts import facts_of_stage

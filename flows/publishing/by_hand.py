@@ -1,8 +1,8 @@
-"""Publishing checkpoints of a recorded run by hand, while it trains or long after.
+"""Publishes checkpoints of a recorded run by hand, during its training or long after.
 
-In: a recorded call, steps, overrides of the `publish` section. Out: a call of its own that is about
-the publication alone (``only``): it begins no training, and reads what is there. It is recorded, so
-that `refiner status`, `resume` and `cancel` know it, and what it publishes is known to later calls.
+In: a recorded call, steps, overrides of the `publish` section. Out: a call of its own for the
+publication alone (``only``): it begins no training, and reads existing outputs. It is recorded, so
+`refiner status`, `resume` and `cancel` know it, and later calls know what it has published.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.protocols import protocol_name, under
 from refiner_core.contract.records import RunRecord, from_json
 
-#: What may be different from how the run was begun: where it goes, and how jobs run.
+#: Sections that may differ from the run: its target, and how jobs run.
 _SECTIONS = ("publish", "dispatch", "disk", "tracking", "log_level")
-#: What the command's own options say.
+#: Fields set by the command's own options.
 _OPTIONS = ("publish.which", "publish.steps", "publish.evaluate")
 
 
@@ -58,19 +58,19 @@ def _prepared(
     evaluate: bool,
 ) -> tuple[Plan, RunRecord, dict[str, str], list[str]]:
     """A plan to publish ``steps`` (none: the last checkpoint) of a run's final model, that run, the
-    digests of what it was made from, and the overrides of the call."""
+    digests of its inputs, and the overrides of the call."""
     run = _run_with_model(workspace, run_id)
     sources = _recorded_sources(workspace, run)
     recorded = from_json(RecipeConfig, run.config)
     if "publish" not in recorded.stages:
         recorded = replace(recorded, stages=(*recorded.stages, "publish"))
-    recorded = replace(recorded, only=(), workspace=str(workspace.root))  # where it lies now
+    recorded = replace(recorded, only=(), workspace=str(workspace.root))  # its current place
     made = make_plan(recorded, sources).by_name[final_model(recorded)]
     if made.id not in run.stages.values():
         raise ConfigurationError(
-            f"What run {run.run} was made from is not what this version would make it from "
+            f"The inputs of run {run.run} differ from those of this version "
             f"({made.name} would be {made.id}).",
-            expected="a run of this version, or of an older one whose stages mean the same",
+            expected="a run of this version, or of an older one with the same stages",
             fix="publish it with the version that trained it",
         )
     _check_steps(workspace, made, steps)
@@ -96,20 +96,20 @@ def plan_publication(
     overrides: Sequence[str] = (),
     evaluate: bool = True,
 ) -> Plan:
-    """What publishing checkpoints of a run by hand would do. Changes nothing.
+    """Plan the publication of checkpoints of a run by hand. Changes nothing.
 
     Parameters
     ----------
     run
-        Which run (default: the newest that trains). It may still train, have ended or have died.
+        Run id (default: the newest that trains). It may be training, have ended or have died.
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
     steps
         Saved steps (default: the last checkpoint).
     overrides
-        Of ``publish``, ``dispatch``, ``disk`` and ``tracking``, as ``key=value``.
+        Overrides of ``publish``, ``dispatch``, ``disk`` and ``tracking``, as ``key=value``.
     evaluate
-        Wait for evaluations, and begin those that are missing.
+        Wait for evaluations, and start the missing ones.
 
     Returns
     -------
@@ -119,7 +119,7 @@ def plan_publication(
     Raises
     ------
     ConfigurationError
-        There is no such run or step, or an override is not about publishing.
+        There is no such run or step, or an override concerns another section.
     """
     room = Workspace.read_only(workspace)
     return _prepared(room, run, steps, overrides, evaluate=evaluate)[0]
@@ -133,7 +133,7 @@ def begin_publication(
     overrides: Sequence[str] = (),
     evaluate: bool = True,
 ) -> tuple[Plan, Workspace, RunRecord]:
-    """Record a call that publishes, for somebody to work on.
+    """Record a call that publishes.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ def begin_publication(
     Raises
     ------
     RefinerError
-        As of :func:`flows.api.plan_publication`; or the Hub would not take it.
+        As of :func:`flows.api.plan_publication`; or the Hub would refuse it.
     """
     room = Workspace.read_only(workspace)
     plan, whose, sources, words = _prepared(room, run, steps, overrides, evaluate=evaluate)
@@ -176,7 +176,7 @@ def publish_checkpoints(
     use_server: bool = True,
     quiet: bool = True,
 ) -> RunOutcome:
-    """Publish checkpoints of a run by hand. What is published already is not sent again.
+    """Publish checkpoints of a run by hand. Files that are already published are not sent again.
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ def publish_checkpoints(
     Returns
     -------
     RunOutcome
-        Its views' reports say where each checkpoint has gone.
+        The reports of its views name the target of each checkpoint.
 
     Raises
     ------
@@ -200,10 +200,10 @@ def publish_checkpoints(
 
 
 def _run_with_model(workspace: Workspace, run_id: str | None) -> RunRecord:
-    """The run of that id, else the newest that trains something."""
+    """The run with that id, else the newest run that trains."""
     if run_id is not None:
         run = find_run(workspace, run_id)
-        assert run is not None, "an id that is not known is refused"
+        assert run is not None, "an unknown id is refused"
         trained = run.provenance.get("publishes")  # itself a publication by hand, of that run
         return workspace.read_run(str(trained)) if trained else run
     recorded = workspace.runs(newest_first=True)
@@ -214,21 +214,21 @@ def _run_with_model(workspace: Workspace, run_id: str | None) -> RunRecord:
     raise ConfigurationError(
         f"No run in {workspace.root} has trained anything.",
         expected="a run with a model",
-        fix="name its workspace=DIR (`refiner status --all` lists runs), or begin one",
+        fix="name its workspace=DIR (`refiner status --all` lists runs), or begin a run",
     )
 
 
 def _config(
     recorded: RecipeConfig, steps: Sequence[int], overrides: Sequence[str], *, evaluate: bool
 ) -> RecipeConfig:
-    """The same with other words about publishing."""
+    """The configuration with other settings of the publication."""
     keys = {o: o.partition("=")[0].strip() for o in overrides}
     other = [o for o, k in keys.items() if k.partition(".")[0] not in _SECTIONS or k in _OPTIONS]
     if other:
         raise ConfigurationError(
             f"`refiner publish` was given {' '.join(other)}.",
-            expected=f"overrides of {', '.join(_SECTIONS)}: what was trained is recorded; the "
-            "steps as --step N (none: the last), and --no-evaluate for no numbers",
+            expected=f"overrides of {', '.join(_SECTIONS)}: the training is recorded; the "
+            "steps as --step N (none: the last), and --no-evaluate for no metrics",
             fix="drop them, or begin another run with `refiner run`",
         )
     publish = replace(_with_steps(recorded, steps), evaluate=evaluate)
@@ -236,8 +236,8 @@ def _config(
 
 
 def _with_steps(config: RecipeConfig, steps: Sequence[int]) -> PublishConfig:
-    """The `publish` section with these steps beside those that the run publishes anyway: its last
-    card goes on to tell of those."""
+    """The `publish` section with these steps added to the run's own, so that its last card still
+    includes those."""
     publish, last = config.publish, config.grpo.num_training_steps
     own: set[int] = set()
     if publish.which in ("every-save", "listed"):
@@ -250,7 +250,7 @@ def _with_steps(config: RecipeConfig, steps: Sequence[int]) -> PublishConfig:
 
 
 def _recorded_sources(workspace: Workspace, run: RunRecord) -> dict[str, str]:
-    """Digests of what the run was made from, as its stages have recorded them."""
+    """Digests of the run's inputs, as recorded by its stages."""
     found: dict[str, str] = dict(run.provenance.get("sources") or {})
     for name, stage_id in run.stages.items():
         record, protocol = workspace.read_record(stage_id), protocol_name(name)
@@ -263,8 +263,8 @@ def _recorded_sources(workspace: Workspace, run: RunRecord) -> dict[str, str]:
 
 
 def _about_publishing(workspace: Workspace, plan: Plan, steps: Sequence[int]) -> tuple[str, ...]:
-    """Names of the stages that publish ``steps`` (none: the last), of those that measure them for
-    their cards, and of the exports that these need."""
+    """Names of the stages that publish ``steps`` (none: the last), of the evaluations for their
+    cards, and of the exports that these need."""
     wanted = {f"{kind}-step{s}" for s in steps for kind in ("export", "publish", "card")}
     wanted &= plan.by_name.keys()
     if not wanted or plan.config.grpo.num_training_steps in steps:
@@ -282,8 +282,8 @@ def _about_publishing(workspace: Workspace, plan: Plan, steps: Sequence[int]) ->
 
 
 def _progression(workspace: Workspace, plan: Plan, steps: Sequence[int]) -> tuple[str, ...]:
-    """The stage that tells in the last card of the steps before, if they are all there to tell of:
-    measured already, or to be measured by this call."""
+    """The stage that adds the earlier steps to the last card, if all of them have been measured or
+    are measured by this call."""
     card = plan.by_name.get("card-progression")
     if card is None:
         return ()
@@ -296,7 +296,7 @@ def _progression(workspace: Workspace, plan: Plan, steps: Sequence[int]) -> tupl
 
 
 def _check_steps(workspace: Workspace, made: PlannedStage, steps: Sequence[int]) -> None:
-    """Refuse a step of which there is neither a checkpoint nor an export, before anything runs."""
+    """Refuse a step with neither a checkpoint nor an export, before anything runs."""
     result = workspace.read_result(made.id)
     stage = workspace.layout.stage(made.id)
     kept = {c.step for c in CheckpointStore(stage.checkpoints, 0).complete()}
@@ -309,7 +309,7 @@ def _check_steps(workspace: Workspace, made: PlannedStage, steps: Sequence[int])
         ended = "" if result is not None else " (it has not ended)"
         raise ConfigurationError(
             f"There is {what} of {made.name} ({made.id}) to publish{ended}.",
-            expected=f"one that is there: {', '.join(map(str, sorted(kept))) or 'none is'}",
+            expected=f"an existing step: {', '.join(map(str, sorted(kept))) or 'none is'}",
             fix="name one with --step; set publish.which before training to keep others",
         )
 

@@ -1,10 +1,9 @@
-"""All that a card says, collected from records.
+"""All facts of a card, collected from records.
 
 In: a `publish` or `card` stage. Out: :class:`Collected`: its :class:`CardFacts`, with the record
-that each was read from, and the weights that they are about. The same records (the newest proof of
-a training among them) give the same facts, at work and ever after, here and in a copy of the
-workspace: what can be found out only at the time
-(which call asked, which command was checked, the text of a template) is recorded by the stage.
+behind each of them, and the weights. The same records (including the newest proof of exact resume)
+always give the same facts, here and in a copy of the workspace: facts that are known only at the
+time (the requesting call, the checked command, the text of a template) are recorded by the stage.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ from refiner_core.report.printing import measured
 
 
 class _Candidate(NamedTuple):
-    """A checkpoint: the role of its weights, its step, and the number that counts, which is
-    finite."""
+    """A checkpoint: the role of its weights, its step, and its deciding metric, which is finite."""
 
     role: str
     step: int
@@ -49,7 +47,7 @@ class _Candidate(NamedTuple):
 
 
 def _choice_report(compared: Sequence[_Candidate]) -> dict[str, Any]:
-    """For a stage's report."""
+    """The choice for a stage's report."""
     best, shared = compared[0], ("metric", "decoding", "protocol", "protocol_name")
     return {
         **{key: best.entry.get(key) for key in shared},
@@ -62,7 +60,7 @@ def _choice_report(compared: Sequence[_Candidate]) -> dict[str, Any]:
 
 
 def _choice_sentence(compared: Sequence[_Candidate]) -> str:
-    """For the card; empty where nothing was compared."""
+    """The choice for the card; empty if there was no comparison."""
     if not compared:
         return ""
     entry, step = compared[0].entry, compared[0].step
@@ -76,19 +74,19 @@ def _choice_sentence(compared: Sequence[_Candidate]) -> str:
 
 
 def _measured_as(role: str, model: str) -> str:
-    """The name under which evaluations have the weights of a role (``weights-step50``)."""
+    """The name of a role's weights in evaluations (``weights-step50``)."""
     step = role.removeprefix("weights").removeprefix("-")
     return f"{model}-{step}" if step else model
 
 
 def _compared(subject: Subject) -> list[_Candidate]:
-    """Several checkpoints, the best first, then by step; ``evaluation-<model>-step50`` belongs to
+    """Checkpoints, the best first, then by step; ``evaluation-<model>-step50`` belongs to
     ``weights-step50``.
 
     Raises
     ------
     StageFailed
-        One has no such number, or they were measured in different ways.
+        A checkpoint has no such metric, or they were measured in different ways.
     """
     workspace, config, found = subject.workspace, subject.config.publish, []
     for role, stage_id in weights_of(subject).items():
@@ -124,18 +122,18 @@ def _number(
     raise StageFailed(
         f"The checkpoint of step {step} has no {metric} under {decoding} decoding, so the best "
         "cannot be chosen",
-        expected=f"a number of each checkpoint; measured are: {', '.join(sorted(there)) or 'none'}",
-        fix="set publish.best_metric= and publish.best_decoding= to what is measured",
+        expected=f"a metric of each checkpoint; measured are: {', '.join(sorted(there)) or 'none'}",
+        fix="set publish.best_metric= and publish.best_decoding= to a measured one",
     )
 
 
 @dataclass(frozen=True)
 class Collected:
-    """Facts of a publication, and the weights that it is about.
+    """Facts of a publication, and its weights.
 
-    ``role`` is that of the weights among the stage's inputs, ``asked`` the call that asked for it.
-    ``decided`` is for the stage's report: what cannot be found out from records later.
-    ``best`` is set where the best checkpoint is published: what was compared.
+    ``role`` is that of the weights among the stage's inputs, ``asked`` the requesting call.
+    ``decided`` is for the stage's report: facts that records will not show later. ``best`` is set
+    if the best checkpoint is published: the compared checkpoints.
     """
 
     facts: CardFacts
@@ -147,7 +145,7 @@ class Collected:
 
     @property
     def ends_run(self) -> bool:
-        """True if these are the weights that the repository is to end at."""
+        """True if the repository is to end at these weights."""
         return self.made.whole or self.best is not None
 
 
@@ -159,7 +157,7 @@ def facts_of_stage(workspace: Workspace, stage_id: str) -> CardFacts:
     ConfigurationError
         There is no such stage, or it is not done.
     WorkspaceError
-        A record that it rests on is gone.
+        A required record is missing.
     """
     return collect(recorded_subject(workspace, stage_id)).facts
 
@@ -178,7 +176,7 @@ def collect(subject: Subject) -> Collected:
     records |= _record_paths(subject, made, runs)
     proof, fingerprint = read_proof(workspace, made.trained), made.model.spec.fingerprint
     report, ends_run = made.reports.get(model, {}), made.whole or bool(compared)
-    # What another trainer has started from, as far as it is known; ours start at the recipe's.
+    # The start of a foreign training, if it is known; ours start at the recipe's model.
     other_base = str(report.get("base_model") or UNKNOWN) if model == "command" else None
     facts = CardFacts(
         repo_id=config.publish.repo_id.format(
@@ -187,7 +185,7 @@ def collect(subject: Subject) -> Collected:
         config=config,
         stage=model,
         step=made.step,
-        # Of an adopted one nobody knows whether it had more to come.
+        # An adopted checkpoint may not have been the end of its training.
         final=made.whole and not report.get("adopted"),
         command=str(decided["command"]),
         license=config.publish.license,
@@ -210,7 +208,7 @@ def collect(subject: Subject) -> Collected:
         protocols=protocols,
         template=decided["template"],
         stopped=decided.get("stopped") or {},
-        # How exactly this training resumes, as far as it is known by now.
+        # Proof of exact resume of this training, if there is one.
         proof=public_proof(proof) if proof and proof.fingerprint == fingerprint else {},
         certificate=public_certificate(read_certificates(workspace), _worker(workspace, made)),
         versions={n: v for n, r in made.records.items() if (v := r.spec.stage_version) > 1},
@@ -262,7 +260,7 @@ def _provenance(workspace: Workspace, made: Behind, began: RunRecord | None) -> 
     host = trained.get("host") or {}
     gpus = host.get("gpus") or []
     machine = ", ".join(gpus) or f"{host.get('cpu')}, {host.get('cores')} cores"
-    # Of another trainer's environment nothing is known, whatever its worker had.
+    # The environment of a foreign trainer is unknown, whatever its worker had.
     versions = {} if "command" in made.records else trained.get("versions")
     return {
         "commit": code.get("commit"),
@@ -280,7 +278,7 @@ def _provenance(workspace: Workspace, made: Behind, began: RunRecord | None) -> 
 
 
 def _worker(workspace: Workspace, made: Behind) -> Mapping[str, Any]:
-    """On what the attempt ran that made the weights."""
+    """Hardware and software of the attempt that made the weights."""
     if made.whole:
         return need_result(workspace, made.trained).provenance
     attempt = workspace.layout.attempt(made.trained, made.last_attempt)
@@ -289,7 +287,7 @@ def _worker(workspace: Workspace, made: Behind) -> Mapping[str, Any]:
 
 
 def _recorded_fields(workspace: Workspace, made: Behind) -> tuple[str, ...] | None:
-    """Fields that the training's configuration had, where today's has others."""
+    """Fields of the training's configuration, if they differ from today's."""
     recorded = workspace.part(workspace.layout.attempt(made.trained, made.last_attempt), "config")
     known = tuple(p for p, _ in walk(RecipeConfig) if _has(recorded, p))
     return None if len(known) == len(walk(RecipeConfig)) or not known else known
@@ -304,7 +302,7 @@ def _has(values: Any, path: str) -> bool:
 
 
 def _tracking(workspace: Workspace, made: Behind) -> dict[str, str]:
-    """Addresses of the runs that an online tracker has of the stages."""
+    """Addresses of the stages' runs in an online tracker."""
     found = {}
     for name, attempts in made.attempts.items():
         for attempt in reversed(attempts):
@@ -316,7 +314,7 @@ def _tracking(workspace: Workspace, made: Behind) -> dict[str, str]:
 
 
 def _config_path(subject: Subject, stage_id: str, attempt: int) -> str:
-    """Place of an attempt's configuration: earlier versions gave it a file of its own."""
+    """Path of an attempt's configuration: earlier versions gave it a file of its own."""
     apart = subject.workspace.layout.attempt(stage_id, attempt).control / "config.json"
     name = apart.name if apart.exists() else "intent.json#config"
     return f"{subject.attempt_path(stage_id, attempt)}/{name}"

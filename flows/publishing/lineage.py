@@ -1,13 +1,12 @@
-"""The lineage of published weights, from records: stages, attempts, the call, what they have cost.
+"""Lineage of published weights, from records: stages, attempts, the call, their cost.
 
-In: a `publish` or `card` stage, at work or long finished. Out: :class:`Behind`. Nothing in it
-changes once the weights are there: of a training that goes on, only what came before the checkpoint
-counts, whatever happens to it later. What can be found out only at the time (the command that was
-checked, the texts of files that may change later, the calls among which others will be recorded) is
-decided once, and recorded as ``made_with`` of the stage's report.
+In: a `publish` or `card` stage, running or finished. Out: :class:`Behind`. It never changes once
+the weights exist: of a continuing training, only the part before the checkpoint counts. Facts that
+are known only at the time (the checked command, the texts of files that may change, the calls that
+may be joined by others) are decided once, and recorded as ``made_with`` in the stage's report.
 
-Lost is what another attempt did again: of an attempt that ended at step 120 after a start at 0, and
-was followed by one that went on from step 100, one sixth.
+Lost work is what another attempt repeated: for an attempt from step 0 that ended at step 120,
+followed by one that resumed from step 100, one sixth.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from refiner_core.contract.records import (
 )
 from refiner_core.rubrics import load_rubric_set
 
-#: Kinds of stages that a model rests on, in their order.
+#: Kinds of stages behind a model, in their order.
 BEHIND = tuple(
     name for name in KINDS if name in TRAINED or any(KINDS[t].learns_from == name for t in TRAINED)
 )
@@ -43,10 +42,10 @@ BEHIND = tuple(
 
 @dataclass(frozen=True)
 class Subject:
-    """A `publish` or `card` stage: what it is, what it reads, the configuration of its attempt.
+    """A `publish` or `card` stage: its inputs, and the configuration of its attempt.
 
-    ``decided`` is what the stage has decided once and recorded (``made_with`` of its report, or of
-    the `publish` stage whose card it writes); empty before.
+    ``decided`` is what the stage has decided once and recorded (``made_with`` in its report, or in
+    that of the `publish` stage whose card it updates); empty before.
     """
 
     workspace: Workspace
@@ -73,19 +72,19 @@ class Behind:
     Attributes
     ----------
     weights
-        The stage whose output is published: the training itself, or an export of a checkpoint.
+        The stage with the published output: the training itself, or an export of a checkpoint.
     trained
         The stage that trained them.
     records
         That stage and those before it, by name, in order.
     reports
-        What is told of each, by name; of the trained one up to the checkpoint.
+        Report of each, by name; of the training up to the checkpoint.
     attempts
-        By name, the attempts that took part, the last one as it was when the weights were there.
+        By name, the attempts involved, the last one in its state when the weights were finished.
     step
         The optimiser step of the weights.
     whole
-        Whether they are what the training ended with.
+        True if they are the training's final weights.
     """
 
     weights: str
@@ -114,7 +113,7 @@ class Behind:
 
 
 def subject_at_work(work: StageWork) -> Subject:
-    """The stage that is being carried out."""
+    """The running stage."""
     inputs = dict(work.input_stages)
     return Subject(
         work.workspace,
@@ -150,14 +149,14 @@ def recorded_subject(workspace: Workspace, stage_id: str) -> Subject:
 
 
 def _decided_before(workspace: Workspace, inputs: Mapping[str, str]) -> Mapping[str, Any]:
-    """Decisions of the publication whose card is written again."""
+    """Decisions of the publication whose card is updated."""
     published = workspace.read_result(inputs["publish"]) if "publish" in inputs else None
     return (published.report.get("made_with") or {}) if published is not None else {}
 
 
 def weights_of(subject: Subject) -> dict[str, str]:
-    """Role -> stage id of all weights that a publication may be about; one unless it is the best
-    that is published."""
+    """Role -> stage id of all weights that a publication may use; several only if the best one is
+    published."""
     inputs: Mapping[str, str] = subject.inputs
     if "publish" in inputs:
         inputs = inputs_of(subject.workspace, inputs["publish"])
@@ -165,12 +164,12 @@ def weights_of(subject: Subject) -> dict[str, str]:
 
 
 def behind(workspace: Workspace, weights: str) -> Behind:
-    """All that weights rest on.
+    """Origin of weights.
 
     Parameters
     ----------
     weights
-        The stage whose output they are; it is done.
+        The stage with the weights as its output; it is done.
     """
     made = need_result(workspace, weights)
     exported = weights.startswith("export-")
@@ -194,12 +193,12 @@ def need_result(workspace: Workspace, stage_id: str) -> StageResult:
     Raises
     ------
     WorkspaceError
-        It is not.
+        It is not done.
     """
     result = workspace.read_result(stage_id)
     if result is None:
         raise WorkspaceError(
-            f"{stage_id} is not done, though what was made from it is",
+            f"{stage_id} is not done, but stages made from it are",
             expected="all records of a run in one workspace",
             fix="bring its folder back, or run the recipe again",
         )
@@ -207,7 +206,7 @@ def need_result(workspace: Workspace, stage_id: str) -> StageResult:
 
 
 def _chain(workspace: Workspace, trained: str) -> dict[str, StageRecord]:
-    """Records of a training stage and of those that it rests on, by name."""
+    """Records of a training stage and of those before it, by name."""
     found: dict[str, StageRecord] = {}
     waiting = [trained]
     while waiting:
@@ -231,7 +230,7 @@ def inputs_of(workspace: Workspace, stage_id: str) -> dict[str, str]:
 
 
 def _until_done(record: StageRecord) -> tuple[Attempt, ...]:
-    """The attempts that led to a result, the last one as its result tells of it."""
+    """The attempts that led to a result, the last one by its result."""
     result = record.result
     if result is None:
         return record.attempts
@@ -243,9 +242,9 @@ def _until_done(record: StageRecord) -> tuple[Attempt, ...]:
 
 
 def _until_checkpoint(record: StageRecord, export: Mapping[str, Any]) -> tuple[Attempt, ...]:
-    """The attempts that led to a checkpoint. How the one that saved it goes on is not theirs."""
+    """The attempts that led to a checkpoint, up to that checkpoint."""
     last, elapsed_s = export.get("attempt"), export.get("elapsed_s")
-    if last is None:  # of a version that did not say
+    if last is None:  # of a version without this record
         return tuple(a for a in record.attempts if a.outcome is not None)
     return tuple(
         _ended(a, elapsed_s, None) if a.number == last else a
@@ -262,7 +261,7 @@ def _ended(attempt: Attempt, seconds: float | None, ended_at: str | None) -> Att
 
 
 def runs_of(subject: Subject, trained: str) -> tuple[RunRecord | None, RunRecord | None]:
-    """The call that asked for the publication, and the first one that the training belongs to."""
+    """The call that requested the publication, and the first call of the training."""
     known = subject.decided.get("runs")
     if known is not None:
         asked, began = (None if r is None else subject.workspace.read_run(str(r)) for r in known)
@@ -281,7 +280,7 @@ def decide(
     Raises
     ------
     StageFailed
-        No command makes the model again, or the template is not what it was.
+        No command makes the model again, or the template has changed.
     """
     (asked, began), config = runs, subject.config
     return {
@@ -293,14 +292,14 @@ def decide(
     }
 
 
-#: What is decided once for all publications of a run that are of one training.
+#: Decisions shared by all publications of a run from one training.
 _OF_COMMANDS = ("makes", "command", "recipe_file", "not_the_shipped_recipe", "sources")
 
 
 def _checked_before(
     workspace: Workspace, asked: RunRecord | None, made: Behind
 ) -> dict[str, Any] | None:
-    """The command that another publication of the run has checked."""
+    """The command that was checked for another publication of the run."""
     for name, stage_id in asked.stages.items() if asked else ():
         result = workspace.read_result(stage_id) if name.startswith("publish") else None
         told = (result.report.get("made_with") or {}) if result is not None else {}
@@ -322,8 +321,8 @@ def _checked(config: RecipeConfig, asked: RunRecord | None, made: Behind) -> dic
 
 
 def _stopped(subject: Subject, made: Behind) -> dict[str, Any]:
-    """End of the training behind a checkpoint by now, if it had and was not taken up again;
-    empty where it goes on or is done. Later the records may tell of another attempt."""
+    """Current end of the training behind a checkpoint, if it ended and was not resumed; empty if it
+    continues or is done. Later the records may show another attempt."""
     attempts = made.model.attempts
     if made.whole or made.model.result is not None or not attempts:
         return {}
@@ -357,14 +356,14 @@ def _template(config: RecipeConfig, digest: str | None) -> str | None:
         raise StageFailed(
             f"publish.card_template {path} has changed since the run was begun",
             expected="the template that the publication was planned with",
-            fix="give the same `refiner run` command again: it plans with what the file holds now",
+            fix="give the same `refiner run` command again: it plans with the current file",
         )
     return text
 
 
 def _static_rubrics(config: RecipeConfig, made: Behind) -> list[tuple[str, float]]:
-    """Titles and signed weights of the static rubrics that shaped the reward; none where their file
-    is not any more what it was."""
+    """Titles and signed weights of the static rubrics of the reward; none if their file has
+    changed."""
     reward = config.reward
     if "static" not in reward.rubric_source or reward.instance_rubrics_only:
         return []
@@ -383,14 +382,14 @@ _DIGITS = 6
 
 
 def cost_of(workspace: Workspace, made: Behind, config: RecipeConfig) -> dict[str, Any]:
-    """The cost of a model, as :class:`refiner_core.cards.CardFacts` has it; empty where nothing is
-    known (weights that were adopted). Where it is not known of one attempt how long it took (a
-    checkpoint of a version that did not say), nothing is said of its stage, and there is no total.
+    """Cost of a model, as in :class:`refiner_core.cards.CardFacts`; empty if unknown (adopted
+    weights). If the duration of one attempt is unknown (a checkpoint of an old version), its stage
+    has no cost, and there is no total.
 
     Parameters
     ----------
     config
-        Says what a GPU-hour costs.
+        Has the price of a GPU-hour.
     """
     hours = dict.fromkeys(("gpu_hours", "core_hours", "lost_gpu_hours", "lost_core_hours"), 0.0)
     seconds: dict[str, float] = {}
@@ -426,7 +425,7 @@ def cost_of(workspace: Workspace, made: Behind, config: RecipeConfig) -> dict[st
 
 
 def _lost_share(attempt: Attempt, later: Sequence[Attempt]) -> float:
-    """The share of an attempt's work that the next one did again."""
+    """Share of an attempt's work that the next one repeated."""
     if attempt.outcome is None or attempt.outcome.failure == "none" or not later:
         return 0.0
     start, end = attempt.resumed_from_step or 0, attempt.outcome.step

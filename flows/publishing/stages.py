@@ -1,10 +1,10 @@
 """The stages `publish` and `card`: facts become files, files go to the target.
 
-    publish   weights, card and evidence of a checkpoint; numbers where they are there already
-    card      the card again, with the numbers of evaluations that came after it
+    publish   weights, card and evidence of a checkpoint, with the metrics known so far
+    card      the card again, with the metrics of later evaluations
 
-In: the work of a stage. Out: what lies at the target, and the stage's report about it. Nothing
-leaves with a card that does not hold: it is checked here, and refused with all that is wrong.
+In: the work of a stage. Out: files at the target, and the stage's report about them. Every card is
+checked here; one with errors is refused with all of them, and nothing is published.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from refiner_core.contract.errors import DataError, HealthStop, StageFailed
 from refiner_core.contract.protocols import without_protocol
 from refiner_core.contract.records import OutputFile, all_malformed
 
-#: What a model needs, and may not go without.
+#: Files that a model requires.
 MODEL_FILES = (
     *("model*.safetensors", "model.safetensors.index.json", *COMPANIONS, "LICENSE*", "NOTICE*"),
 )
 _FOLDER = "model/"
-#: Findings that an error names one by one.
+#: Maximum number of findings in an error message.
 _SAID = 5
 
 
 def model_files(
     workspace: Workspace, stage_id: str, patterns: Sequence[str] = ()
 ) -> list[FileToPublish]:
-    """The files of a finished stage's model that go along, with the hashes of its record.
+    """The published files of a finished stage's model, with the hashes of its record.
 
     Parameters
     ----------
     patterns
-        Which (``publish.files``); none: all that a model needs.
+        ``publish.files``; empty: all files that a model needs.
 
     Raises
     ------
     StageFailed
-        It is no model in the layout of the Hub, or the patterns leave out what one needs.
+        It is no model in the layout of the Hub, or the patterns leave out a required file.
     """
     result = need_result(workspace, stage_id)
     folder = workspace.layout.stage(stage_id).data / result.output_dir
@@ -66,7 +66,7 @@ def model_files(
     if missing:
         raise StageFailed(
             f"The model in {folder / _FOLDER} cannot be published: {', '.join(missing)} "
-            + ("would not go along" if patterns else "not there"),
+            + ("would be left out" if patterns else "missing"),
             expected="an export with config, safetensors and tokenizer",
             fix="correct publish.files"
             if patterns
@@ -76,13 +76,13 @@ def model_files(
 
 
 def _papers(facts: CardFacts, files: Sequence[OutputFile]) -> dict[str, FileToPublish]:
-    """The card, what it was made from, and the recipe where it is no shipped one; ``files`` are the
-    others of the publication.
+    """The card, its facts, and the recipe unless it is a shipped one; ``files`` are the other files
+    of the publication.
 
     Raises
     ------
     StageFailed
-        The card does not hold; says all that is wrong.
+        The card has errors; the message lists them.
     """
     made = {}
     if facts.recipe_file is not None:
@@ -92,7 +92,7 @@ def _papers(facts: CardFacts, files: Sequence[OutputFile]) -> dict[str, FileToPu
     if findings := lint_card(card, evidence, template=facts.template):
         more = f"; and {len(findings) - _SAID} more" if len(findings) > _SAID else ""
         raise StageFailed(
-            f"The card does not hold, so nothing is published: {'; '.join(findings[:_SAID])}{more}",
+            f"The card has errors, so nothing is published: {'; '.join(findings[:_SAID])}{more}",
             expected="licence and base model in its front matter, and no number without evidence",
             fix="correct publish.card_template (`refiner card template` prints the shipped one)"
             if facts.template is not None
@@ -106,7 +106,7 @@ log = logging.getLogger(__name__)
 
 
 def publish(work: StageWork) -> dict[str, Any]:
-    """Weights and a card to the target. Numbers that are not there yet come later, by ``card``."""
+    """Send weights and a card to the target. Later metrics are added by ``card``."""
     found = collect(subject_at_work(work))
     _require_an_answer(work, found)
     if work.spec.model == "command":
@@ -122,14 +122,13 @@ def publish(work: StageWork) -> dict[str, Any]:
 
 
 def _require_an_answer(work: StageWork, found: Collected) -> None:
-    """Refuse a trained model that has not given a single well-formed answer, as far as that is
-    known by now: by its training, or by evaluations that are done. Checkpoints on the way may well
-    give none yet.
+    """Refuse a trained model without a single well-formed answer in its training or finished
+    evaluations. Intermediate checkpoints are exempt.
 
     Raises
     ------
     HealthStop
-        Names the option that publishes it all the same.
+        Names the option that publishes it nevertheless.
     """
     if work.config.publish.malformed or not found.ends_run:
         return
@@ -143,14 +142,14 @@ def _require_an_answer(work: StageWork, found: Collected) -> None:
     if doubt:
         raise HealthStop(
             f"The {model} model is not published: {doubt}.",
-            expected="answers of the form that the recipe's rows ask for, at least one",
-            fix="look at what it writes (`refiner report`, samples) and at the demonstrations; "
-            "publish.malformed=true publishes it all the same",
+            expected="at least one answer in the form of the recipe's rows",
+            fix="look at its answers (`refiner report`, samples) and at the demonstrations; "
+            "publish.malformed=true publishes it nevertheless",
         )
 
 
 def refresh_card(work: StageWork) -> dict[str, Any]:
-    """The card that is published, with the evaluations' numbers in it."""
+    """Update the published card with the metrics of the evaluations."""
     found = collect(subject_at_work(work))
     published = need_result(work.workspace, work.input_stages["publish"]).report
     listed = [OutputFile(f["path"], f["bytes"], f["sha256"]) for f in published["files"]]
@@ -166,14 +165,14 @@ def _send(
     repo_id: str,
     message: str,
 ) -> dict[str, Any]:
-    """Send card and evidence, and ``weights`` where they are not there already; ``others`` are the
-    publication's files beside card and evidence. A card at the target that says the same of the
-    same weights and more stays (a stage that is repeated after a later one)."""
+    """Send card and evidence, and ``weights`` unless they are there; ``others`` are the
+    publication's files beside card and evidence. A card at the target for the same weights with
+    more metrics stays (for a stage repeated after a later one)."""
     sent = _papers(found.facts, others)
     target = make_target(work.config, work.workspace.layout.published)
     there = _newer(target, found.facts, _text(sent[EVIDENCE]))
     if there:
-        log.info("the card that is published has more numbers than this stage knows: it stays")
+        log.info("the published card has more metrics than this stage: it stays")
     sent |= {name: FileToPublish.of_text(name, text) for name, text in there.items()}
     for name, paper in sent.items():
         (work.output_dir / name).write_bytes(paper.content or b"")
@@ -204,8 +203,8 @@ def _text(paper: FileToPublish) -> str:
 
 
 def _newer(target: Target, facts: CardFacts, evidence: str) -> dict[str, str]:
-    """Card and evidence at the target, if they are of these weights and know all numbers of
-    ``facts`` and others."""
+    """Card and evidence at the target, if they are for these weights and include all metrics of
+    ``facts`` and more."""
     text = target.read_text(facts.repo_id, facts.revision, EVIDENCE)
     if text is None:
         return {}

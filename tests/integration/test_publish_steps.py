@@ -141,10 +141,10 @@ def test_by_hand_what_is_published_is_not_published_again(
     gone = refiner("publish", f"workspace={workspace}", "--step", "8")
     assert gone.code == 2
     assert "There is no step 8 of grpo" in gone.stderr
-    assert "one that is there: 12, 24" in gone.stderr
+    assert "an existing step: 12, 24" in gone.stderr
     other = refiner("publish", f"workspace={workspace}", "grpo.beta=0.5")
     assert other.code == 2
-    assert "what was trained is recorded" in other.stderr
+    assert "the training is recorded" in other.stderr
     which = refiner("publish", f"workspace={workspace}", "publish.which=best", "--dry-run")
     assert which.code == 2, "it would be a plan of the whole recipe"
     assert "--step N" in which.stderr

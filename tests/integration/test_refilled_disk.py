@@ -142,7 +142,7 @@ def test_a_worker_that_dies_while_the_disk_is_full_was_not_killed_however_often_
             assert "the disk is full" in going.view[1]
             assert going.status == going.view
             going.kill_worker()
-            until(lambda: "without a word" in going.status[1], "a look at the dead worker")
+            until(lambda: "without a message" in going.status[1], "a look at the dead worker")
             assert going.status[0] == "paused", going.status
             until(lambda: "disk is full" not in going.view[1], "an orchestrator that has seen it")
     views = going.campaign.join()

@@ -86,4 +86,4 @@ def test_without_a_network_it_says_so_in_seconds_and_nothing_counts_as_sent(
     assert "does not answer" in said
     assert "secret" not in said
     assert main(["track", "sync", where, "--dry-run"]) == 0
-    assert "have something new" in capsys.readouterr().out
+    assert "have new data" in capsys.readouterr().out

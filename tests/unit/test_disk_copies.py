@@ -336,7 +336,7 @@ def test_a_cancelled_run_s_holds_go_with_a_reclaim_and_another_run_s_stay(
     assert [c["kind"] for c in value["candidates"]] == ["older"]
     assert len(read_holds(workspace)) == 2, "a dry run lets nothing go"
     said = runner.invoke(disk_command, [where, "--reclaim"], catch_exceptions=False).output
-    assert f"The hold on step 1 of {grpo} was let go" in said
+    assert f"The hold on step 1 of {grpo} was released" in said
     assert steps_of(workspace, grpo) == [2, 4]
     assert [h.step for h in read_holds(workspace)] == [2]
 

@@ -217,7 +217,7 @@ def test_of_a_sweep_the_first_failed_trial_is_told_and_the_others_with_the_end(
     for trial in "abc":
         sweep.supervisor.states[trial] = "failed"
         sweep.watching.show(sweep.supervisor.views())
-    assert sweep.told == [("failed", "sweep betas goes on, but a has failed")]
+    assert sweep.told == [("failed", "sweep betas continues, but a has failed")]
     sweep.supervisor.states["d"] = "done"
     sweep.watching.over({})
     assert sweep.told[1:] == [("failed", "sweep betas has ended without 3 trials")]
@@ -336,8 +336,8 @@ def _is_running(pid: int) -> bool:
     ("text", "says"),
     [
         ("", "holds no address"),
-        ("no-such-service://secret-path", "is none that Apprise knows"),
-        ("# a comment\nhttps:///secret-path\n", "is none that Apprise knows"),
+        ("no-such-service://secret-path", "is not known to Apprise"),
+        ("# a comment\nhttps:///secret-path\n", "is not known to Apprise"),
         ("http://127.0.0.1:{port}/secret-path", r"\(no answer\)"),
         ("json://127.0.0.1:{port}/secret-path", "did not take the message"),
     ],

@@ -420,7 +420,7 @@ def test_only_files_that_were_asked_for_go_along_and_a_model_is_whole(tmp_path: 
     assert "trainer_state.json" in names
     half = trained_run(tmp_path / "b", "publish.files=['*.safetensors']")
     half.train("grpo")
-    with pytest.raises(StageFailed, match=r"tokenizer_config.json would not go along"):
+    with pytest.raises(StageFailed, match=r"tokenizer_config.json would be left out"):
         half.carry_out("publish")
 
 
