@@ -1,16 +1,15 @@
-"""The wiring: Prefect flows, the `refiner` command, recipes, and the worker that a job runs.
+"""The top layer: Prefect flows, the `refiner` command, recipes, and the worker of a job.
 
-A call goes ``cli`` -> ``checking`` (is the plan fit) -> ``running`` (one run) or ``sweeping`` (its
-arms), with its messages (``notifying``); ``api`` names the functions of all rooms for scripts. From
-Prefect it comes by the flows ``pipeline`` and ``sweep``, which ``serving`` deploys; a call from a
-terminal is shown by the same flows, in the process ``attach`` (``terminal_runs``). Jobs come in by
-``worker`` and ``ranks`` and do what ``stages`` says. On what is there: ``publishing``, ``cards``,
-``reporting``, ``rescoring``, ``diffing``, ``why``, ``proving``, ``nightly``, ``frames``; what
-stages have left is found by ``stored``; on the machine: ``disk``, ``doctor``, ``certify``,
-``judges``, ``tracking``, ``adopting``.
-``starting`` makes recipes; ``ensuring`` makes stages tasks of one's own flow
-(``from flows import begin_run, ensure``). The order in which rooms may import each other stands in
-``tests/lint/arrows.py``.
+A call goes ``cli`` -> ``checking`` (is the plan valid) -> ``running`` (one run) or ``sweeping``
+(its trials), with messages by ``notifying``; ``api`` has the functions of all packages for scripts.
+From Prefect it comes through the flows ``pipeline`` and ``sweep``, which ``serving`` deploys; the
+same flows show a call from a terminal, in the process ``attach`` (``terminal_runs``). Jobs start in
+``worker`` and ``ranks`` and carry out ``stages``. On existing records: ``publishing``, ``cards``,
+``reporting``, ``rescoring``, ``diffing``, ``why``, ``proving``, ``nightly``, ``frames``;
+``stored`` finds outputs of stages. On the machine: ``disk``, ``doctor``, ``certify``, ``judges``,
+``tracking``, ``adopting``. ``starting`` makes recipes; ``ensuring`` makes stages tasks of your own
+flow (``from flows import begin_run, ensure``). ``tests/lint/arrows.py`` has the allowed imports
+between packages.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["begin_run", "ensure"]
 
 
 def __getattr__(name: str) -> Any:
-    """Stages as tasks of one's own flow: they import Prefect, so only who asks for them does."""
+    """Stages as tasks of your own flow: imported on first use, as they import Prefect."""
     if name in __all__:
         from flows import ensuring
 

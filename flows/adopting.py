@@ -1,10 +1,10 @@
-"""Adopting: a checkpoint of another trainer's dead run becomes a stage that is done.
+"""Adopts a checkpoint of a foreign trainer's dead run as a finished stage.
 
 In: its folder. Out: a JSON-ready report, records in the workspace, and a recipe that publishes (and
-evaluates) the checkpoint. It becomes a `command` stage whose output is the checkpoint; what the
-stage *is* follows from the weights' own digest, so that adopting the same ones again changes
-nothing. Files are hard links unless the caller asks for copies, or for links by name (which hold
-only while the source stays). The source is never changed.
+evaluates) the checkpoint. It becomes a `command` stage with the checkpoint as its output,
+identified by the digest of the weights, so that adopting the same ones again changes nothing. Files
+are hard links, or on request copies or links by name (which need the source to stay). The source is
+never changed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from refiner_core.contract.records import RECORD_VERSION, Outcome, OutputFile, S
 OUTPUT_VERSION = 1
 
 How = Literal["link", "copy", "in-place"]
-#: In words, for people.
+#: Descriptions for people.
 HOW_IN_WORDS: dict[How, str] = {
-    "link": "hard links (no room needed; the source may be deleted later)",
+    "link": "hard links (no space needed; the source may be deleted later)",
     "copy": "copies",
     "in-place": "links by name (the source must stay where it is)",
 }
@@ -58,37 +58,37 @@ def adopt_run(
     how: How = "link",
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Take over a dead run of another trainer's.
+    """Adopt a checkpoint of a foreign trainer's dead run.
 
     Parameters
     ----------
     folder
-        Where it lies.
+        The folder of the run.
     overrides
-        ``key=value``, as for ``refiner run``; ``workspace=DIR`` says where to.
+        ``key=value``, as for ``refiner run``; ``workspace=DIR`` is the target.
     step
-        Which checkpoint (default: the newest that is complete).
+        Step of the checkpoint (default: the newest complete one).
     recipe
-        Whose data, judge and evaluation are used.
+        Recipe with data, judge and evaluation.
     companions
-        A folder with config and tokenizer, where the checkpoint has none.
+        A folder with config and tokenizer, if the checkpoint has none.
     name
-        Of the model (default: the folder's).
+        Name of the model (default: the folder's).
     how
         Hard links, links by name, or copies.
     dry_run
-        Look, say what would be done, change nothing.
+        Check and report only; change nothing.
 
     Returns
     -------
     dict
-        What ``refiner adopt --json`` prints: checkpoints with their state, what was adopted, and
-        the command that comes next.
+        The content of ``refiner adopt --json``: checkpoints with their state, the adopted one, and
+        the next command.
 
     Raises
     ------
     ConfigurationError
-        Nothing there can be adopted, or an override cannot be meant.
+        Nothing there can be adopted, or an override is invalid.
     WorkspaceError
         The workspace cannot be used.
     """
@@ -121,12 +121,12 @@ def adopt_run(
             "evaluated yet; adopt it with --companions FOLDER (config and tokenizer of its base "
             "model)"
         ]
-        # It could be run, and would be refused at its first stage.
+        # It could be started, but would be refused at its first stage.
         again = ["refiner", "adopt", str(folder), *overrides]
         report["next"] = [*again, "--step", str(chosen.step), "--companions", "FOLDER"]
-    base = ""  # what training started from, where the call says so
+    base = ""  # the base of the training, if the call names it
     if recipe is not None or "model.name_or_path" in given:
-        # Refuses overrides that cannot be meant, before anything is made.
+        # Refuses invalid overrides before anything is made.
         base = load_recipe(recipe or "tiny", overrides).model.name_or_path
     if not dry_run:
         workspace = Workspace.open(root)
@@ -143,8 +143,8 @@ def _refuse_ours(place: Path) -> None:
         raise ConfigurationError(
             f"{place} was written by refiner itself",
             expected="the folder of another trainer's run",
-            fix=f"go on there with `refiner resume workspace={place}`, also after it was moved or "
-            "copied; a stage's folder goes on in the `stages` folder of any workspace",
+            fix=f"continue it with `refiner resume workspace={place}`, also after it was moved or "
+            "copied; a stage's folder can be used in the `stages` folder of any workspace",
         )
 
 
@@ -158,7 +158,7 @@ def _checkpoint_json(found: Sighting, place: Path) -> dict[str, Any]:
 def _recipe_fields(
     recipe: str | None, given: Mapping[str, str], report: Mapping[str, Any], digest: str
 ) -> dict[str, Any]:
-    """A recipe that publishes (and evaluates) what was adopted; the same call gives the same."""
+    """A recipe that publishes (and evaluates) the checkpoint; equal calls give equal recipes."""
     evaluates = recipe is not None or "data.rl_path" in given
     stages = ["data", "command", "publish", "evaluate"] if evaluates else ["command", "publish"]
     source = Path(report["source"]).name
@@ -170,12 +170,12 @@ def _recipe_fields(
     }
     fields["command"] |= {"resume_arguments": "", "companions": ""}
     if recipe is not None:
-        # The adopted recipe lies elsewhere.
+        # The adopted recipe is in another folder.
         is_file = Path(recipe).expanduser().is_file()
         include = str(find_recipe(recipe).resolve()) if is_file else recipe
         return {"include": [include], **fields, "evaluate": {"models": ["base", "command"]}}
     fields["data"] = {"sft_path": None}
-    if "model.name_or_path" not in given:  # its own tokenizer, and no base to compare with
+    if "model.name_or_path" not in given:  # its own tokenizer, and no base for comparison
         fields["model"] = {"name_or_path": report["adopted"]["model"]}
         fields["evaluate"] = {"models": ["command"]}
     return fields
@@ -187,11 +187,11 @@ def _recipe_fields(
 def _adopt(
     workspace: Workspace, checkpoint: Sighting, how: How, companions: Path | None, base_model: str
 ) -> tuple[str, dict[str, Any]]:
-    """Record a checkpoint as the result of a `command` stage; its digest, and what ``adopt --json``
-    says of it: ``new`` is False where it was there already.
+    """Record a checkpoint as the result of a `command` stage; returns its digest, and its part of
+    ``adopt --json``: ``new`` is False if it existed already.
 
-    ``companions`` is a folder with the configuration and tokenizer that it lacks; ``base_model``
-    what its training started from, where somebody knows.
+    ``companions`` is a folder with the missing configuration and tokenizer; ``base_model`` the
+    start of its training, if known.
     """
     wanted = model_files(checkpoint.path, companions)
     files = tuple(_described(f"model/{name}", path) for name, path in sorted(wanted.items()))
@@ -204,7 +204,7 @@ def _adopt(
     folder = workspace.output_dir(stage.id)
     new = folder is None
     if folder is not None:
-        workspace.check_output(stage.id)  # refuses what is damaged, and says what to delete
+        workspace.check_output(stage.id)  # refuses a damaged output, and names the files to delete
     report = {
         **{"steps": checkpoint.step, "adopted": True, "source": os.fspath(checkpoint.path)},
         **{"layout": checkpoint.layout, "how": how, "base_model": base_model},
@@ -228,7 +228,7 @@ def _record(
     token = {"process": str(ProcessId.of()), "started_at": now_text()}
     if attempt is None or not workspace.start_attempt(stage.id, attempt.number, token):
         raise WorkspaceError(
-            f"Somebody else works on {stage.id} at this moment",
+            f"Another process is working on {stage.id}",
             expected="one `refiner adopt` of these weights at a time",
             fix="look at `refiner status`, and run the same command again",
         )
@@ -269,7 +269,7 @@ def _place(wanted: dict[str, Path], target: Path, how: How) -> None:
                 f"{path} cannot be linked into the workspace: they are on different file systems, "
                 "or its owner is another user",
                 expected="one file system for a hard link",
-                fix="use --copy (needs room), --in-place (the source must stay), or "
+                fix="use --copy (needs space), --in-place (the source must stay), or "
                 "workspace=DIR on the source's file system",
             )
     atomic.sync_folder(target)

@@ -1,18 +1,18 @@
-"""Functions for all that `refiner` does: the one door for scripts and notebooks.
+"""All functions of `refiner`, for scripts and notebooks.
 
-Everything that a command does is a function here, with types and a docstring. It returns values and
-prints nothing to stdout; what goes wrong raises a
-:class:`~refiner_core.contract.errors.RefinerError` that says what was expected and what mends it.
-``workspace`` is a folder (default: ``runs``), overrides are ``key=value`` as on the command line,
-and runs are named as in `refiner status`: an id, or enough of its beginning or end.
+Every command has a function here, with types and a docstring. It returns values and prints nothing
+to stdout; an error is a :class:`~refiner_core.contract.errors.RefinerError` with what was expected
+and how to fix it. ``workspace`` is a folder (default: ``runs``), overrides are ``key=value`` as on
+the command line, and runs are named as in `refiner status`: an id, or an unambiguous beginning or
+end of one.
 
 >>> from flows import api
 >>> plan = api.make_recipe_plan("tiny", ["seed=3"])
 >>> [stage.name for stage in plan.stages][:3]
 ['data', 'sft', 'grpo']
 
-Records as dataframes (``api.metrics_frame()`` and others) are :mod:`flows.frames`. Importing this
-package imports nothing else: a name is looked up in its module when it is used.
+Records as dataframes (``api.metrics_frame()`` and others) are in :mod:`flows.frames`. Importing
+this module imports nothing else: a name is imported from its module on first use.
 """
 
 from __future__ import annotations
@@ -149,16 +149,16 @@ if TYPE_CHECKING:
     from refiner_core.cards.build import shipped_template as card_template
     from refiner_core.rubrics.lint import check_file as check_rubrics
 
-#: Name -> its module, and what it is called there: as the imports above say to type checkers.
+#: Name -> its module, and its name there; mirrors the imports above for type checkers.
 _MODULES = {
     alias.asname or alias.name: (node.module or "", alias.name)
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[__name__])))
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_OURS)
     for alias in node.names
 }
-#: Former names: their successors take the workspace by its name.
+#: Former names: their successors take the workspace by name.
 _FORMER = {"deploy_nightly": "deploy", "rescore_share": "rescore", "serve_nightly": "serve"}
-#: Functions whose rows were objects, and are mappings now.
+#: Functions whose rows were objects and are mappings now.
 _ROWS = (
     *("diff_runs", "explain_number", "make_sweep_report", "report_of_run"),
     "try_channels",
@@ -166,7 +166,7 @@ _ROWS = (
 
 
 class _Row(dict[str, Any]):
-    """A row whose fields were attributes: they still are, with a warning."""
+    """A row that still allows attributes for its fields, with a warning."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -195,7 +195,7 @@ def _as_before(function: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """The function or type of that name, its module imported on first use."""
+    """The function or type of that name; imports its module on first use."""
     if name in _FORMER:
         warnings.warn(f"{name} is {_FORMER[name]} now", DeprecationWarning, stacklevel=2)
         name = _FORMER[name]

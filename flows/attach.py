@@ -1,13 +1,13 @@
-"""The process that shows a terminal's call in Prefect: ``flows.attach FD WORKSPACE CALL``.
+"""Process that shows a terminal's call in Prefect: ``flows.attach FD WORKSPACE CALL``.
 
-In: a recorded run or sweep that an orchestrator works on. Out: a flow run that follows its event
-log (:mod:`flows.flow_runs`), the same as from a deployment; to the file descriptor ``FD`` one line
-of JSON for each thing that the orchestrator may want to say (``flow_run``, ``gone``). Prefect's own
-chatter goes to standard error, which is a log file.
+In: a recorded run or sweep with an orchestrator. Out: a flow run that follows its event log
+(:mod:`flows.flow_runs`), as from a deployment; on the file descriptor ``FD`` one line of JSON per
+message for the orchestrator (``flow_run``, ``gone``). Prefect's own output goes to standard error,
+which is a log file.
 
-Nobody waits for it. It finds or starts the server, and only then imports Prefect. It leaves when
-the call is over, or when a server that it cannot bring back is gone; where a server died, it begins
-anew with the next one, and the flow run catches up.
+Nothing waits for it. It finds or starts the server, and only then imports Prefect. It ends with the
+call, or when a server that it cannot restart is gone; after the death of its own server it starts
+again with the next one, and the flow run catches up.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 
 _SERVER_WAIT_S = 120.0
-#: After the call is over Prefect may take this long to send what is on its way.
+#: Time for Prefect to send pending data after the end of the call, seconds.
 _LATEST_S = 120.0
 _LOOK_EVERY_S = 2.0
-#: Looks in a row without an answer before a server counts as gone; a busy one may miss a few.
+#: Consecutive requests without an answer after which a server is gone; a busy one may miss a few.
 _MISSES = 5
-#: A server of ours is started again this often.
+#: Maximum number of restarts of our own server.
 _TRIES = 2
 _TRIED = "REFINER_ATTACH_TRIED"
 
@@ -47,7 +47,7 @@ class _Attach:
     Parameters
     ----------
     output
-        File descriptor for what the orchestrator is told.
+        File descriptor for messages to the orchestrator.
     workspace, call
         A run's id, or :func:`infra.store.layout.sweep_call`.
     """
@@ -67,7 +67,7 @@ class _Attach:
         threading.Thread(target=self._watch, args=(server,), daemon=True).start()
         try:
             self._follow()
-        except Exception as error:  # whatever Prefect raises; the work goes on
+        except Exception as error:  # whatever Prefect raises; the work continues
             traceback.print_exc()
             if not _answers(server):
                 self._begin_again(server)
@@ -98,7 +98,7 @@ class _Attach:
                 run_flow(flow, flow_run=found, parameters=parameters, return_type="state")
 
     def _parameters(self) -> dict[str, Any]:
-        """Of the flow run, so that a retry of it goes on with the call."""
+        """Parameters of the flow run, so that a retry of it continues the call."""
         root = str(self._room.root)
         if is_sweep(self._call):
             record = read_sweep(self._room, self._call.partition(":")[2])
@@ -112,7 +112,7 @@ class _Attach:
     # ------------------------------------------------------------ the server
 
     def _watch(self, server: ServerInfo) -> None:
-        """Begin anew when the server is gone: Prefect's client would try on for minutes."""
+        """Start again when the server is gone: Prefect's client would retry for minutes."""
         process = ProcessId.of(server.pid) if server.ours else None
         misses = 0
         while misses < _MISSES and (process is None or process.alive):
@@ -133,19 +133,19 @@ class _Attach:
             and not _answers(server)
         ):
             time.sleep(_LOOK_EVERY_S)
-        for name in server.client_env():  # the next one is another
+        for name in server.client_env():  # the next server has others
             os.environ.pop(name, None)
         os.environ[_TRIED] = str(tried)
         sys.stderr.flush()
         os.execv(sys.executable, [sys.executable, "-P", "-m", "flows.attach", *sys.argv[1:]])
 
     def _tell(self, **message: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has left; then nobody needs to know
+        with contextlib.suppress(BrokenPipeError):  # the orchestrator has ended
             os.write(self._output, f"{json.dumps(message)}\n".encode())
 
 
 def _answers(server: ServerInfo) -> bool:
-    """True if it answers, if only to say that it wants a key."""
+    """True if it answers, if only to request a key."""
     return isinstance(http_status(f"{server.api_url}/health"), int)
 
 

@@ -1,4 +1,4 @@
-"""The disk for people and scripts: what is used, what may go, and what a recipe would take.
+"""Disk use for people and scripts: current use, what may be deleted, forecasts of recipes.
 
 In: a workspace or plans. Out: JSON-ready values, and forecasts. Imports nothing heavy.
 """
@@ -30,7 +30,7 @@ def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConf
     Raises
     ------
     ConfigurationError
-        An override names no field, or cannot be read.
+        An override names no field, or has an invalid value.
     """
     from refiner_core.contract.loading import apply_overrides
 
@@ -43,7 +43,7 @@ def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConf
 
 
 class DiskReport(NamedTuple):
-    """Use of a workspace by run and kind, and what ``refiner disk --json`` prints."""
+    """Use of a workspace by run and kind, and the content of ``refiner disk --json``."""
 
     rows: list[Row]
     json: dict[str, Any]
@@ -52,26 +52,26 @@ class DiskReport(NamedTuple):
 def disk_report(
     workspace: str | Path = RecipeConfig.workspace, overrides: Sequence[str] = ()
 ) -> DiskReport:
-    """Use of a workspace by run and kind, the room that is left, and what may go.
+    """Use of a workspace by run and kind, free space, and what may be deleted.
 
     Parameters
     ----------
     workspace
         The folder.
     overrides
-        Of ``disk``, as ``key=value`` (default: as the newest run has it).
+        Overrides of ``disk``, as ``key=value`` (default: the newest run's).
 
     Returns
     -------
     DiskReport
-        ``rows``, and ``json`` with the whole of it.
+        ``rows``, and ``json`` with the complete report.
 
     Raises
     ------
     ConfigurationError
-        An override cannot be meant.
+        An override is invalid.
     WorkspaceError
-        It is no workspace, or a record is damaged.
+        The folder is no workspace, or a record is damaged.
     """
     from infra.judgements.segments import summarise
 
@@ -108,13 +108,13 @@ def disk_report(
 
 
 def candidate_json(candidate: Candidate) -> dict[str, Any]:
-    """One thing that may be deleted."""
+    """A candidate for deletion, as JSON."""
     said = picked(candidate, "stage_id", "bytes", "inodes", "why")
     return {"kind": candidate.rank.name.lower(), "path": str(candidate.path), **said}
 
 
 def _published(workspace: Workspace, stock: Stock) -> list[dict[str, Any]]:
-    """Publications, as records say, and whether their weights still lie here, too."""
+    """Recorded publications, and whether their weights are still in the workspace."""
     found = []
     for stage_id, copies in sorted(stock.copies.items()):
         facts = stock.stages.get(stage_id)
@@ -132,15 +132,15 @@ def _published(workspace: Workspace, stock: Stock) -> list[dict[str, Any]]:
 
 
 def hold_json(hold: Hold, stock: Stock) -> dict[str, Any]:
-    """A checkpoint that a stage waits for, and whether it does so in vain."""
+    """A checkpoint held for a waiting stage, and whether the wait is in vain."""
     sizes = [i.size.bytes for i in stock.items if (i.stage_id, i.step) == hold[1:3]]
     said = picked(hold, "stage_id", "step", "waiting")
     return {**said, "idle": hold.idle or None, "bytes": sum(sizes)}
 
 
 class Reclaimed(NamedTuple):
-    """Result of reclaiming, done or not: holds on checkpoints that were let go, candidates, paths
-    that are gone with their size, and the room that there is now."""
+    """Result of reclaiming, done or not: released holds on checkpoints, candidates, deleted paths
+    with their sizes, and the free space now."""
 
     holds: list[Hold]
     stock: Stock
@@ -158,30 +158,30 @@ def reclaim_disk(
     judgements: bool = False,
     dry_run: bool = True,
 ) -> Reclaimed:
-    """Delete all that the policy allows.
+    """Delete everything that the policy allows.
 
     Parameters
     ----------
     workspace, overrides
         As of :func:`flows.api.disk_report`.
     caches
-        Does nothing any more.
+        Has no effect any more.
     judgements
-        What judges have said, too.
+        Also delete judgements.
     dry_run
-        Only say what would go. To delete, say False.
+        Only list the candidates. Set to False to delete.
 
     Returns
     -------
     Reclaimed
-        Candidates, and what is gone.
+        Candidates, and the deleted paths.
 
     Raises
     ------
     ConfigurationError
-        An override cannot be meant.
+        An override is invalid.
     WorkspaceError
-        It is no workspace, a record is damaged, or somebody else may have written there.
+        The folder is no workspace, a record is damaged, or another user may have written there.
     """
     room = Workspace.read_only(workspace)
     if not dry_run:
@@ -204,14 +204,14 @@ def reclaim_disk(
 
 
 class Pinned(NamedTuple):
-    """A stage that is (or is no longer) kept whole; ``changed`` is False if it was so before."""
+    """A stage that is (or is no longer) pinned; ``changed`` is False if it was so before."""
 
     stage_id: str
     changed: bool
 
 
 def pin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> Pinned:
-    """Keep everything of a stage, whatever is reclaimed.
+    """Keep everything of a stage, even under a reclaim.
 
     Parameters
     ----------
@@ -223,18 +223,18 @@ def pin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> Pin
     Returns
     -------
     Pinned
-        Which stage.
+        The stage.
 
     Raises
     ------
     ConfigurationError
-        There is no such stage; names the nearest.
+        There is no such stage; the message names the nearest.
     """
     return _marked(stage, workspace, pin)
 
 
 def unpin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> Pinned:
-    """Take back :func:`flows.api.pin_stage`.
+    """Undo :func:`flows.api.pin_stage`.
 
     Parameters
     ----------
@@ -244,12 +244,12 @@ def unpin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> P
     Returns
     -------
     Pinned
-        Which stage.
+        The stage.
 
     Raises
     ------
     ConfigurationError
-        There is no such stage; names the nearest.
+        There is no such stage; the message names the nearest.
     """
     return _marked(stage, workspace, unpin)
 
@@ -263,12 +263,12 @@ def _marked(name: str, workspace: str | Path, mark: Callable[[Layout, str], bool
 # ---------------------------------------------------------------- forecasts
 
 
-#: What a plan that does not fit may be carried out with instead.
+#: Settings under which a plan needs less space.
 LESS_ROOM = "`STAGE.keep=1`, `dispatch.max_parallel=1` and `disk.reclaim=true`"
 
 
 class PlannedRoom(NamedTuple):
-    """A forecast against the room that there is; ``limit_bytes`` is all that there could be."""
+    """A forecast and the free space; ``limit_bytes`` is the most that there could ever be."""
 
     forecast: Forecast
     free_bytes: int
@@ -278,18 +278,18 @@ class PlannedRoom(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """True if it goes through, with what may be reclaimed if that is allowed."""
+        """True if it fits, after a reclaim if that is allowed."""
         more = self.reclaimable_bytes if self.forecast.reclaim else 0
         return self.forecast.needed_bytes <= self.free_bytes + more
 
     @property
     def never_fits(self) -> bool:
-        """True if no deleting would help."""
+        """True if no deletion would help."""
         return self.limit_bytes is not None and self.forecast.sure_bytes > self.limit_bytes
 
 
 def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
-    """Room that plans (a recipe's, or all trials' of a sweep) take, and that there is."""
+    """Space that plans (a recipe's, or all trials' of a sweep) need, and the free space."""
     workspace = Workspace.read_only(plans[0].config.workspace)
     keeper = DiskKeeper(workspace, plans[0].config.disk)
     forecast = forecast_disk(plans, Knowledge(workspace, size_of_model))
@@ -302,30 +302,30 @@ def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
 
 
 class DiskPlan(NamedTuple):
-    """Disk use of a plan; ``change`` is always None, as no change of it is proposed any more."""
+    """Disk use of a plan; ``change`` is always None."""
 
     room: PlannedRoom
     change: None = None
 
 
 def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
-    """Forecast of what a plan takes on the disk, and whether there is room for it.
+    """Forecast of a plan's disk use, and whether it fits.
 
     Parameters
     ----------
     plan
-        What :func:`flows.api.make_recipe_plan` has made.
+        From :func:`flows.api.make_recipe_plan`.
     fit
-        Does nothing any more.
+        Has no effect any more.
 
     Returns
     -------
     DiskPlan
-        ``room.fits`` says whether it fits.
+        ``room.fits`` is the verdict.
 
     Raises
     ------
     WorkspaceError
-        The workspace is not a folder, or a record in it is damaged.
+        The workspace is not a folder, or has a damaged record.
     """
     return DiskPlan(planned_room([plan]))

@@ -1,8 +1,8 @@
-"""`refiner doctor` as a function: what of this machine works, with or without a recipe in mind.
+"""`refiner doctor` as a function: checks of this machine, with or without a recipe.
 
-In: a recipe or none, overrides. Out: :class:`~infra.doctor.check.Finding` values. The checks of
-machine and services are in :mod:`infra.doctor`; here are those that need a recipe's plan, its
-forecast of the disk, and its judge.
+In: a recipe or none, overrides. Out: :class:`~infra.doctor.check.Finding` values. Checks of machine
+and services are in :mod:`infra.doctor`; this module has those that need a recipe: its plan, its
+disk forecast, and its judge.
 
 >>> from flows.doctor import examine
 >>> [f.what for f in examine(only=("python",)) if f.state == "broken"]
@@ -42,7 +42,7 @@ from refiner_core.contract.loading import apply_overrides, load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.services import asks_judge, serves
 
-#: How long a job may take until it is there, seconds; see ``--job``.
+#: Maximum wait for a job to appear, seconds; see ``--job``.
 JOB_WAIT_S = 120.0
 _JUDGE_S = 60.0
 _SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)*=[^\s`;,)]+")
@@ -59,30 +59,30 @@ def examine(
     limit_s: float | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Finding]:
-    """Look at this machine; changes nothing.
+    """Check this machine; changes nothing.
 
     Parameters
     ----------
     recipe
-        What it needs is ``broken`` where it does not work; without one, what is not there is
+        A requirement of it that does not work is ``broken``; without a recipe, what is absent is
         ``missing``.
     overrides
         ``key=value`` words, on the recipe or on the defaults.
     offline
-        Ask nobody outside this machine and its cluster.
+        Send no requests outside this machine and its cluster.
     only
-        Areas to look at (default: all of :data:`~infra.doctor.check.AREAS`).
+        Areas to check (default: all of :data:`~infra.doctor.check.AREAS`).
     job
         Also submit a tiny job, and report from its node; waits for it at most ``wait_s`` seconds.
     limit_s
-        No check gets more than this, seconds.
+        Time limit of each check, seconds.
     tell
-        Told how many of how many checks are done.
+        Receives the numbers of finished and of all checks.
 
     Raises
     ------
     ConfigurationError
-        A recipe, override or area that there is not.
+        There is no such recipe, override or area.
     """
     for area in only:
         if area not in AREAS:
@@ -106,7 +106,7 @@ def examine(
 
 
 def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Findings for scripts. ``works`` is False where something that was asked for does not."""
+    """Findings as JSON. ``works`` is False if a requested check found an error."""
     return {
         "version": 1,
         "works": all(f.ok for f in findings),
@@ -131,15 +131,14 @@ def _job_check(look: Look, wait_s: float) -> Check:
 
     if not look.on_slurm:
         raise ConfigurationError(
-            "--job looks at a compute node, and jobs run on this machine "
-            "(dispatch.executor=local).",
+            "--job checks a compute node, and jobs run on this machine (dispatch.executor=local).",
             expected="a recipe, or overrides, that name Slurm and your cluster's profile",
             fix="refiner doctor --job dispatch.executor=slurm dispatch.profile=PROFILE",
         )
     return node_check(wait_s)
 
 
-# ---------------------------------------------------------------- what needs the recipe
+# ---------------------------------------------------------------- checks of the recipe
 
 
 def _recipe_checks(plan: Plan | None, refusal: RefinerError | None, look: Look) -> list[Check]:
@@ -162,13 +161,13 @@ def _recipe_checks(plan: Plan | None, refusal: RefinerError | None, look: Look) 
 
 
 def _certificate(look: Look) -> Iterator[Finding]:
-    """The certificate of this node: what has failed, and what has changed since."""
+    """The certificate of this node: failed checks, and changes since."""
     mend = shlex.join(["refiner", "certify", f"workspace={look.workspace}"])
     known = read_certificates(Workspace.read_only(look.workspace))
     made = next((c for c in known if c.host.get("name") == host_name()), None)
     if made is None:
         if look.gpus or shutil.which("nvidia-smi"):
-            what = "this node has none: its GPUs were not tried"
+            what = "this node has none: its GPUs were not tested"
             yield found("missing", what, mend, "trust in numbers")
         return
     now, counts = versions(), [f"{made.count(v)} {v}" for v in ("pass", "fail", "absent")]
@@ -205,10 +204,10 @@ def _forecast(plan: Plan, look: Look) -> Finding:
     needed, free = room.forecast.needed_bytes, room.free_bytes
     what = f"takes up to {gib(needed)}; {gib(free)} are free"
     if room.forecast.unknown:
-        what += f"; of {', '.join(room.forecast.unknown)} nothing is known"
+        what += f"; of {', '.join(room.forecast.unknown)} the size is unknown"
     if not room.forecast.stages:
         what = f"nothing is left to write; {gib(free)} are free"
-    why = "the run pauses when the disk is full, and goes on when there is room"
+    why = "the run pauses when the disk is full, and continues when there is space"
     mend = f"refiner plan {look.recipe} --disk"
     return fine(what) if room.fits else found("warning", what, mend, why)
 
@@ -217,7 +216,7 @@ def _forecast(plan: Plan, look: Look) -> Finding:
 
 
 def _judge(look: Look) -> Iterator[Finding]:
-    """A real question of each kind, as `refiner judge ask` puts them."""
+    """Ask a real question of each kind, as `refiner judge ask` does."""
     judge = look.config.judge
     if look.recipe and not asks_judge(look.config):
         return
@@ -228,7 +227,7 @@ def _judge(look: Look) -> Iterator[Finding]:
         yield _answer(look, judge)
     elif serves(judge):
         served = f"{judge.model} is served by refiner itself ({judge.serve.engine})"
-        yield fine(f"{served}; its environment stands under vllm")
+        yield fine(f"{served}; its environment is checked under vllm")
     else:
         yield found(
             absent(look.recipe),
@@ -246,7 +245,7 @@ def _answer(look: Look, judge: JudgeConfig) -> Finding:
     mend = f"curl --max-time 10 {shlex.quote(address)}/models"
     try:
         workspace = Workspace.read_only(look.workspace)
-        # An environment asks about assertions, and no more.
+        # An environment asks only about assertions.
         kinds = KINDS[:1] if look.config.environment.name else KINDS
         asked = ask_in_turn(workspace, judge, examples(kinds))
     except RefinerError as error:
@@ -258,5 +257,5 @@ def _answer(look: Look, judge: JudgeConfig) -> Finding:
         doubtful(look.recipe),
         f"{what}, but gave no score to {asked.request.kind}: {asked.judgement.detail}",
         mend,
-        "a judgement without a score takes its rollout out of the loss",
+        "a judgement without a score removes its rollout from the loss",
     )

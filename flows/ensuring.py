@@ -1,18 +1,16 @@
-"""Stages as tasks of a Prefect flow of one's own: ``from flows import begin_run, ensure``.
+"""Stages as tasks of your own Prefect flow: ``from flows import begin_run, ensure``.
 
 In: a recipe, and inside a ``@flow`` the names of stages. Out: a recorded :class:`Run`, and for each
 ``ensure`` a task run that shows its stage, and returns the stage's view with its report. Imports
 Prefect.
 
-Who does what:
-
-- :func:`begin_run` checks the recipe and records it whole, with the code as it is. Inside a flow
-  run it does so once: a retry goes on with the same record.
-- Each ``ensure`` is a call of its own on that record: about its stage and what that needs, with an
-  orchestrator of its own. Two at once share stages as any two calls do: what one runs, the other
-  waits for. What is done is not run again, and needs no orchestrator.
+- :func:`begin_run` checks the recipe and records it with the current code. Inside a flow run it
+  does so once: a retry continues the same record.
+- Each ``ensure`` is a call of its own on that record: for its stage and that stage's inputs, with
+  an orchestrator of its own. Concurrent ones share stages as any two calls do: each waits for what
+  the other runs. Finished stages are not run again, and need no orchestrator.
 - *Cancel* is recorded, and the running stages save. *Suspend* ends the flow before its next
-  ``ensure``. *Retry* and *Resume* run the flow from its beginning, past what is done.
+  ``ensure``. *Retry* and *Resume* run the flow from its beginning, skipping what is done.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ from refiner_core.contract.types import StageView
 
 @dataclass(frozen=True)
 class Run:
-    """A recorded run: its id, as `refiner status` has it, and the folder that it is recorded in."""
+    """A recorded run: its id, as in `refiner status`, and its workspace."""
 
     id: str
     workspace: str
@@ -59,19 +57,19 @@ class Run:
 def begin_run(
     recipe: str, overrides: Sequence[str] = (), workspace: str | Path | None = None
 ) -> Run:
-    """Check a recipe and record a run of it, of which nothing begins yet.
+    """Check a recipe and record a run of it. No stage begins yet.
 
     Parameters
     ----------
     recipe, overrides
         As of :func:`flows.api.run_recipe`.
     workspace
-        Folder that holds records, outputs and checkpoints (default: as the recipe says).
+        Folder for records, outputs and checkpoints (default: the recipe's).
 
     Returns
     -------
     Run
-        For :data:`ensure`. In a flow run that is retried: the one that it has recorded before.
+        For :data:`ensure`. In a retried flow run: the one recorded before.
 
     Raises
     ------
@@ -90,7 +88,7 @@ def begin_run(
     with each_read_once():
         plan, room, run = calls.begin_run(recipe, words)
         sources = resolve_sources(plan.config)
-    # Its parts are planned from these, in whatever folder the flow is by then.
+    # Its parts are planned from these, whatever the flow's current folder is then.
     run = replace(run, provenance={**run.provenance, **mine, "sources": sources})
     calls.with_room(plan.config, lambda: room.write_run(run))
     return Run(run.run, str(room.root))
@@ -99,7 +97,7 @@ def begin_run(
 class _Ensure:
     """``ensure(run, "sft")``: the stage is done, or the task has failed.
 
-    Called inside a ``@flow``, it returns the stage's
+    Inside a ``@flow``, it returns the stage's
     :class:`~refiner_core.contract.types.StageView` (``.report["validation_loss"]``) or raises;
     ``ensure.submit(run, "sft")`` returns a future of it at once. ``wait_for`` is Prefect's.
     """
@@ -108,14 +106,14 @@ class _Ensure:
         task_of, arguments = _task_of(run, stage)
         state = task_of(*arguments, wait_for=wait_for, return_state=True)
         if state.is_cancelled() and (wish := flow_run_state(this_run.id)) and wish.is_cancelling():
-            with get_client(sync_client=True) as client:  # no runner may be there to say so
+            with get_client(sync_client=True) as client:  # there may be no runner to set it
                 client.set_flow_run_state(UUID(str(this_run.id)), Cancelled(), force=True)
             raise Abort(state.message)
         view: StageView = state.result()
         return view
 
     def submit(self, run: Run, stage: str, wait_for: Any = None) -> PrefectFuture[StageView]:
-        """A future of the stage's view; several stages at a time."""
+        """A future of the stage's view; allows several stages at a time."""
         task_of, arguments = _task_of(run, stage)
         future: PrefectFuture[StageView] = task_of.submit(*arguments, wait_for=wait_for)
         return future
@@ -125,10 +123,10 @@ ensure = _Ensure()
 
 
 def _task_of(run: Run, stage: str) -> tuple[Any, tuple[Run, str]]:
-    """The task of one stage, unless the flow run is to be suspended: then it ends here."""
+    """Task of one stage, unless the flow run is to be suspended: then the flow ends here."""
     if not this_run.id:
         raise ConfigurationError(
-            f"ensure was asked for {stage} of run {run.id} outside a flow run.",
+            f"ensure was called for {stage} of run {run.id} outside a flow run.",
             expected="a call inside a function with @flow",
             fix="call it there, or use `refiner run RECIPE` without a flow",
         )
@@ -176,8 +174,7 @@ def _completed(room: Workspace, node: Node) -> State[Any]:
 
 
 def _needed(room: Workspace, plan: Plan, name: str) -> list[str]:
-    """A stage and those before it that are not done; the servers that they ask come by
-    themselves."""
+    """A stage and its unfinished inputs; the servers that they use are added automatically."""
     found: list[str] = []
     queue = [name]
     while queue:
@@ -190,7 +187,7 @@ def _needed(room: Workspace, plan: Plan, name: str) -> list[str]:
 
 
 def _record_part(room: Workspace, whole: RunRecord, plan: Plan, names: list[str]) -> RunRecord:
-    """A call about some stages of a recorded run, with the code of that."""
+    """A call for some stages of a recorded run, with the code of that run."""
     sources = whole.provenance["sources"]
     about = make_plan(replace(plan.config, only=tuple(names)), sources)
     provenance = {k: v for k, v in whole.provenance.items() if k not in ("sources", "asked")}
@@ -208,7 +205,7 @@ def _record_part(room: Workspace, whole: RunRecord, plan: Plan, names: list[str]
 
 @dataclass
 class _Followed:
-    """A part that is read when somebody waits for a stage; it hears what is wanted of this flow
+    """A part that is read while a caller waits for a stage; it also checks for requests to the flow
     run."""
 
     room: Workspace
@@ -218,7 +215,7 @@ class _Followed:
     asked: bool = False
 
     def look(self, name: str, timeout_s: float) -> tuple[StageView, bool]:
-        """The view, and whether nobody works on the part any more."""
+        """The view, and whether the part has no orchestrator any more."""
         now = time.monotonic()
         self.gone_since = math.inf if self.works else min(self.gone_since, now)
         view = self.follower.look()[name]
@@ -231,7 +228,7 @@ class _Followed:
         return view, False
 
     def cancel(self) -> None:
-        """Ask for the end of the part, once: its stages save."""
+        """Request the end of the part, once: its stages save."""
         from flows.running.cancelling import cancel
 
         if not self.asked:
@@ -240,5 +237,5 @@ class _Followed:
 
     @property
     def works(self) -> bool:
-        """True if somebody works on the part."""
+        """True if an orchestrator of the part is running."""
         return orchestrator_of(self.room, self.part.run).works

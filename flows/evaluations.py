@@ -1,4 +1,4 @@
-"""The numbers of finished evaluations, as plain values."""
+"""Metrics of finished evaluations, as plain values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from refiner_core.contract.plan import Plan
 
 
 def evaluations_of(plan: Plan, workspace: Workspace) -> list[dict[str, Any]]:
-    """Every number of the plan's finished evaluations, the random copier's floor last.
+    """Every metric of the plan's finished evaluations, the random copier's floor last.
 
     Parameters
     ----------
     plan
-        Whose evaluations.
+        The plan with the evaluations.
     workspace
-        Where their records are.
+        The workspace with their records.
 
     Returns
     -------

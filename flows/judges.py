@@ -1,8 +1,8 @@
-"""Judges: measured, asked by hand, their servers listed and ended.
+"""Judges: measure them, ask them a question, list and stop their servers.
 
 In: a workspace, a run or none, overrides of `judge` and `reward`. Out: a
 :data:`~refiner_core.judge_report.build.Report`, and ``report.md`` with ``report.json``; or an
-:class:`_Asked`. Past the workspace's store: answers that are kept would repeat themselves for ever.
+:class:`_Asked`. The store of judgements is not used: stored answers would repeat forever.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
     from flows.rescoring.reading import Policy
 
 
-#: Of a run, so many questions unless somebody says otherwise, with so many answers each.
+#: Default number of questions of a run, and of answers to each.
 QUESTIONS = 20
 ANSWERS = 2
-#: A person waits: a server that is gone is not waited for as long as a training would.
+#: A user is waiting: a missing server is awaited for less time than in training.
 PATIENCE_S = 20.0
 SHORT_S = 5.0
 
 Kind = Literal["rubric", "citation_recall", "citation_precision", "citation_needed"]
-#: What a run asks, each with scores of its own that are allowed.
+#: Kinds of questions of a run, each with its own scores.
 KINDS: tuple[Kind, ...] = get_args(Kind)
 REPORT, TEXT = "report.json", "report.md"
 
 
 class _Made(NamedTuple):
-    """A report, and what it is called: the same question to the same judge has the same name."""
+    """A report and its name: the same question to the same judge has the same name."""
 
     name: str
     report: Report
@@ -74,37 +74,37 @@ def measure_judge(
     Parameters
     ----------
     run
-        Whose answers are judged (default: a small set with gold scores that comes with refiner).
+        Run with the answers (default: a small shipped set with gold scores).
     workspace
-        The folder that the run is recorded in.
+        The folder that has the run's records.
     overrides
-        Which judge (default: the run's own, or the lexical one).
+        Fields of the judge (default: the run's own, or the lexical one).
     against
         Fields of a second judge that differ from the first.
     sample
-        At most so many questions.
+        Maximum number of questions.
     repeats
-        How often everything is asked as it is.
+        Repetitions of each unchanged question.
     tell
-        Hears what is asked next, and how many questions that is.
+        Receives the kind of the next questions, and their number.
 
     Returns
     -------
     report, name
-        The report, and what it is called; ``flows.judges.write_report`` writes it.
+        The report and its name; ``flows.judges.write_report`` writes it.
 
     Raises
     ------
     ConfigurationError
-        A field, run or judge that does not fit.
+        A field, run or judge is invalid.
     JudgeOutage
-        Nobody answered.
+        The judge did not answer.
     WorkspaceError
-        Somebody else may have written what is recorded of the run.
+        The records of the run may have been written by another user.
     """
     room = Workspace.read_only(workspace)
     if run is not None:
-        room.require_trust()  # its record names the judge, and whose key it gets
+        room.require_trust()  # its record names the judge, and the key that it gets
         config, material = _material_of_run(room, run, overrides, sample or QUESTIONS)
     else:
         config, material = _checked(RecipeConfig(), overrides), shipped_material(sample)
@@ -128,7 +128,7 @@ def measure_judge(
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """``report.md`` and, last, ``report.json``."""
+    """Write ``report.md`` and, last, ``report.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic.write_text(folder / TEXT, markdown(report) + "\n")
     text = json.dumps(report_json(report), indent=1, ensure_ascii=False, allow_nan=False)
@@ -141,7 +141,7 @@ def write_report(report: Report, folder: Path) -> None:
 def _material_of_run(
     workspace: Workspace, wanted: str, overrides: Sequence[str], questions: int
 ) -> tuple[RecipeConfig, Material]:
-    """The configuration to judge by, and samples of evaluations, which no training has seen; else
+    """Configuration of the judge, and samples of evaluations, which no training has seen; else
     rollouts of the last step."""
     from flows.rescoring.reading import Part, read_policies
 
@@ -157,14 +157,14 @@ def _material_of_run(
         raise ConfigurationError(
             f"Run {run.run} has no answers that could be judged",
             expected="answers with a single answer block, and rubrics or evidence to judge them by",
-            fix="name a later run, or none for the set that comes with refiner",
+            fix="name a later run, or none for the shipped set",
         )
     return config, material
 
 
 def _answers(policies: Sequence[Policy], questions: int) -> Iterable[tuple[PromptRow, str]]:
-    """Different answers to each of the first questions by a digest of their id, which is a draw
-    that comes out the same each time."""
+    """Different answers to each of the first questions, ordered by a digest of their id: a
+    reproducible draw."""
     found: dict[str, dict[str, PromptRow]] = {}
     for policy in policies:
         for rollout in policy.rollouts:
@@ -188,8 +188,8 @@ def _judge(
     patience_s: float = PATIENCE_S,
     alone: bool = False,
 ) -> Judge:
-    """A judge that knows nothing yet. With ``alone`` it is made for one question: a server that
-    does not answer that one is taken to be gone."""
+    """A judge without stored judgements. With ``alone`` it is made for one question: a server that
+    does not answer that one counts as gone."""
     config = replace(config, outage_patience_s=min(config.outage_patience_s, patience_s))
     around = Surroundings(store=MemoryStore(), endpoints=endpoints)
     if not alone or config.kind == "lexical":
@@ -204,8 +204,8 @@ def _judge(
 
 
 class _Asked(NamedTuple):
-    """One question by hand. ``usage`` is None of a judge that is no server; ``schema`` says whether
-    the server took the schema of the reply."""
+    """One question. ``usage`` is None for a judge without a server; ``schema`` tells whether the
+    server accepted the schema of the reply."""
 
     request: JudgeRequest
     judgement: Judgement
@@ -235,26 +235,26 @@ def ask_judge(
     Parameters
     ----------
     overrides
-        Which judge, such as ``judge.base_url=…`` and ``judge.model=…`` (default: the lexical one).
+        Fields of the judge, such as ``judge.base_url=…`` and ``judge.model=…`` (default: lexical).
     workspace
-        Whose servers of judges are used.
+        The workspace with the judge servers.
     kind
-        What is asked, a rubric by default.
+        Kind of question, a rubric by default.
     question, answer, criterion
-        What is judged, and against what; without any, an example, and without a kind one of each:
-        what comes back is the first without a score, or else the rubric's.
+        The text to judge, and its criterion; without any, an example, and without a kind one of
+        each: the result is the first without a score, or else the rubric's.
 
     Returns
     -------
     NamedTuple
-        The judgement with its time and tokens; ``judgement.score`` is None where there is none.
+        The judgement with its time and tokens; ``judgement.score`` is None without a score.
 
     Raises
     ------
     ConfigurationError
-        A field that does not fit, or a server that refuses.
+        A field is invalid, or a server refuses.
     JudgeOutage
-        Nobody answered within a few seconds.
+        No answer within a few seconds.
     """
     config = _checked(RecipeConfig(), overrides).judge
     requests = examples((kind,) if kind else KINDS)
@@ -262,7 +262,7 @@ def ask_judge(
         kind = kind or "rubric"
         request = JudgeRequest(kind, question or "", answer or "", criterion or "")
         _require_said(request)
-        if kind == "citation_needed" and not criterion:  # then the passage is all of the answer
+        if kind == "citation_needed" and not criterion:  # then the passage is the whole answer
             request = replace(request, reference=request.text)
         requests = [request]
     return ask_in_turn(Workspace.read_only(workspace), config, requests)
@@ -271,9 +271,9 @@ def ask_judge(
 def ask_in_turn(
     workspace: Workspace, config: JudgeConfig, requests: Sequence[JudgeRequest]
 ) -> _Asked:
-    """Ask the judge of a configuration: the first question without a judgement, or else the first
-    of all. Errors as of :func:`ask_judge`."""
-    # A server that does not answer the first question is taken to be gone.
+    """Ask the judge of a configuration; returns the first question without a judgement, else the
+    first of all. Errors as of :func:`ask_judge`."""
+    # A server that does not answer the first question counts as gone.
     found: list[tuple[JudgeRequest, Judgement, float]] = []
     with endpoints_by_hand(workspace, config) as endpoints, ExitStack() as ending:
         judge = _judge(config, endpoints, patience_s=SHORT_S, alone=True)
@@ -292,7 +292,7 @@ def ask_in_turn(
 
 
 def examples(kinds: Sequence[Kind] = KINDS) -> list[JudgeRequest]:
-    """A question of each kind, since each allows other scores."""
+    """A question of each kind, since each has other scores."""
     known = [item.request for item in shipped_material().items]
     return [next(request for request in known if request.kind == kind) for kind in kinds]
 
@@ -321,7 +321,7 @@ def _schema_taken(config: JudgeConfig, usage: JudgeUsage | None) -> str:
 
 
 def _checked(config: RecipeConfig, overrides: Sequence[str]) -> RecipeConfig:
-    """With overrides. Who gives an address means a judge that is served."""
+    """The configuration with overrides. An address implies a judge with a server."""
     given = {text.partition("=")[0].strip() for text in overrides}
     addressed = given & {"judge.base_url", "judge.base_urls"} and "judge.kind" not in given
     words = [*overrides, *(["judge.kind=openai"] if addressed else [])]
@@ -335,7 +335,7 @@ def _checked(config: RecipeConfig, overrides: Sequence[str]) -> RecipeConfig:
 
 
 class Stopped(NamedTuple):
-    """Ids of servers that have ended, that have not yet, and that are needed by somebody."""
+    """Ids of servers that have ended, that have not ended yet, and that are in use."""
 
     ended: list[str]
     left: list[str]
@@ -345,24 +345,24 @@ class Stopped(NamedTuple):
 def list_judge_servers(
     service: str | None = None, workspace: str | Path = RecipeConfig.workspace
 ) -> list[ServiceStatus]:
-    """The servers of judges that runs of a workspace have started.
+    """Judge servers started by runs of a workspace.
 
     Parameters
     ----------
     service
-        Only the one with this id, or those whose ids begin so.
+        Only the server with this id or beginning of an id.
     workspace
         The folder.
 
     Returns
     -------
     list of ServiceStatus
-        How each is, where it answers, who needs it.
+        State, address and users of each.
 
     Raises
     ------
     WorkspaceError
-        It is no workspace, or a record is damaged.
+        The folder is no workspace, or a record is damaged.
     """
     return services_of(Workspace.read_only(workspace), service)
 
@@ -373,26 +373,26 @@ def stop_judge_servers(
     *,
     tell: Callable[[str], None] = lambda message: None,
 ) -> Stopped:
-    """End a server of a judge, or all that nobody needs just now.
+    """Stop a judge server, or all idle ones.
 
     Parameters
     ----------
     service
-        An id or its beginning; it is ended though somebody needs it, who then starts another one.
+        An id or its beginning; it is stopped even if in use, and its user starts another one.
     workspace
         The folder.
     tell
-        Hears what is waited for.
+        Receives progress messages.
 
     Returns
     -------
     Stopped
-        Which have ended, and which have not.
+        Servers that have ended, and those that have not.
 
     Raises
     ------
     ConfigurationError
-        There is no such server; names the nearest.
+        There is no such server; the message names the nearest.
     """
     room = Workspace.read_only(workspace)
     found = services_of(room, service)

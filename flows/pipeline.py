@@ -1,8 +1,7 @@
-"""The Prefect flow ``pipeline``: a recipe, carried out. Imports Prefect.
+"""The Prefect flow ``pipeline``: carries out a recipe. Imports Prefect.
 
 In: the parameters of a flow run, from the form of its deployment, a schedule, or a script. Out: a
-recorded run that an orchestrator works on, and a flow run that shows it; see
-:mod:`flows.flow_runs` for who does what.
+recorded run with an orchestrator, and a flow run that shows it; see :mod:`flows.flow_runs`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pydantic import Field
 from flows.flow_runs import Call, carry_out, shown_flow
 from infra.store.workspace import Workspace
 
-#: Names a recipe or a folder.
+#: Name of a recipe or a folder.
 _Path = Annotated[str, Field(min_length=1)]
 
 
@@ -31,7 +30,7 @@ def pipeline(
     folder: _Path = ".",
     run: str = "",
 ) -> State[Any]:
-    """Carry out a recipe: data, SFT, RFT, GRPO, publication and evaluations, as it says.
+    """Carry out a recipe: data, SFT, RFT, GRPO, publication and evaluations.
 
     Parameters
     ----------
@@ -40,15 +39,15 @@ def pipeline(
     overrides
         `key=value`, such as `grpo.beta=0.01`.
     workspace
-        Folder that holds records, outputs and checkpoints.
+        Folder for records, outputs and checkpoints.
     seed
-        Of training; as the recipe says where none is given.
+        Seed of training; the recipe's by default.
     notes
-        What to remember of the run.
+        Notes on the run.
     folder
-        Where relative paths begin.
+        Base folder of relative paths.
     run
-        A recorded run to go on with; a new one where none is given.
+        A recorded run to continue; by default a new one.
     """
 
     def begin() -> Call:

@@ -1,6 +1,6 @@
-"""Plans: what a recipe would do, why. All of it changes nothing.
+"""Plans: what a recipe would do, and why. Changes nothing.
 
-In: a recipe and overrides, as for ``refiner plan``. Out: plans and what is said of them.
+In: a recipe and overrides, as for ``refiner plan``. Out: plans, forecasts and explanations.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ OUTPUT_VERSION = 1
 
 
 class Explained(NamedTuple):
-    """A stage, what a run would do about it, and in what it differs from the nearest record."""
+    """A stage, what a run would do with it, and its differences from the nearest record."""
 
     forecast: StageForecast
     differences: Sequence[str]
 
 
 def forecast(plan: Plan) -> list[StageForecast]:
-    """Forecast of what a run would do now, stage by stage.
+    """What a run would do now, stage by stage.
 
     Parameters
     ----------
     plan
-        What :func:`flows.api.make_recipe_plan` has made.
+        From :func:`flows.api.make_recipe_plan`.
 
     Returns
     -------
@@ -44,23 +44,23 @@ def forecast(plan: Plan) -> list[StageForecast]:
     Raises
     ------
     WorkspaceError
-        A record is damaged; says which, and what to do.
+        A record is damaged; the message names it and the fix.
     """
     return observe_actions(plan, Workspace.read_only(plan.config.workspace))
 
 
 def plan_json(plan: Plan, forecasts: Sequence[StageForecast]) -> dict[str, Any]:
-    """A plan for scripts.
+    """A plan as JSON.
 
     Parameters
     ----------
     plan, forecasts
-        The plan, and what :func:`flows.api.forecast` says of it.
+        The plan, and the result of :func:`flows.api.forecast`.
 
     Returns
     -------
     dict
-        What ``refiner run --dry-run --json`` prints; `plan --json` adds disk and memory.
+        The content of ``refiner run --dry-run --json``; `plan --json` adds disk and memory.
     """
     return {
         "version": OUTPUT_VERSION,
@@ -88,19 +88,19 @@ def explain_stage(
     Parameters
     ----------
     stage
-        A name such as ``evaluate-sft``, or a kind, which may mean several.
+        A name such as ``evaluate-sft``, or a kind, which may cover several.
     recipe, overrides
         As for :func:`flows.api.make_recipe_plan`.
 
     Returns
     -------
     Plan, list of Explained
-        The plan, and the stages that are meant.
+        The plan, and the matching stages.
 
     Raises
     ------
     ConfigurationError
-        There is no such stage, or the recipe cannot be carried out as it stands.
+        There is no such stage, or the recipe cannot be carried out.
     """
     plan = make_recipe_plan(recipe, overrides)
     wanted = {s.name for s in plan.find(stage)}
@@ -110,16 +110,16 @@ def explain_stage(
 
 
 def list_recipes() -> dict[str, RecipeConfig]:
-    """The recipes that come with refiner.
+    """List the shipped recipes.
 
     Returns
     -------
     dict
-        Name to configuration; ``description`` says what it is for.
+        Name to configuration, with a ``description``.
 
     Raises
     ------
     ConfigurationError
-        One of them is damaged: the installation is.
+        A recipe is damaged, and so is the installation.
     """
     return {name: load_recipe(name) for name in shipped_recipes()}

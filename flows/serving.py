@@ -1,9 +1,9 @@
-"""Deployments on a Prefect server: served by one long process, or left to a work pool.
+"""Deployments on a Prefect server: served by one long process, or by the workers of a work pool.
 
 In: recipes, sweep files and nightly files. Out: the deployments ``pipeline/refiner``,
-``sweep/refiner`` and, for each nightly file, ``nightly/NAME``. A recipe or sweep file becomes what
-the form proposes. The server only says what to start and when; what is done is read from the
-workspace. Prefect is imported inside functions, after the environment says which server it is.
+``sweep/refiner`` and, for each nightly file, ``nightly/NAME``. A recipe or sweep file becomes the
+default of the form. The server only starts flow runs; the workspace decides what is done. Prefect
+is imported inside functions, after the environment names the server.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from refiner_core.contract.loading import load_recipe
 from refiner_core.nightly.definition import Nightly
 
 NAME = "refiner"
-#: Flow runs at a time; the machine's slots and the queue bound what really runs.
+#: Concurrent flow runs; the machine's slots and the queue limit what really runs.
 _LIMIT = 64
 _MOST_POOLS = 100
 
 
 def _by_kind(files: Sequence[str]) -> dict[str, list[str]]:
-    """Files by what they are: at most one recipe and one sweep, which the forms propose, and
-    nightly files.
+    """Files by kind: at most one recipe and one sweep, the defaults of the forms, and nightly
+    files.
 
     Raises
     ------
     ConfigurationError
-        One is none of the three, or there are two recipes or two sweeps.
+        A file is none of the three, or there are two recipes or two sweeps.
     """
     found: dict[str, list[str]] = {"recipe": [], "sweep": [], "nightly": []}
     for file in files:
@@ -42,7 +42,7 @@ def _by_kind(files: Sequence[str]) -> dict[str, list[str]]:
         if len(found[kind]) > 1:
             raise ConfigurationError(
                 f"{len(found[kind])} {kind} files were given: {', '.join(found[kind])}.",
-                expected=f"one {kind} at most: it is what the form proposes",
+                expected=f"at most one {kind}, as the default of the form",
                 fix=f"name one of them; any other {kind} can be typed into the form",
             )
     return found
@@ -68,7 +68,7 @@ def _kind_of(file: str) -> str:
     raise ConfigurationError(
         f"{file} is no recipe, no sweep and no nightly evaluation ({'; '.join(said)})",
         expected="a YAML file of one of the three, or a shipped name",
-        fix="look with `refiner plan`, `refiner sweep FILE --dry-run` or `refiner nightly check`",
+        fix="check it with `refiner plan`, `refiner sweep FILE --dry-run` or `refiner nightly check`",
     )
 
 
@@ -78,21 +78,19 @@ def serve(
     workspace: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> int:
-    """Carry out flow runs as they come, until Ctrl-C or SIGTERM.
+    """Carry out flow runs until Ctrl-C or SIGTERM.
 
-    A night that has begun before, and is not done, begins at once. On the way out schedules are
-    paused, and flow runs that are carried out here are cancelled: their stages save. A retry goes
-    on with them.
+    An unfinished night that has begun before starts at once. At the end schedules are paused, and
+    flow runs in this process are cancelled: their stages save. A retry continues them.
 
     Parameters
     ----------
     files
         Recipe, sweep and nightly files, or shipped names.
     workspace
-        The folder that the forms propose (default: runs), and that nights use in the place of
-        their files' own.
+        Default workspace of the forms (default: runs); nights use it instead of their files' own.
     tell
-        Hears warnings, and what is served.
+        Receives warnings and the served deployments.
 
     Returns
     -------
@@ -122,27 +120,27 @@ def serve(
     except (KeyboardInterrupt, PrefectException) as error:
         if not isinstance(error, KeyboardInterrupt) and type(error).__name__ != "TerminationSignal":
             raise
-        tell("Stopped. A night that begins meanwhile is worked on at the next start.")
+        tell("Stopped. A night that begins meanwhile runs at the next start.")
     return 0
 
 
 async def _carry_out(runner: Any, tell: Callable[[str], None]) -> None:
-    """Until it is ended; once it listens, its end pauses schedules."""
+    """Run until it is ended; once it listens, its end pauses schedules."""
     work = asyncio.create_task(runner.start())
     while not (runner.started or work.done()):
         await asyncio.sleep(0.05)
-    tell("Ready. Ctrl-C ends it; what runs then saves, and a retry goes on.")
+    tell("Ready. Ctrl-C ends it; running stages save, and a retry continues.")
     await work
 
 
 def _take_up(nightly: Nightly, deployment: Any, tell: Callable[[str], None]) -> None:
-    """Begin a night at once that has begun before and is not done."""
+    """Start an unfinished night that has begun before."""
     from prefect.client.orchestration import get_client
 
     from flows.nightly.night import due_night
 
     if night := due_night(nightly, datetime.now(UTC)):
-        tell(f"{nightly.name}: the night of {night} is not done, and begins now")
+        tell(f"{nightly.name}: the night of {night} is not done, and starts now")
         with get_client(sync_client=True) as client:
             client.create_flow_run_from_deployment(deployment, parameters={"night": night})
 
@@ -154,8 +152,7 @@ def deploy(
     workspace: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Put the deployments on the server, for workers of a work pool; again, and they are what the
-    files say now.
+    """Create or update the deployments on the server, for workers of a work pool.
 
     Parameters
     ----------
@@ -172,8 +169,8 @@ def deploy(
     Raises
     ------
     RefinerError
-        A file cannot be read or carried out, no Prefect server can be used, or it has no such
-        pool.
+        A file cannot be read or carried out, no Prefect server can be used, or the pool does not
+        exist.
     """
     what = _by_kind(files)
     nightlies = _checked(what["nightly"], workspace, tell)
@@ -207,7 +204,7 @@ def _check_pool(pool: str) -> None:
         try:
             client.read_work_pool(pool)
         except ObjectNotFound as error:
-            # Without a limit the client sends null for it, which the server refuses.
+            # Without a limit the client sends null, which the server refuses.
             known = [p.name for p in client.read_work_pools(limit=_MOST_POOLS)]
             fix = f"`prefect work-pool create {pool} --type process`, or name another --pool"
             raise no_such("The server has no work pool", pool, known, fix) from error
@@ -220,7 +217,7 @@ def _url(info: ServerInfo, deployment: Any) -> str:
 def _deployments(
     what: Mapping[str, list[str]], nightlies: Sequence[Nightly], workspace: str | None
 ) -> list[tuple[Any, Nightly | None]]:
-    """All of them, as Prefect wants them, and which of them is a nightly evaluation's."""
+    """All deployments in Prefect's form, and which of them are nightly evaluations."""
     from prefect.flows import EntrypointType
 
     from flows.nightly.flow import nightly_deployment

@@ -1,8 +1,8 @@
-"""Stored outcomes of stages, found by stage: attempts, rollouts, results, prompts. Reads only.
+"""Finds stored outputs of stages: attempts, rollouts, results, prompts. Reads only.
 
-In: a workspace and a stage's id. Out: paths and plain values. An attempt takes over what the one
-before has left up to the checkpoint that it goes on from, so the newest one that has a file tells
-the whole story; one that has not begun yet has none.
+In: a workspace and a stage's id. Out: paths and plain values. An attempt takes over the files of
+the one before up to the checkpoint that it resumes from, so the newest attempt with a file has the
+complete history; one that has not begun has none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from infra.store.layout import AttemptPaths
 from infra.store.traces import list_rollouts
 from infra.store.workspace import Workspace
 
-#: The prepared prompts that evaluations read, and those that are trained on.
+#: Prepared prompts of evaluations, and of training.
 HELD_OUT, TRAINED_ON = "rl_test.parquet", "rl_train.parquet"
 
 
@@ -32,7 +32,7 @@ def rollouts_by_step(folder: Path) -> dict[int, Path]:
 
 
 def newest_rollouts(workspace: Workspace, stage_id: str) -> tuple[int, dict[int, Path]]:
-    """Number of the newest attempt that has rollouts, and its files by step; else 0 and none."""
+    """Number of the newest attempt with rollouts, and its files by step; else 0 and none."""
     for number, paths in attempts_of(workspace, stage_id).items():
         if found := rollouts_by_step(paths.rollouts):
             return number, found
@@ -40,7 +40,7 @@ def newest_rollouts(workspace: Workspace, stage_id: str) -> tuple[int, dict[int,
 
 
 def results_of(workspace: Workspace, stage_id: str) -> Mapping[str, Any] | None:
-    """Results of an evaluation; None where it is not done."""
+    """Results of an evaluation; None if it is not done."""
     result = workspace.read_result(stage_id)
     if result is None or "evaluations" in result.report:
         return None if result is None else result.report
@@ -50,7 +50,7 @@ def results_of(workspace: Workspace, stage_id: str) -> Mapping[str, Any] | None:
 
 
 def prompts_of(workspace: Workspace, attempt: AttemptPaths, name: str) -> tuple[str, Path | None]:
-    """The data stage that an attempt has read, and its file of prompts, where that is there."""
+    """The data stage that an attempt has read, and its file of prompts, if it exists."""
     data = str(workspace.part(attempt, "inputs").get("data") or "")
     folder = workspace.output_dir(data) if data else None
     path = None if folder is None else folder / name
@@ -58,7 +58,7 @@ def prompts_of(workspace: Workspace, attempt: AttemptPaths, name: str) -> tuple[
 
 
 def recorded_field(config: Mapping[str, Any], path: str, default: Any) -> Any:
-    """A field of a recorded configuration by its dotted name, as JSON has it."""
+    """A field of a recorded configuration by its dotted name, as JSON."""
     value: Any = config
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:

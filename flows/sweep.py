@@ -1,7 +1,7 @@
-"""The Prefect flow ``sweep``: an ablation, carried out. Imports Prefect.
+"""The Prefect flow ``sweep``: carries out an ablation. Imports Prefect.
 
-In: the parameters of a flow run. Out: a recorded sweep that an orchestrator works on, and a flow
-run with a task run for each trial; see :mod:`flows.flow_runs` for who does what.
+In: the parameters of a flow run. Out: a recorded sweep with an orchestrator, and a flow run with a
+task run per trial; see :mod:`flows.flow_runs`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import Field
 from flows.flow_runs import Call, carry_out, shown_flow
 from infra.store.workspace import Workspace
 
-#: Names a sweep or a folder.
+#: Name of a sweep or a folder.
 _Path = Annotated[str, Field(min_length=1)]
 
 
@@ -27,7 +27,7 @@ def sweep(
     folder: _Path = ".",
     run: str = "",
 ) -> State[Any]:
-    """Carry out a sweep: its arms with each seed; a task run shows a trial.
+    """Carry out a sweep: its arms with each seed, one task run per trial.
 
     Parameters
     ----------
@@ -36,11 +36,11 @@ def sweep(
     overrides
         `key=value`, for all arms.
     workspace
-        Folder that holds records, outputs and checkpoints.
+        Folder for records, outputs and checkpoints.
     folder
-        Where relative paths begin.
+        Base folder of relative paths.
     run
-        A recorded sweep to go on with; a new version where none is given.
+        A recorded sweep to continue; by default a new version.
     """
 
     def begin() -> Call:

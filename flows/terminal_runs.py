@@ -1,9 +1,9 @@
-"""Flow runs of calls that a terminal has begun. Imports Prefect.
+"""Flow runs of calls from a terminal. Imports Prefect.
 
-In: a recorded run or sweep that an orchestrator works on. Out: a flow run of the deployment
-``pipeline/refiner`` or ``sweep/refiner``, made in a state that no runner picks up and carried out
-by this process, so that Cancel, Suspend, Retry and Resume work on it as on any other. One that has
-not ended is gone on with; one whose follower was killed is closed.
+In: a recorded run or sweep with an orchestrator. Out: a flow run of the deployment
+``pipeline/refiner`` or ``sweep/refiner``, created in a state that no runner picks up, and carried
+out by this process, so that Cancel, Suspend, Retry and Resume work as usual. An unfinished flow run
+is continued; one whose follower was killed is closed.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _LIMIT = 200
 
 
 def flow_run_of(flow: Flow[Any, Any], parameters: Mapping[str, Any]) -> tuple[FlowRun, bool]:
-    """A flow run for this process to carry out.
+    """Find or create a flow run for this process to carry out.
 
     Parameters
     ----------
     flow
         ``pipeline`` or ``sweep``.
     parameters
-        Its parameters; ``run`` and ``workspace`` say which call it shows.
+        Its parameters; ``run`` and ``workspace`` identify the call.
 
     Returns
     -------
     FlowRun, bool
-        The flow run; whether a living process follows the call with it already.
+        The flow run; True if a living process already follows the call with it.
     """
     with get_client(sync_client=True) as client:
         deployment = _deployment(client, flow)
@@ -70,13 +70,13 @@ def flow_run_of(flow: Flow[Any, Any], parameters: Mapping[str, Any]) -> tuple[Fl
                 deployment, parameters=dict(parameters), state=Pending(), tags=tags
             )
             return made, False
-        _crash_tasks(client, found, "Another process follows the run now.")
+        _crash_tasks(client, found, "Another process now follows the run.")
         client.set_flow_run_state(found.id, Pending(), force=True)
         return client.read_flow_run(found.id), False
 
 
 def _deployment(client: SyncPrefectClient, flow: Flow[Any, Any]) -> Any:
-    """The id of the flow's deployment, which is made where nobody has served it yet."""
+    """The id of the flow's deployment, created if it was never served."""
     try:
         return client.read_deployment_by_name(f"{flow.name}/{NAME}").id
     except ObjectNotFound:
@@ -99,7 +99,7 @@ def _open_runs(client: SyncPrefectClient) -> list[FlowRun]:
 def _follower(run: FlowRun) -> ProcessId | None:
     try:
         return ProcessId.parse(str(run.labels.get(FOLLOWER, "")))
-    except ValueError:  # nobody yet
+    except ValueError:  # no follower yet
         return None
 
 
@@ -111,32 +111,32 @@ def _followed(run: FlowRun) -> bool:
 
 
 def _why_left(run: FlowRun) -> str:
-    """Reason why nobody follows a call with that flow run any more; empty where somebody may."""
+    """Reason why a flow run has no follower any more; empty if it may have one."""
     process, state = _follower(run), run.state_type
     if process is None or state not in (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING):
         return ""
     if process.here and process.alive:
         return ""
     if process.here:
-        how = f"`refiner status {run.parameters.get('run', '')}` says how it stands."
+        how = f"`refiner status {run.parameters.get('run', '')}` shows its state."
         return f"The process {process.pid} that followed it is gone, killed perhaps; {how}"
     return _by_its_records(run)
 
 
 def _by_its_records(run: FlowRun) -> str:
-    """Of a follower on another host: what the workspace says of the call's orchestrator."""
+    """As :func:`_why_left` for a follower on another host, by the records of the orchestrator."""
     name, room = str(run.parameters.get("run", "")), str(run.parameters.get("workspace", ""))
     call = name if f"run:{name}" in run.tags else sweep_call(name)
     try:
         who = orchestrator_of(Workspace.read_only(room), call)
-    except (RefinerError, OSError) as error:  # a workspace that this host does not see
+    except (RefinerError, OSError) as error:  # a workspace that this host cannot read
         log.info("%s is left as it is: %s", run.name, error)
         return ""
     return f"The orchestrator ({who.where}) has ended." if who.standing == "ended" else ""
 
 
 def _crash_tasks(client: SyncPrefectClient, run: FlowRun, why: str) -> None:
-    """Close what an earlier follower has left open."""
+    """Close the task runs that an earlier follower has left open."""
     state: State[Any] = Crashed(message=why)
     for task_run in client.read_task_runs(
         flow_run_filter=filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[run.id])),

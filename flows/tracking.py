@@ -1,4 +1,4 @@
-"""Offline logs of W&B, sent from a node with network.
+"""Uploads offline logs of W&B, from a node with network.
 
 In: names of runs and sweeps. Out: :class:`Synced`.
 """
@@ -17,7 +17,7 @@ from refiner_core.contract.config import RecipeConfig
 
 
 class Synced(NamedTuple):
-    """Offline runs, those with something new before anything was sent, and how many were sent."""
+    """Offline runs, those with new data before the upload, and the number sent."""
 
     runs: list[OfflineRun]
     new: list[OfflineRun]
@@ -31,32 +31,32 @@ def sync_tracking(
     dry_run: bool = False,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Synced:
-    """Send what W&B has logged offline, from a node with network. Only what is new is sent.
+    """Upload W&B's offline logs from a node with network. Sends only new data.
 
     Parameters
     ----------
     names
         Runs or sweeps (default: the newest run).
     workspace
-        The folder that they are recorded in.
+        The folder that has their records.
     dry_run
-        Only say what would be sent.
+        Only list the new data.
     tell
-        Hears how many of how many are sent.
+        Receives the numbers of sent and of all runs.
 
     Returns
     -------
     Synced
-        What there is, what is new, and how many were sent.
+        All runs, those with new data, and the number sent.
 
     Raises
     ------
     ConfigurationError
         There is no such run or sweep.
     SystemOutage
-        The server cannot be reached, or refuses; what was sent is noted.
+        The server cannot be reached, or refuses; sent data are recorded.
     WorkspaceError
-        Somebody else may have written what would be sent.
+        The logs may have been written by another user.
     """
     room = Workspace.read_only(workspace)
     if not dry_run:
@@ -67,12 +67,12 @@ def sync_tracking(
 
 
 def _offline_runs(workspace: Workspace, names: Sequence[str]) -> list[OfflineRun]:
-    """Offline runs of everything that is named, each once."""
+    """Offline runs of all named runs and sweeps, each once."""
     stages: list[str] = []
     reports: list[OfflineRun] = []
     for name in names or (None,):
         if name is not None and (versions := sweep_versions(workspace, name)):
-            for number in versions:  # what an earlier one has trained belongs to it, too
+            for number in versions:  # including the runs of earlier versions
                 for trial in read_sweep(workspace, name, number).trials:
                     stages += trial.stages.values()
             reports += offline_runs_in(workspace.layout.reports / name / "tracking", name)

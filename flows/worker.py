@@ -1,10 +1,10 @@
 """Command of a job: ``python -P -m flows.worker --workspace DIR STAGE_ID ATTEMPT``.
 
 In: an attempt that an orchestrator has claimed. Out: its result or its outcome, in the workspace. A
-job that the scheduler starts again gets the same command line; :mod:`infra.jobs.signals` finds out
-which attempt that means by then. On a job's further nodes it only starts ranks
-(:mod:`infra.ranks.launch`). The exit code is the one of
-:data:`refiner_core.contract.errors.EXIT_CODES`; whoever started the job needs nothing else of it.
+requeued job gets the same command line; :mod:`infra.jobs.signals` finds the attempt that it means
+by then. On further nodes of a job it only starts ranks (:mod:`infra.ranks.launch`). The exit code
+is one of :data:`refiner_core.contract.errors.EXIT_CODES`, and is all that the starter of the job
+needs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return attempt.fail(error).exit_code
     except AttemptClosed as closed:
         print(closed, file=sys.stderr)
-        return 0  # somebody else goes on, so this job has done its part
+        return 0  # another job continues, so this one is done
     except RefinerError as error:
         if isinstance(error, NoSpaceError):
             _say_no_room(Workspace.read_only(args.workspace), args.stage_id)
@@ -67,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say_no_room(workspace: Workspace, stage_id: str) -> None:
-    """Note a full disk: where not even a beginning fits, what is printed does not, either."""
+    """Print that the disk is full, when nothing can be recorded."""
     if numbers := workspace.layout.stage(stage_id).attempt_numbers():
-        with contextlib.suppress(OSError):  # then only the exit code is left to say it
+        with contextlib.suppress(OSError):  # then only the exit code remains
             workspace.note_room(stage_id, numbers[-1], there=False)
 
 
@@ -84,7 +84,7 @@ def _run(attempt: AttemptRun) -> dict[str, object]:
 
 
 def work_of(attempt: AttemptRun) -> StageWork:
-    """All that the attempt's stage may use."""
+    """Everything that the attempt's stage may use."""
     from flows.stages.work import StageWork
 
     names = ("spec", "config", "inputs", "input_stages", "output_dir", "io", "stage_id")

@@ -1,5 +1,5 @@
-"""Cards as files, folders, repositories and records, and the command that a card gives.
+"""Cards as files, folders, repositories and records, and the command on a card.
 
-``inspection`` is what `refiner card` does: it checks cards and the commands on them, and makes them
-again; ``reproduction`` makes the command on a card and plans it again before the card is accepted.
+``inspection`` implements `refiner card`: it checks cards and their commands, and renders cards
+again. ``reproduction`` makes the command on a card and plans it before the card is accepted.
 """

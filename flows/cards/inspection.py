@@ -1,8 +1,8 @@
-"""Cards as files, folders, repositories and records: what `refiner card` does.
+"""Cards as files, folders, repositories and records: the work of `refiner card`.
 
-In: a README.md wherever it lies, or a finished publication of a workspace. Out: what is wrong with
-the card (by :mod:`refiner_core.cards.lint`), or the card made again from records. Nothing on it is
-carried out, and nothing is written.
+In: a README.md from any place, or a finished publication of a workspace. Out: errors of the card
+(by :mod:`refiner_core.cards.lint`), or the card rendered again from records. Executes nothing on
+the card, and writes nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _PUBLICATIONS = ("publish", "card")
 
 
 class _Source(NamedTuple):
-    """A card: what findings call it (``README.md``, ``OWNER/NAME/README.md``), its text, that of
-    its ``refiner.json`` (None where there is none), and the folder of the publication where it is
-    a whole one, so that the other files can be looked at, too."""
+    """A card: its name in findings (``README.md``, ``OWNER/NAME/README.md``), its text, the text of
+    its ``refiner.json`` (None without one), and the folder of a complete publication, so that the
+    other files can be checked, too."""
 
     name: str
     text: str
@@ -54,12 +54,12 @@ class Checked:
 
     @property
     def errors(self) -> int:
-        """Findings that make the card unfit."""
+        """Number of findings that make the card invalid."""
         return sum(f.is_error for f in self.findings)
 
     @property
     def warnings(self) -> int:
-        """The others."""
+        """Number of other findings."""
         return len(self.findings) - self.errors
 
 
@@ -74,14 +74,14 @@ def check_card(
         A README.md, the folder of a publication, ``OWNER/NAME[@revision]`` on the Hub, or ``-`` for
         stdin.
     evidence
-        The ``refiner.json`` that belongs to it (default: the one beside it).
+        The ``refiner.json`` of the card (default: the one beside it).
     template
-        Your own template, where the card was made with one: no other is run.
+        Your own template of the card; no other one is run.
 
     Returns
     -------
     Checked
-        Findings, each with its line and what mends it.
+        Findings, each with its line and the fix.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def check_card(
     DataError
         It cannot be read as text.
     HubRefused, HubOutage
-        The Hub does not give it.
+        The Hub does not return it.
     """
     name, text, told, folder = find_card(target)
     if evidence is not None:
@@ -103,7 +103,7 @@ def check_card(
 
 
 def find_card(target: str) -> _Source:
-    """The card that a word of the command line names; see :func:`check`."""
+    """The card named on the command line; see :func:`check_card`."""
     if target == "-":
         return _Source("<stdin>", _text(sys.stdin.buffer.read(4 * LARGEST + 1), "stdin"))
     path = Path(target).expanduser()
@@ -131,7 +131,7 @@ def find_card(target: str) -> _Source:
 
 
 def _from_hub(repo_id: str, revision: str) -> _Source:
-    """Card and evidence of a repository on the Hub; nothing else is downloaded."""
+    """Card and evidence of a repository on the Hub; downloads nothing else."""
     from infra.hub.target import open_hub
 
     with open_hub(repo_id, PublishConfig(), patience_s=_HUB_PATIENCE_S) as hub:
@@ -154,7 +154,7 @@ def _read_beside(folder: Path) -> str | None:
 
 def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:  # a check says which is too large, and needs no more of it
+        with path.open("rb") as file:  # enough for the check of its size
             return _text(file.read(4 * LARGEST + 1), str(path))
     except FileNotFoundError as error:
         raise ConfigurationError(
@@ -176,11 +176,11 @@ def _text(data: bytes, name: str) -> str:
 
 
 def _files(folder: Path, evidence: str) -> Iterator[Finding]:
-    """Files beside the card that are not what its evidence says of them."""
+    """Findings for files beside the card that differ from its evidence."""
     try:
         listed = load_evidence(evidence).files
     except RefinerError:
-        return  # it has been said that it cannot be used
+        return  # already reported as unusable
     for file in listed:
         path, differs = folder / file.path, ""
         leaves = file.path.startswith("/") or ".." in PurePosixPath(file.path).parts
@@ -191,7 +191,7 @@ def _files(folder: Path, evidence: str) -> Iterator[Finding]:
         elif (digest := hash_of(path)) != file.sha256:
             differs = f"has SHA-256 {digest[:12]}…, its evidence says {file.sha256[:12]}…"
         if differs:
-            fix = "publish again; what is there already is not sent twice"
+            fix = "publish again; existing files are not sent again"
             yield Finding(1, "file-differs", f"{file.path} {differs}", fix)
 
 
@@ -200,8 +200,8 @@ def _files(folder: Path, evidence: str) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Shown:
-    """A card made from records now, and what was published then (None if it is not recorded);
-    ``folder`` is the record of the stage that did it."""
+    """A card rendered from records now, and the published one (None if it is not recorded);
+    ``folder`` is the record of its stage."""
 
     run: str
     stage: str
@@ -211,19 +211,19 @@ class Shown:
 
     @property
     def differs(self) -> bool:
-        """Difference from what was published, as yes or no."""
+        """True if it differs from the published card."""
         return self.published is not None and self.published != self.card
 
     @property
     def again(self) -> list[str]:
-        """The words of the command that does the stage anew."""
+        """Words of the command that repeats the stage."""
         if self.stage == "publish-best":  # by hand, steps are named
             return ["resume", self.run]
         step = self.stage.partition("-step")[2]
         return ["publish", self.run, *(["--step", step] if step else [])]
 
     def difference(self, most: int = 20) -> list[str]:
-        """The first lines of what has changed since."""
+        """The first lines of the difference."""
         before, now = (self.published or "").splitlines(), self.card.splitlines()
         names = ("published", "from records now")
         found = list(unified_diff(before, now, *names, lineterm="", n=0))
@@ -232,7 +232,7 @@ class Shown:
 
 
 def show_card(words: Sequence[str] = (), workspace: str | Path = RecipeConfig.workspace) -> Shown:
-    """The card of a finished publication, made again from its records.
+    """The card of a finished publication, rendered again from its records.
 
     Parameters
     ----------
@@ -240,12 +240,12 @@ def show_card(words: Sequence[str] = (), workspace: str | Path = RecipeConfig.wo
         A run (default: the newest) and one of its ``publish`` or ``card`` stages (default: the
         last).
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
 
     Returns
     -------
     Shown
-        ``differs`` says whether it is no longer what was published.
+        ``differs`` is True if the published card was different.
 
     Raises
     ------
@@ -300,12 +300,12 @@ def _run_and_stage(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecor
     if len(words) == 1 and words[0].partition("-")[0] in _PUBLICATIONS:
         return newest, words[0]
     run = find_run(workspace, words[0]) if words else newest
-    assert run is not None, "a run that is named is there, or refused"
+    assert run is not None, "a named run exists, or is refused"
     return run, words[1] if len(words) == 2 else None
 
 
 def _finished(workspace: Workspace, run: RunRecord) -> dict[str, str]:
-    """Name -> id of the publications of a run that are done."""
+    """Name -> id of the finished publications of a run."""
     return {
         name: stage_id
         for name, stage_id in run.stages.items()
@@ -314,7 +314,7 @@ def _finished(workspace: Workspace, run: RunRecord) -> dict[str, str]:
 
 
 def _latest(done: Mapping[str, str]) -> str:
-    """That of the last checkpoint, with its numbers where they have come."""
+    """Name of the last checkpoint's publication, with its metrics if they exist."""
     names = [n for n in ("card-progression", "card", "publish", "publish-best") if n in done]
     steps = {name: int(re.sub(r"\D", "", name) or 0) for name in done}
     return names[0] if names else max(done, key=lambda name: (steps[name], name.startswith("card")))

@@ -1,13 +1,12 @@
-"""The command on a card: exact, which is checked by planning it again before the card is accepted.
+"""The command on a card, checked by planning it before the card is accepted.
 
-In: the call that a checkpoint comes from, its configuration, the record of the stage that trained
-it. Out (:func:`reproduce`): a command that anybody can give, and where the recipe is no
-shipped one (or has been edited since), the text of a ``recipe.yaml`` that lies beside the card.
-What decides what is computed is kept, and little else.
+In: the call of a checkpoint, its configuration, the record of the stage that trained it. Out
+(:func:`reproduce`): a command for other users, and, unless the recipe is shipped and unedited, the
+text of a ``recipe.yaml`` beside the card. It keeps the identity settings, and few others.
 
-The check takes the way of the command line: :func:`load_recipe`, :func:`check_config`,
-:func:`make_plan`. Names of local files lose their folders on a card; in the check such a name
-stands for the file that the run had, whose digest is in its record.
+The check follows the command line: :func:`load_recipe`, :func:`check_config`, :func:`make_plan`.
+Names of local files lose their folders on a card; in the check such a name stands for the run's
+file, whose digest is in its record.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ from refiner_core.contract.services import asks_judge
 from refiner_core.judges.prompting import prompt_versions
 from refiner_core.rubrics import shipped_rubric_sets
 
-#: Where somebody's checkpoints went: nobody else can, or should, publish there.
+#: The target of the publication: other users cannot publish there.
 _SOMEBODYS = frozenset(
     f"publish.{name}"
     for name in ("target", "path", "repo_id", "private", "per_step", "card_template")
 )
 _WHICH_STEPS = frozenset({"publish.which", "publish.steps"})
-#: Execution settings without which a run would have other stages or save other steps, or another
-#: trainer would not be understood.
+#: Execution settings that decide which stages run and which steps are saved, or that a foreign
+#: trainer needs.
 _NEEDED = frozenset(
     {
         *SHOWN_EXECUTION,
@@ -68,14 +67,14 @@ _NEEDED = frozenset(
 )
 #: Texts that only look like paths: never shortened.
 _NO_PATHS = frozenset({"grpo.stop_strings", "model.chat_template"})
-#: Text that every reader of YAML takes for text, and what among it is none.
+#: Text that every YAML reader parses as text, and its exceptions.
 _WORD = re.compile(r"[A-Za-z_][\w./-]*")
 _NO_TEXT = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null", "none"})
-#: What protocol files say stands in a recipe for others: those may not have the files.
+#: The content of protocol files is inlined for other users, who may not have the files.
 _PROTOCOLS = "evaluate.protocols"
-#: What goes to a judge's server beside the question; services put keys there.
+#: Extra fields of requests to a judge's server; services put keys there.
 _BODY = "judge.extra_body"
-#: In the place of a judge's address, which is nobody else's.
+#: Replaces a judge's address, which is private.
 _ANY_JUDGE = "http://127.0.0.1:8000/v1"
 _HEADER = """\
 # The configuration of this checkpoint's run, as far as it decides what is computed; all else has
@@ -86,12 +85,12 @@ _HEADER = """\
 def said_again(
     overrides: Sequence[str], config: RecipeConfig, base: RecipeConfig
 ) -> tuple[str, ...]:
-    """The overrides of a call, without those that only say where it ran or where it published.
+    """Overrides of a call, without those for its place and its publication.
 
     Parameters
     ----------
     config, base
-        The configuration in effect, and that of the recipe without any overrides.
+        The configuration in effect, and that of the recipe without overrides.
     """
     fields, words = dict(walk(RecipeConfig)), list[str]()
     for text in overrides:
@@ -111,8 +110,8 @@ def said_again(
 
 
 def recipe_text(config: RecipeConfig) -> str:
-    """A recipe that says all that decides what is computed; the same configuration gives the same
-    text."""
+    """A recipe with everything that decides what is computed; equal configurations give equal
+    texts."""
     values: dict[str, Any] = {"recipe": config.recipe}
     if config.description.strip():
         values["description"] = public_text(config.description.strip())
@@ -128,7 +127,7 @@ def recipe_text(config: RecipeConfig) -> str:
 
 
 def stands_for(path: str, said: Any, meant: Any) -> bool:
-    """Yes where a value on a card is the public name of the recorded one."""
+    """True if a value on a card is the public name of the recorded one."""
     if path == _PROTOCOLS:
         return [public_protocol(text) for text in said] == [public_protocol(t) for t in meant]
     return bool(said == _public(path, meant) or said == _public(path, meant, in_command=True))
@@ -141,7 +140,7 @@ def _is_said(path: str, info: FieldInfo, config: RecipeConfig) -> bool:
 
 
 def _public(path: str, value: Any, *, in_command: bool = False) -> Any:
-    """A value as a recipe, or a command, for others has it."""
+    """A value in a public recipe or command."""
     if path == _PROTOCOLS:
         return tuple(_protocol(text) for text in value)
     if isinstance(value, tuple):
@@ -156,14 +155,14 @@ def _public(path: str, value: Any, *, in_command: bool = False) -> Any:
 
 
 def _named_protocol(text: str) -> str | dict[str, Any]:
-    """A shipped protocol by its name; what any other says, which nobody else has."""
+    """A shipped protocol by its name; the content of any other."""
     name = parse_protocol(text).name
     shipped = name in shipped_protocols() and load_protocol(name).text == text
     return name if shipped else _protocol(text)
 
 
 def _protocol(text: str) -> dict[str, Any]:
-    """A protocol file as a recipe for others says it in its own place."""
+    """Content of a protocol file, for a public recipe."""
     said: dict[str, Any] = json.loads(public_protocol(text))
     if said.get("judge", {}).get("kind") == "openai":
         said["judge"]["base_url"] = _ANY_JUDGE
@@ -171,7 +170,7 @@ def _protocol(text: str) -> dict[str, Any]:
 
 
 def _named(path: str, value: str) -> str:
-    """The public name; a folder of prompts keeps looking like one, and not like a version."""
+    """Public name; a folder of prompts still looks like a folder, not like a version."""
     name = public_name(value)
     return f"./{name}" if path == "judge.prompt" and "/" in value else name
 
@@ -184,7 +183,7 @@ def _put(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _flow(value: Any) -> str:
-    """A value as an override has it."""
+    """A value in the form of an override."""
     text = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**9
     )
@@ -195,11 +194,11 @@ class _Dumper(yaml.SafeDumper):
     """Plain YAML, for OmegaConf: texts that may look like something else are quoted."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write a value that occurs twice twice."""
+        """Write a repeated value twice."""
         return True
 
     def represent_text(self, text: str) -> yaml.Node:
-        """Quote what is no plain word, with ``${`` as OmegaConf wants it."""
+        """Quote everything but plain words, with ``${`` escaped for OmegaConf."""
         is_word = _WORD.fullmatch(text) and text.lower() not in _NO_TEXT
         text = text.replace("${", "\\${")
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_word else '"')
@@ -209,7 +208,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 RECIPE_FILE = "recipe.yaml"
-#: Source name -> the field that names it, and what stands there while the record has its digest.
+#: Source name -> its field, and the placeholder used while the record has its digest.
 _FILES: Mapping[str, tuple[str, Any]] = {
     "model": ("model.name_or_path", RecipeConfig().model.name_or_path),
     "tokenizer": ("model.tokenizer_name_or_path", None),
@@ -218,24 +217,24 @@ _FILES: Mapping[str, tuple[str, Any]] = {
     "rubrics": ("reward.static_rubrics", RecipeConfig().reward.static_rubrics),
     "judge_prompt": ("judge.prompt", RecipeConfig().judge.prompt),
 }
-#: What is no file, by how its digest begins.
+#: Beginnings of digests of sources that are not files.
 _NO_FILE = (HUB_DIGEST, "synthetic:", "none")
 
 
 @dataclass(frozen=True)
 class Made:
-    """Records of what a checkpoint was made from.
+    """Records of a checkpoint's origin.
 
     Attributes
     ----------
     recipe, overrides
-        As the call gave them; no recipe where no call is recorded.
+        As in the call; no recipe without a recorded call.
     config
         The configuration in effect.
     trained
-        Name of the stage that trained it.
+        Name of its training stage.
     specs
-        Stages behind it, and that stage itself, by name.
+        Stages before it, and that stage itself, by name.
     """
 
     recipe: str
@@ -246,30 +245,30 @@ class Made:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Digests of what the stages read from outside."""
+        """Digests of external inputs of the stages."""
         return {k: v for spec in self.specs.values() for k, v in spec.sources.items()}
 
     @property
     def fingerprint(self) -> str:
-        """Of the stage that trained it."""
+        """Fingerprint of its training stage."""
         return self.specs[self.trained].fingerprint
 
 
 def reproduce(made: Made) -> dict[str, Any]:
-    """The command for a card, checked, as a publication records it.
+    """The checked command for a card, in the form of a publication's record.
 
     Returns
     -------
     dict
-        ``makes``: the fingerprint; ``command``; ``recipe_file``: the text of the ``recipe.yaml``
-        that it names, None where it names a shipped recipe; ``not_the_shipped_recipe``: why that
-        would not do, where the call named one; ``sources``: local files that the command names,
-        without their folders, with their SHA-256.
+        ``makes``: the fingerprint; ``command``; ``recipe_file``: the text of its ``recipe.yaml``,
+        None with a shipped recipe; ``not_the_shipped_recipe``: reason why the call's shipped recipe
+        does not suffice; ``sources``: local files in the command, without their folders, with their
+        SHA-256.
 
     Raises
     ------
     StageFailed
-        Not even the whole configuration plans to what was recorded: names the fields.
+        Even the whole configuration does not plan to the recorded stage; names the fields.
     """
     why: tuple[str, ...] = ()
     text: str | None = None
@@ -297,12 +296,12 @@ def reproduce(made: Made) -> dict[str, Any]:
 
 
 def differing(command: str, made: Made, recipe_file: str | None = None) -> tuple[str, ...]:
-    """In what a command would make another model than the recorded one; empty if it is the same.
+    """Differences between the model of a command and the recorded one; empty if it is the same.
 
     Parameters
     ----------
     recipe_file
-        Text of the :data:`RECIPE_FILE` that the command names, if it names one.
+        Text of the :data:`RECIPE_FILE` in the command, if it names one.
     """
     try:
         plan = planned(command, made, recipe_file)
@@ -318,13 +317,13 @@ def differing(command: str, made: Made, recipe_file: str | None = None) -> tuple
         for name, spec in made.specs.items()
         if name in plan.by_name and plan.by_name[name].fingerprint != spec.fingerprint
         for line in differences(spec, plan.by_name[name])
-        if not line.startswith("input ")  # said of the stage that makes it
+        if not line.startswith("input ")  # reported for the stage that makes it
     ]
     return tuple(lines) or ("its stages depend on others than the recorded ones",)
 
 
 def planned(command: str, made: Made, recipe_file: str | None = None) -> Plan:
-    """The plan of a command, with the recorded files in the place of those that it names.
+    """The plan of a command, with the recorded files in place of its own.
 
     Raises
     ------
@@ -336,7 +335,7 @@ def planned(command: str, made: Made, recipe_file: str | None = None) -> Plan:
 
 
 def _parsed(command: str, recipe_file: str | None) -> RecipeConfig:
-    """The configuration that `refiner run …` would work with."""
+    """The configuration of a `refiner run …` command."""
     _, _, recipe, *overrides = shlex.split(command)
     if recipe_file is None:
         return load_recipe(recipe, overrides)
@@ -347,7 +346,7 @@ def _parsed(command: str, recipe_file: str | None) -> RecipeConfig:
 
 
 def _with_recorded(config: RecipeConfig, recorded: RecipeConfig) -> RecipeConfig:
-    """Public names replaced by the recorded values that they stand for."""
+    """Replace public names by the recorded values."""
     fields = (
         (path, get_field(config, path), get_field(recorded, path)) for path, _ in walk(RecipeConfig)
     )
@@ -356,21 +355,21 @@ def _with_recorded(config: RecipeConfig, recorded: RecipeConfig) -> RecipeConfig
 
 
 def _sources(config: RecipeConfig, made: Made) -> dict[str, str]:
-    """Digests as `refiner plan` finds them, those of local files from the record."""
+    """Digests as in `refiner plan`, those of local files from the record."""
     files = {
         name: digest
         for name, digest in _recorded_files(made).items()
         if get_field(config, _FILES[name][0]) == get_field(made.config, _FILES[name][0])
     }
     without = {_FILES[name][0]: _FILES[name][1] for name in files}
-    without |= {"publish.card_template": None, "evaluate.protocols": ()}  # not of the training
+    without |= {"publish.card_template": None, "evaluate.protocols": ()}  # not part of the training
     sources = resolve_sources(replace_fields(config, without))
-    # A local tokenizer is known by its name alone.
+    # A local tokenizer is identified by its name alone.
     return sources | {k: v for k, v in files.items() if k != "tokenizer"}
 
 
 def _recorded_files(made: Made) -> dict[str, str]:
-    """Source name -> digest of what was read from this machine."""
+    """Source name -> digest of local inputs."""
     sources, config = made.sources, made.config
     found = {}
     for name, (path, instead) in _FILES.items():
@@ -394,7 +393,7 @@ def _is_folder_name(text: str) -> bool:
 
 
 def _files(command: str, made: Made, recipe_file: str | None = None) -> dict[str, str]:
-    """Local files that the command names, as it names them."""
+    """Local files in the command, by their names there."""
     said = _parsed(command, recipe_file)
     found = {}
     for name, digest in _recorded_files(made).items():
@@ -405,8 +404,8 @@ def _files(command: str, made: Made, recipe_file: str | None = None) -> dict[str
 
 
 def _environment_files(said: RecipeConfig, had: RecipeConfig) -> dict[str, str]:
-    """The file of an agent's own environment, and that of its tasks. They are what the record
-    means: with others the command would not have planned to the fingerprint."""
+    """The file of an agent's own environment, and that of its tasks. They are the recorded ones:
+    with others the command would not plan to the fingerprint."""
     shown, file = (config.environment.name.rpartition(":")[0] for config in (said, had))
     names = [(said.environment.tasks, had.environment.tasks)]
     if file.endswith(".py"):
@@ -419,8 +418,8 @@ def _environment_files(said: RecipeConfig, had: RecipeConfig) -> dict[str, str]:
 
 
 def _digest(path: Path, recorded: str) -> str:
-    """SHA-256 of a file as everybody computes it, if it is still the one that the record means
-    (which has the hash of the hashes of its files); else what is recorded."""
+    """SHA-256 of a file, if it is still the recorded one (the record has the hash of the hashes of
+    its files); else the recorded digest."""
     recorded = recorded.removeprefix("sha256:")
     path = path.expanduser()
     content = hash_of(path) if path.is_file() else ""

@@ -1,6 +1,6 @@
-"""`refiner certify`: what a node can do, tried through the trainer's own code.
+"""`refiner certify`: tests of a node through the trainer's own code.
 
-In: a recipe (or none), and how much time there is. Out: a
+In: a recipe (or none), and a time limit. Out: a
 :class:`~refiner_core.contract.proofs.Certificate`.
 
 ::
@@ -12,6 +12,6 @@ In: a recipe (or none), and how much time there is. Out: a
                         servers    vLLM: new weights, the key
                         faults     kill -9 and resume
 
-A part says what it has found check by check, so that one that hangs or takes the GPU down loses
-nothing of what was found before it, and none of the parts behind it.
+A part reports check by check, so if it hangs or crashes the GPU, its earlier checks and the other
+parts are kept.
 """

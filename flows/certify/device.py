@@ -1,21 +1,21 @@
 """Checks of one device: numerics, speed, memory.
 
-In: an order. Out: checks, each as soon as it is made.
+In: an order. Out: checks, each as soon as it is finished.
 
 Numerics, with the built-in model (trained, so that its distributions have peaks): every attention
-kernel scores packs as training does, and is held against the plainest thing there is: each sequence
-in a row of its own, padded, eager attention in float32. In bfloat16 a kernel may be off by twice
-what eager attention over such rows is off in bfloat16. The same holds for gradients: a kernel whose
-backward pass is wrong trains, and wrongly. Responses are the model's own samples, since what is
-trained on is likely under the policy.
+kernel scores packs as in training, and is compared with the simplest reference: each sequence in a
+row of its own, padded, eager attention in float32. In bfloat16 a kernel's error may be twice that
+of eager attention over such rows. The same holds for gradients: a kernel with a wrong backward pass
+trains, but wrongly. Responses are the model's own samples, since training data are likely under the
+policy.
 
 Speed: SFT and the GRPO update, with tokens per second and MFU, and sampling. The model has the
 order's shape and random weights; rows fill packs of 8,192 tokens on a GPU, and small ones on a CPU.
 MFU is model floating-point operations over seconds x the peak of the device: 6 x parameters per
 token (the output head's at targets only) and 12 x layers x width x mean context for attention;
 recomputed activations are not counted, a prompt that samples share counts once per sample. The peak
-is that of the maker's data sheet (dense bfloat16), or where the device is not known there the rate
-of a large product of matrices, measured here.
+is from the maker's data sheet (dense bfloat16), or for an unknown device the measured rate of a
+large matrix product.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ from refiner_core.training.updates import GrpoUpdate
 
 KERNELS = ("eager", "sdpa", "flex_attention", "flash_attention_2")
 MODEL = "builtin:tiny"
-#: Differences of log-probabilities (nats) that are float sums in another order.
+#: Differences of log-probabilities (nats) between float sums in different orders.
 EXACT = {"gap_max": 1e-3, "gap_mean": 1e-4, "gradient_gap": 1e-3}
-#: The same with the 8 bits of bfloat16 in between, against float32.
+#: The same for bfloat16 (8 bits) against float32.
 COARSE = {"gap_max": 1.0, "gap_mean": 0.02, "gradient_gap": 0.1}
-#: How many times as far off as eager attention over rows a kernel may be, in bfloat16.
+#: Allowed error of a kernel in bfloat16, as a multiple of that of eager attention over rows.
 ALLOWANCE = 2.0
 
 
 @dataclass(frozen=True)
 class _Scored:
     """Log-probabilities of all F targets, sample after sample, and the gradient of their mean as
-    one vector; None where none was taken."""
+    one vector; None if it was not computed."""
 
     logprob_F: torch.Tensor
     gradient_P: torch.Tensor | None
@@ -100,8 +100,8 @@ def numeric_checks(order: Order, _: Path) -> Iterator[CertifiedCheck]:
 
 
 def own_samples(order: Order) -> tuple[list[Sample], CertifiedCheck]:
-    """Samples of the model for prompts of several lengths; and whether what the sampler says of
-    their tokens is what one forward pass says."""
+    """Samples of the model for prompts of several lengths; and whether the sampler's
+    log-probabilities of their tokens agree with one forward pass."""
     loaded = _load(order, "sdpa", order.dtype)
     rng = np.random.default_rng(0)
     generator = TransformersGenerator(loaded.model, loaded.tokenizer, batch_size=16)
@@ -132,7 +132,7 @@ def kernel_check(
     exact: _Scored,
     limits: Mapping[str, float],
 ) -> CertifiedCheck:
-    """A kernel over packs, against padded rows under eager attention in float32."""
+    """A kernel over packs, compared with padded rows under eager attention in float32."""
     name = f"kernel {kernel}, {dtype}"
     if kernel == "flex_attention" and not order.gpus:
         return absent(name, "it has no backward pass on a CPU")
@@ -148,7 +148,7 @@ def kernel_check(
 
 
 def gaps(found: _Scored, exact: _Scored) -> dict[str, float]:
-    """Gaps by the names of :data:`EXACT`."""
+    """Differences by the names of :data:`EXACT`."""
     gap_F = (found.logprob_F - exact.logprob_F).abs()
     figures = {"gap_max": float(gap_F.max()), "gap_mean": float(gap_F.mean())}
     if found.gradient_P is not None and exact.gradient_P is not None:
@@ -168,7 +168,7 @@ def _compared(
 
 
 def score_packs(loaded: Loaded, samples: Sequence[Sample]) -> _Scored:
-    """Scores of these samples as training computes them."""
+    """Scores of these samples, computed as in training."""
     packs = pack_samples(
         *(samples, 512), share_prompts=loaded.share_prompts, balance=loaded.balance
     )
@@ -203,7 +203,7 @@ def score_rows(loaded: Loaded, samples: Sequence[Sample]) -> _Scored:
 def _load(order: Order, kernel: str, dtype: str) -> Loaded:
     fields = {"attn_implementation": kernel, "dtype": dtype, "gradient_checkpointing": False}
     config = recipe(order, model=fields).model
-    if kernel == "eager":  # the yardstick is loaded as plainly as can be
+    if kernel == "eager":  # the reference is loaded in the simplest way
         model = load_model(MODEL, config).to(order.device)
         return Loaded(model, load_tokenizer(MODEL, config), share_prompts=False, balance=None)
     return load_for_training(MODEL, config, torch.device(order.device))
@@ -227,18 +227,18 @@ PEAK_FLOPS = {
     "A10": 125e12,
     "RTX 4090": 165e12,
 }
-#: How far the most memory may be above the plan's forecast, which is a rule of thumb.
+#: Allowed ratio of measured peak memory to the plan's forecast, which is a rule of thumb.
 MEMORY_ALLOWANCE = 1.25
 _GIB = 2**30
 
 
 def speed_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
-    """All of them, with the one model."""
+    """All speed checks, with the same model."""
     load, model = order.load, random_model(order, folder / "model")
     peak, of = peak_flops(order)
     yield _sft(order, model, folder, peak, of)
     gc.collect()
-    if order.gpus:  # what the first training has left
+    if order.gpus:  # memory of the first training
         torch.cuda.empty_cache()
     sizes = {
         "pack_length": load.pack,
@@ -257,7 +257,7 @@ def speed_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
 
 
 def peak_flops(order: Order) -> tuple[float, str]:
-    """Operations per second to measure by, and where the number is from."""
+    """Reference operations per second, and its source."""
     if order.gpus and order.dtype == "bfloat16":
         name = torch.cuda.get_device_name(0)
         for known, peak in PEAK_FLOPS.items():
@@ -283,7 +283,7 @@ def model_flops(model: str, lengths: Sequence[tuple[int, int]]) -> float:
 
 
 def timed(order: Order, act: Callable[[], object]) -> float:
-    """Seconds, with what was left to the GPU."""
+    """Duration in seconds, including pending GPU work."""
     if order.gpus:
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -301,11 +301,11 @@ class _EnoughSteps(Exception):
 
 
 class _MeasuringIO(AttemptIO):
-    """The IO of an attempt that ends by :class:`_EnoughSteps` after :data:`STEPS` steps and one to
-    warm up, before anything is saved: the state of a large model would fill a quota."""
+    """IO of an attempt that raises :class:`_EnoughSteps` after :data:`STEPS` steps and a warm-up
+    step, before any save: the state of a large model would fill a quota."""
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a step; the last one that is wanted ends the training."""
+        """Log a step; the last measured one ends the training."""
         super().log_metrics(step, metrics)
         if step > STEPS:
             raise _EnoughSteps
@@ -346,7 +346,7 @@ def _sft(order: Order, model: Path, folder: Path, peak: float, of: str) -> Certi
 
 
 def _memory(config: RecipeConfig, order: Order, row: dict[str, Any]) -> dict[str, float]:
-    """The most memory, against what a plan would have said."""
+    """Peak memory, and its ratio to a plan's forecast."""
     need = training_memory(config, "sft", shape_of(order.model))
     if order.gpus:
         peak, forecast = row["memory/gpu_peak_gib"], need.gpu_bytes / _GIB
@@ -395,7 +395,7 @@ def _grpo(order: Order, update: GrpoUpdate, peak: float, of: str) -> CertifiedCh
 
 
 def _sampling(order: Order, engine: Engine) -> CertifiedCheck:
-    """Tokens per second where transformers samples, which a plan's time is forecast by."""
+    """Tokens per second of sampling by transformers, the basis of a plan's time forecast."""
     generator = TransformersGenerator(engine.model, engine.tokenizer, batch_size=64)
     requests = [
         GenerationRequest(sample.prompt_ids, derive_seed(0, "certify", i))

@@ -1,9 +1,8 @@
-"""A certification from its beginning to its end: the parts, one after another, and the certificate.
+"""A complete certification: the parts, one after another, and the certificate.
 
 In: a recipe's configuration and a time limit. Out: a recorded
-:class:`~refiner_core.contract.proofs.Certificate`. Each part is a process of its own, in a
-session of its own, with a deadline; one that outlives it, or dies, is a failed check, with the last
-line that it printed.
+:class:`~refiner_core.contract.proofs.Certificate`. Each part is a process in a session of its own,
+with a deadline; one that exceeds it, or dies, is a failed check with the last line of its output.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from refiner_core.contract.placement import training_memory
 from refiner_core.contract.proofs import Certificate, CertifiedCheck
 from refiner_core.contract.records import to_json
 
-#: Part -> the module and function that make its checks, imported there: torch takes seconds.
+#: Part -> module and function of its checks; imported in its process, as torch takes seconds.
 _MADE_BY = {
     "numerics": ("device", "numeric_checks"),
     "ranks": ("processes", "rank_checks"),
@@ -45,14 +44,14 @@ _MADE_BY = {
     "faults": ("processes", "fault_checks"),
 }
 PARTS = tuple(_MADE_BY)
-#: The order of a part in its folder, and how a line begins by which a part tells a check.
+#: File of a part's order, and the prefix of its output lines with checks.
 _ORDER, _MADE = "order.json", "certified-check "
-#: How much of a GPU a forecast may fill.
+#: Share of a GPU's memory that a forecast may fill.
 _FILL = 0.9
 _GIB = 2**30
 _POLL_S = 0.2
 _PROBE_S = 120.0
-#: What torch says of the node, in a process of its own: the parent stays light and off the GPUs.
+#: Queries torch in a process of its own: the parent stays light and off the GPUs.
 _PROBE = """
 import json, torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -67,7 +66,7 @@ print("\\n" + json.dumps(value))
 
 
 def probe() -> dict[str, Any]:
-    """GPUs that torch can use (their names, the least of their free bytes), and versions.
+    """GPUs usable by torch (names, the smallest free memory in bytes), and versions.
 
     Raises
     ------
@@ -78,8 +77,8 @@ def probe() -> dict[str, Any]:
     value = last_json(answer.out)
     if value is None:
         raise StageFailed(
-            f"torch cannot be asked for its GPUs ({answer.last_line})",
-            expected="torch as it is installed with refiner, and a driver that answers",
+            f"torch cannot list its GPUs ({answer.last_line})",
+            expected="torch as installed with refiner, and a working driver",
             fix="refiner doctor --only gpu",
         )
     value["versions"] |= {k: v for k, v in versions().items() if k in ("transformers", "deepspeed")}
@@ -104,7 +103,7 @@ def make_order(config: RecipeConfig, found: dict[str, Any], model: str | None) -
         raise ConfigurationError(
             f"There is no shape {model!r}.{suggest(model, SHAPES)}",
             expected="one of: " + ", ".join(SHAPES),
-            fix="leave --model out: the largest that fits is taken",
+            fix="leave --model out: the largest that fits is used",
         )
     tried = [model] if model else (list(reversed(SHAPES)) if gpus else ["tiny"])
     worlds = tuple(sorted({1, 2, gpus} & set(range(1, gpus + 1)))) or (2,)
@@ -122,34 +121,34 @@ def certify_node(
     time_limit_s: float = 900.0,
     tell: Callable[[CertifiedCheck], None] = lambda check: None,
 ) -> Certificate:
-    """Try on this node what training relies on, and record it in the workspace.
+    """Test on this node what training relies on, and record the results in the workspace.
 
     Parameters
     ----------
     recipe, overrides
-        As for :func:`flows.api.run_recipe`; without a recipe, words on the defaults. Workspace,
+        As for :func:`flows.api.run_recipe`; without a recipe, overrides of the defaults. Workspace,
         type of weights and ``grpo.rollout_server`` are used.
     model
-        Shape to measure speed with: ``tiny``, ``0.6B``, ``1.7B``, ``4B``; None is the largest that
+        Shape for the speed tests: ``tiny``, ``0.6B``, ``1.7B``, ``4B``; None is the largest that
         fits.
     only
-        Parts to try; with some alone, nothing is recorded.
+        Parts to run; if some are left out, nothing is recorded.
     time_limit_s
-        Seconds for all of it.
+        Time limit for all parts, seconds.
     tell
-        Hears each check as it is made.
+        Receives each check when it is finished.
 
     Returns
     -------
     Certificate
-        Checks with verdicts and figures; ``passed`` says whether none failed.
+        Checks with verdicts and figures; ``passed`` is True if none failed.
 
     Raises
     ------
     ConfigurationError
         There is no such recipe, part or shape.
     StageFailed
-        torch cannot be used at all.
+        torch cannot be used.
     """
     config = (
         load_recipe(recipe, overrides) if recipe else apply_overrides(RecipeConfig(), overrides)
@@ -189,19 +188,19 @@ def certify_node(
 
 
 def certificate_json(certificate: Certificate) -> dict[str, Any]:
-    """A certificate for scripts.
+    """A certificate as JSON.
 
     Parameters
     ----------
     certificate
-        What :func:`flows.api.certify_node` has made.
+        From :func:`flows.api.certify_node`.
 
     Returns
     -------
     dict
-        What ``refiner certify --json`` prints: ``checks`` with ``name``, ``verdict`` (``pass``,
+        The content of ``refiner certify --json``: ``checks`` with ``name``, ``verdict`` (``pass``,
         ``fail``, ``absent``), ``why`` and ``figures``; ``passed``; GPUs and versions.
-        It raises nothing.
+        Raises nothing.
     """
     return {**to_json(certificate), "passed": certificate.passed}
 
@@ -213,9 +212,9 @@ def run_part(
     deadline: float,
     tell: Callable[[CertifiedCheck], None],
 ) -> None:
-    """One part in a process of its own, until ``deadline`` (of ``time.monotonic``)."""
+    """Run one part in its own process until ``deadline`` (of ``time.monotonic``)."""
     if time.monotonic() >= deadline:
-        tell(absent(name, "no time was left (--time-limit)"))
+        tell(absent(name, "no time left (--time-limit)"))
         return
     folder.mkdir(parents=True)
     order.write(folder / _ORDER)
@@ -233,13 +232,13 @@ def run_part(
                 else:
                     last = line.text.strip() or last
     if code is None:
-        tell(check(name, False, f"it came to no end in its time; its last line: {last[:200]}"))
+        tell(check(name, False, f"it did not end in time; its last line: {last[:200]}"))
     elif code:
         tell(check(name, False, f"it ended with exit code {code}; its last line: {last[:200]}"))
 
 
 def _make_checks(name: str, folder: Path) -> None:
-    """Make the checks of one part, in its process, and print each as soon as it is made."""
+    """Run the checks of one part in its process, and print each when it is finished."""
     module, function = _MADE_BY[name]
     checks = getattr(importlib.import_module(f"flows.certify.{module}"), function)
     for found in checks(Order.read(folder / _ORDER), folder):
@@ -248,7 +247,7 @@ def _make_checks(name: str, folder: Path) -> None:
 
 
 def _kill_workers(scratch: Path) -> None:
-    """Workers outlive an orchestrator that was killed; these have nothing to go on with."""
+    """Kill the workers of a killed orchestrator; these have nothing to resume."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if any(str(scratch) in word for word in process.cmdline()):
@@ -256,14 +255,14 @@ def _kill_workers(scratch: Path) -> None:
 
 
 def _fits(order: Order, found: Mapping[str, Any]) -> bool:
-    """True if a shape fits on a GPU, and its weights twice on the disk."""
+    """True if a shape fits on a GPU, and twice its weights fit on the disk."""
     need = training_memory(sft_recipe(order), "sft", shape_of(order.model))
     on_disk = 4 * shape_of(order.model).parameters
     return bool(need.gpu_bytes <= _FILL * found["bytes"] and on_disk <= found["disk"])
 
 
 def _vllm(config: RecipeConfig) -> dict[str, Any]:
-    """Place of vLLM, if the recipe names it; a plain `vllm` on PATH counts too."""
+    """Path of vLLM, if the recipe names it; a plain `vllm` on PATH counts too."""
     server, plain = config.grpo.rollout_server, RolloutServerConfig()
     names = ("python", "setup", "container", "args", "weights_dir")
     said = {name: getattr(server, name) for name in names}

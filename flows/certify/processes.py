@@ -2,15 +2,15 @@
 
 In: an order and a scratch folder. Out: checks.
 
-Ranks: plain torch and ZeRO-1 to 3 on 1 to N of them, against one process; collectives. Each number
-of ranks is one start, through the launcher that training stages use
-(:mod:`infra.ranks.launch`), with every engine in turn.
+Ranks: plain torch and ZeRO-1 to 3 on 1 to N of them, compared with one process; collectives. Each
+number of ranks is one start, through the launcher of training stages (:mod:`infra.ranks.launch`),
+with every engine in turn.
 
-Servers, where an environment has vLLM: the start, new weights, and the key of the
-routes. Weights are changed between two loads, and a fixed prompt is scored on both sides: what
-a server has has to be the new weights, not those before.
+Servers, if an environment has vLLM: the start, new weights, and the key of the control routes.
+Weights are changed between two loads, and a fixed prompt is scored on both sides: the server must
+have the new weights, not the old ones.
 
-Faults: a worker that is killed with SIGKILL and goes on, as a real run, with an orchestrator and a
+Faults: a worker that is killed with SIGKILL and resumes, as a real run, with an orchestrator and a
 worker of its own.
 """
 
@@ -41,14 +41,14 @@ from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.vllm.admin import Admin, make_canary, tolerance_of
 from refiner_core.training.ranks import Ranks
 
-#: Largest relative difference of a loss or norm to that of one process in plain torch: sums over
-#: packs and ranks are taken in another order, and bfloat16 weights round what follows.
+#: Allowed relative difference of a loss or norm from one process in plain torch: sums over packs
+#: and ranks have another order, and bfloat16 weights round the rest.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
 _RANK_LENGTHS = [20, 33, 47, 60, 75, 90, 120, 150] * 8
 
 
 def rank_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
-    """One process first: what it finds is what ranks are held against."""
+    """Checks of ranks; one process comes first, as the reference."""
     write_rows(folder / "rows", _RANK_LENGTHS)
     expected = train(order, folder, Ranks(), 0, "alone")
     asked = folder / "order.json"
@@ -75,7 +75,7 @@ def rank_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
 def engine_checks(
     order: Order, world: int, found: Mapping[str, Any], expected: Mapping[str, Sequence[float]]
 ) -> Iterator[CertifiedCheck]:
-    """Each engine on a number of ranks, against one process."""
+    """Each engine on a number of ranks, compared with one process."""
     for zero in order.zero:
         name = f"{'plain torch' if zero == 0 else f'ZeRO-{zero}'} on {world} ranks"
         if (why := found["missing"].get(str(zero))) is not None:
@@ -93,7 +93,7 @@ def engine_checks(
 
 
 def _furthest(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference; infinite where steps are missing or not finite."""
+    """The largest relative difference; infinite if steps are missing or not finite."""
     if len(found) != len(expected):
         return math.inf
     gaps = [abs(a - b) / max(abs(b), 1e-9) for a, b in zip(found, expected, strict=True)]
@@ -102,15 +102,15 @@ def _furthest(found: Sequence[float], expected: Sequence[float]) -> float:
 
 _MODEL = "builtin:tiny"
 _WINDOW = 512
-#: How much the weights are changed by before the second load.
+#: Factor of the change of weights before the second load.
 _CHANGE = 1.05
 _WEIGHTS = "vLLM, weights by reload"
-#: A route that changes a server; vLLM leaves it open.
+#: A route that changes a server; without a key vLLM leaves it open.
 _CONTROL = "/pause"
 
 
 def server_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
-    """A server, new weights for it, and its key; absent without an environment that has vLLM."""
+    """A server, new weights for it, and its key; absent without an environment with vLLM."""
     if not order.vllm:
         why = "no environment with vLLM is given (grpo.rollout_server.python=…)"
         yield absent(_WEIGHTS, why)
@@ -169,7 +169,7 @@ def _config(order: Order) -> RecipeConfig:
 
 
 def _keyed(endpoint: Endpoint) -> CertifiedCheck:
-    """True if a route that changes the server turns away who has no key."""
+    """Check that a route that changes the server refuses requests without the key."""
     name = "vLLM, key of its control routes (reload)"
     status = httpx.post(
         endpoint.url.removesuffix("/v1") + _CONTROL, timeout=20, trust_env=False
@@ -178,7 +178,7 @@ def _keyed(endpoint: Endpoint) -> CertifiedCheck:
 
 
 def fault_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
-    """`refiner prove-resume` of SFT, once killed."""
+    """`refiner prove-resume` of SFT with one kill."""
     overrides = (
         *("seed=0", "data.synthetic_sft_rows=200", "data.synthetic_rl_rows=40"),
         "sft.pack_length=512",

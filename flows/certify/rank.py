@@ -1,7 +1,7 @@
 """Program of each rank of a certification: ``python -m flows.certify.rank``.
 
 In: the order of the part, and the agent's settings. Out: over the bridge of rank 0, per engine the
-losses and gradient norms of a short SFT, and what a sum over all ranks gave and took.
+losses and gradient norms of a short SFT, and the result and bandwidth of a sum over all ranks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def _measured(order: Order, folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def _all_reduce(order: Order, ranks: Ranks) -> tuple[float, int]:
-    """Bus bandwidth in GB/s, as NCCL's tests count it, and on how many ranks a sum was wrong."""
+    """Bus bandwidth in GB/s, counted as in NCCL's tests, and the number of ranks with a wrong
+    sum."""
     import torch
     import torch.distributed as dist
 
@@ -96,7 +97,9 @@ def _all_reduce(order: Order, ranks: Ranks) -> tuple[float, int]:
         seconds.append(time.perf_counter() - began)
     wrong = ranks.add([float(not all(right))])[0]
     moved = 4 * 2 * (world - 1) / world * size
-    return moved / statistics.median(seconds[1:]) / 1e9, int(wrong)  # the first one connects
+    return moved / statistics.median(seconds[1:]) / 1e9, int(
+        wrong
+    )  # the first one connects the ranks
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Material that the parts of a certification train on: models, rows, recipes and folders.
+"""Material for the trainings of a certification: models, rows, recipes and folders.
 
 In: a shape and a device. Out: a model folder with random weights, prepared rows, a recipe and the
-IO of an attempt, as a training stage has them. Nothing is fetched.
+IO of an attempt, as in a training stage. Downloads nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "intermediate_size", "vocab_size"),
 )
-#: Shapes to measure with: the built-in model's, and those of Qwen3.
+#: Shapes for measurements: the built-in model's, and those of Qwen3.
 SHAPES: dict[str, dict[str, int]] = {
     name: dict(zip(_SIZES, sizes, strict=True))
     for name, sizes in {
@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "4B": (2560, 36, 32, 8, 128, 9728, 151_936),
     }.items()
 }
-#: Optimiser steps that are measured, behind one that warms up.
+#: Measured optimiser steps, after one warm-up step.
 STEPS = 3
 
 
@@ -62,26 +62,26 @@ _ON_CPU = _Load(512, 2, (256, 128, 64, 64) * 2, 2, 96, 4, 32)
 
 @dataclass(frozen=True)
 class Order:
-    """Order of one part, as the parent process writes it down.
+    """Order of one part, written to a file by the parent process.
 
     Attributes
     ----------
     gpus
-        How many GPUs to use; 0 is the CPU.
+        Number of GPUs; 0 is the CPU.
     dtype
-        Of weights and computation.
+        Type of weights and computation.
     model
         A key of :data:`SHAPES`.
     checkpointing
-        Whether activations are recomputed, because they would not fit.
+        True if activations are recomputed, because they would not fit.
     worlds
         Numbers of ranks to train with.
     zero
-        ZeRO stages to try; 0 is plain torch.
+        ZeRO stages; 0 is plain torch.
     vllm
-        Fields of ``grpo.rollout_server`` where an environment with vLLM is given.
+        Fields of ``grpo.rollout_server`` if an environment with vLLM is given.
     rank_module
-        What each rank runs.
+        Module run by each rank.
     """
 
     gpus: int
@@ -95,11 +95,11 @@ class Order:
 
     @classmethod
     def read(cls, path: Path) -> Order:
-        """The order in a file."""
+        """Read an order from a file."""
         return from_json(cls, json.loads(path.read_text()))
 
     def write(self, path: Path) -> None:
-        """Write it down."""
+        """Write it to a file."""
         path.write_text(json.dumps(asdict(self)))
 
     @property
@@ -109,19 +109,19 @@ class Order:
 
     @property
     def load(self) -> _Load:
-        """The load that speed is measured with."""
+        """The load of the speed tests."""
         return _ON_GPU if self.gpus else _ON_CPU
 
 
 def check(name: str, held: bool, why: str, /, **figures: Any) -> CertifiedCheck:
-    """A check that was made; figures are rounded to four digits."""
+    """A finished check; figures are rounded to four digits."""
     verdict: CheckVerdict = "pass" if held else "fail"
     rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in figures.items()}
     return CertifiedCheck(name, verdict, why, rounded)
 
 
 def absent(name: str, why: str) -> CertifiedCheck:
-    """A check that could not be made."""
+    """A check that could not be run."""
     return CertifiedCheck(name, "absent", why)
 
 
@@ -129,8 +129,8 @@ def absent(name: str, why: str) -> CertifiedCheck:
 
 
 def random_model(order: Order, folder: Path) -> Path:
-    """A model of the order's shape with random weights in its type, as a folder, made where it
-    will run: on a CPU four billion random numbers take minutes."""
+    """A folder with a model of the order's shape with random weights, made on its device: on a CPU
+    four billion random numbers take minutes."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -157,7 +157,7 @@ def random_model(order: Order, folder: Path) -> Path:
 
 
 def shape_of(model: str) -> ModelShape:
-    """The sizes of a shape, as forecasts of memory take them."""
+    """Sizes of a shape, for memory forecasts."""
     s = SHAPES[model]
     width, pairs = (s["head_dim"] * s[k] for k in ("num_attention_heads", "num_key_value_heads"))
     layer = 2 * s["hidden_size"] * (width + pairs) + 3 * s["hidden_size"] * s["intermediate_size"]
@@ -172,7 +172,7 @@ def shape_of(model: str) -> ModelShape:
 
 
 def write_rows(folder: Path, lengths: list[int], *, seed: int = 0) -> Path:
-    """Demonstrations of these lengths, of random tokens, all but the first quarter with loss."""
+    """Demonstrations of these lengths with random tokens, all but the first quarter with loss."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     rows = [
@@ -190,8 +190,8 @@ def write_rows(folder: Path, lengths: list[int], *, seed: int = 0) -> Path:
 def recipe(
     order: Order, *, ranks: int = 1, zero: int = 0, **sections: Mapping[str, Any]
 ) -> RecipeConfig:
-    """A recipe that trains on the order's device, and saves nothing on its way; ``sections`` hold
-    fields that it has besides."""
+    """A recipe that trains on the order's device, without saves; ``sections`` has further
+    fields."""
     trained: dict[str, Any] = {
         "resources.gpus": ranks if order.gpus else 0,
         "nproc_per_node": ranks,
@@ -207,19 +207,19 @@ def recipe(
 
 
 def sft_recipe(order: Order) -> RecipeConfig:
-    """The SFT that speed and memory are measured with, and that whoever measures ends."""
+    """The SFT for speed and memory; the measuring process ends it."""
     steps = {"max_train_steps": 10 * STEPS, "num_train_epochs": 1000.0}
     packs = {"pack_length": order.load.pack, "gradient_accumulation_steps": order.load.packs}
     return recipe(order, sft={**steps, **packs})
 
 
 def open_io(folder: Path, kind: type[AttemptIO] = AttemptIO) -> AttemptIO:
-    """The IO of an attempt in a folder of its own, with the real store of checkpoints."""
+    """IO of an attempt in a folder of its own, with the real checkpoint store."""
     paths = StagePaths(folder / "control", folder / "data")
     return kind(paths, 1, CheckpointStore(paths.checkpoints, 1))
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """The steps that an attempt in this folder has logged."""
+    """Logged steps of the attempt in this folder."""
     path = StagePaths(folder / "control", folder / "data").attempt(1).metrics
     return [dict(line.metrics) for line in read_metrics(path)]

@@ -1,4 +1,4 @@
-"""`refiner diff`: in what two runs, trials or stages differ, from records and files alone.
+"""`refiner diff`: differences of two runs, trials or stages, from records and files alone.
 
     words ──> sides ──> pairs of stages ──┬─> settings: configuration, sources, judge, rubrics,
               which runs                  │   code, environment
@@ -7,5 +7,5 @@
                                                 │       evaluations under one protocol
                                     document ───┴──> lines, JSON
 
-In: two names, and the workspaces that they are recorded in. Out: one document. Reads only.
+In: two names, and their workspaces. Out: one document. Reads only.
 """

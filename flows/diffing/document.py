@@ -1,12 +1,10 @@
-"""In what two sides were made otherwise, and came out differently: as one value, as JSON, and for a
-terminal.
+"""Differences of two sides in settings and outputs: as a value, as JSON, and for a terminal.
 
 In: two :class:`~flows.diffing.sides.Side` and their pairs of stages. Out: a :data:`Difference`:
-configuration, sources, code, environment; prepared rows, training steps (the first whose numbers or
-rollouts are not bitwise the same), numbers; lines and JSON of it, and the commands that go on from
-it. Fields that decide what is computed (identity) are told from those that decide where and how
-(execution). Numbers of different protocols are refused, with the names of the fields in which these
-differ.
+configuration, sources, code, environment; prepared rows, training steps (the first whose metrics or
+rollouts are not bitwise the same), metrics; its lines and JSON, and suggested commands. Identity
+fields are separated from execution fields. Metrics under different protocols are refused, with the
+names of the fields that differ.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.proofs import MEASURED
 from refiner_core.report.pages import template_of
 
-#: Of these a stage's own fields say all that matters, or they are names for people.
+#: Fields covered by a stage's own fields, or names for people.
 _NO_NEWS = ("description", "workspace")
-#: One thing that differs, by name, as `--json` has it.
+#: One difference, by name, in the form of `--json`.
 Row = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
@@ -42,7 +40,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def field_changes(a: Side, b: Side, pairs: Sequence[Pair]) -> list[Row]:
-    """Fields that differ, identity first, with the stages that each makes others."""
+    """Fields that differ, identity first, with the stages that each changes."""
     left, right = a.config, b.config
     found = []
     for path, info in walk(RecipeConfig):
@@ -56,14 +54,13 @@ def field_changes(a: Side, b: Side, pairs: Sequence[Pair]) -> list[Row]:
         if info.mark == "identity":
             stages = tuple(pair.name for pair in pairs if _has_field(pair, path))
             if not stages and (a.single or b.single):
-                continue  # other stages of these runs have it
+                continue  # it belongs to other stages of these runs
         found.append({"field": path, "mark": info.mark, "a": one, "b": other, "stages": stages})
     return sorted(found, key=lambda change: change["mark"] != "identity")
 
 
 def _has_field(pair: Pair, path: str) -> bool:
-    """Yes where the stage's own identity has the field; where none is recorded, where its kind
-    has."""
+    """True if the stage's own identity has the field; without a record, if its kind has it."""
     specs = [half.spec for half in (pair.a, pair.b) if half is not None and half.spec is not None]
     if specs:
         return any(path in spec.identity for spec in specs)
@@ -76,8 +73,8 @@ def _has_field(pair: Pair, path: str) -> bool:
 
 def stage_change(pair: Pair) -> Row:
     """Relation of a pair of stages: ``same`` (one stage), ``alike`` (one fingerprint, another
-    execution), ``different``, ``only a``, ``only b``; ``because`` says in what they differ, and
-    ``outputs`` which output files are not bitwise the same (None: not both are done)."""
+    execution), ``different``, ``only a``, ``only b``; ``because`` has the differences, and
+    ``outputs`` the output files that are not bitwise the same (None unless both are done)."""
     a, b = pair.a, pair.b
     relation, because = "same", tuple[str, ...]()
     outputs: tuple[str, ...] | None = ()
@@ -93,7 +90,7 @@ def stage_change(pair: Pair) -> Row:
 
 
 def _because(a: Half, b: Half) -> Iterator[str]:
-    """In what two specifications differ, by name."""
+    """Differences of two specifications, by name."""
     one, other = a.spec, b.spec
     if one is None or other is None:
         yield "one of them has not begun"
@@ -117,13 +114,13 @@ def shortened(value: Any, limit: int) -> str:
 
 
 def source_changes(pairs: Iterable[Pair]) -> list[Row]:
-    """Digests (of rows, weights, rubric sets, the judge's prompts) that differ, once each, with the
-    stages that have them."""
+    """Digests (of rows, weights, rubric sets, the judge's prompts) that differ, once each, with
+    their stages."""
     return _changes((name, a.sources, b.sources) for name, a, b in both_of(pairs))
 
 
 def environment_changes(pairs: Iterable[Pair]) -> list[Row]:
-    """The same of versions, machine and devices of the workers."""
+    """Differing versions, machines and devices of the workers."""
     return _changes((name, _environment(a), _environment(b)) for name, a, b in both_of(pairs))
 
 
@@ -147,8 +144,9 @@ def _changes(facts: Iterable[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) 
 
 
 def code_change(a: Side, b: Side, pairs: Sequence[Pair]) -> Row | None:
-    """The code of both runs; of single stages that of their workers. None: it is the same, or
-    nobody knows. ``files`` is None where one of the snapshots is not kept any more."""
+    """Code of both runs; for single stages that of their workers. None if it is the same or
+    unknown.
+    ``files`` is None if one of the snapshots is gone."""
     one, other = _code(a, [p.a for p in pairs]), _code(b, [p.b for p in pairs])
     if not one or not other or one == other:
         return None
@@ -175,11 +173,11 @@ FILES = ("sft_train.parquet", "sft_val.parquet", "rl_train.parquet", "rl_test.pa
 
 
 def row_changes(pairs: Iterable[Pair]) -> Iterator[Row]:
-    """Prepared rows that differ, over all `data` stages. Rows are known by ``sample_id`` and
-    compared by a hash of all their columns: large sets are read in batches and not held.
+    """Prepared rows that differ, over all `data` stages. Rows are identified by ``sample_id`` and
+    compared by a hash of all their columns: large sets are read in batches, not held in memory.
 
-    ``a_rows`` and ``b_rows`` are None where a side has no such file; ``examples`` are a few ids of
-    the rows that one side alone has, and of the changed ones.
+    ``a_rows`` and ``b_rows`` are None if a side has no such file; ``examples`` are a few ids of the
+    rows of one side only, and of the changed ones.
     """
     for stage, a, b in both_of(pairs, "data"):
         for name in FILES:
@@ -201,7 +199,7 @@ def row_changes(pairs: Iterable[Pair]) -> Iterator[Row]:
 
 
 def _hashes(path: Path | None) -> dict[str, str] | None:
-    """``sample_id`` -> hash of the row, in the file's order; None where there is no file."""
+    """``sample_id`` -> hash of the row, in the file's order; None without a file."""
     import pyarrow.parquet as pq
 
     if path is None or not path.exists():
@@ -217,7 +215,7 @@ def _hashes(path: Path | None) -> dict[str, str] | None:
 # ---------------------------------------------------------------- training
 
 
-#: In the order in which a rollout comes about.
+#: Fields in the order in which a rollout is made.
 _FIELDS = (
     *("prompt_index", "sample_id", "response_ids", "response_text", "logprobs", "finish_reason"),
     *("status", "judgements", "reward", "advantage"),
@@ -227,12 +225,12 @@ _OF_NUMBER = ("value", "low", "high", "n")
 
 
 def divergences(pairs: Iterable[Pair]) -> Iterator[Row]:
-    """Each pair of training stages of which both sides have logged something. Rollouts of a step
-    are sampled before its numbers are logged, so that of the two a rollout that differs is the
-    earlier. What only measures (times, speed, what the judge's server did) is left aside.
+    """Each pair of training stages with logs on both sides. Rollouts of a step are sampled before
+    its metrics are logged, so a differing rollout comes first. Measurements (times, speed, the
+    judge's server) are ignored.
 
-    ``step`` is the first that differs (None where none does, as far as both have gone),
-    ``same_steps`` how many before it are bitwise the same, ``metrics`` what of its numbers differs.
+    ``step`` is the first that differs (None if none does, as far as both have gone),
+    ``same_steps`` the number of bitwise equal steps before it, ``metrics`` the differing metrics.
     """
     for stage, a, b in both_of(pairs, "sample", *TRAINED):
         one, other = _steps(a), _steps(b)
@@ -241,8 +239,7 @@ def divergences(pairs: Iterable[Pair]) -> Iterator[Row]:
 
 
 def _steps(half: Half) -> dict[int, tuple[dict[str, Any], Path | None]]:
-    """Traces of each step of a training: its numbers, later lines going before earlier ones,
-    and its rollouts."""
+    """Metrics of each training step, where later lines replace earlier ones, and its rollouts."""
     if (paths := half.paths) is None:
         return {}
     numbers: dict[int, dict[str, Any]] = {}
@@ -274,8 +271,8 @@ def _divergence(
 
 
 def _first_rollout(a: Path | None, b: Path | None) -> Row | None:
-    """The first rollout that differs, in which fields, and the first of them; where one side keeps
-    none of the step, nothing is said."""
+    """The first rollout that differs, its differing fields, and the first of them; None if a side
+    has no rollouts of the step."""
     if a is None or b is None or a.read_bytes() == b.read_bytes():
         return None
     one, other = read_rollouts(a), read_rollouts(b)
@@ -296,10 +293,10 @@ def _first_rollout(a: Path | None, b: Path | None) -> Row | None:
 
 
 def number_changes(pairs: Iterable[Pair]) -> Iterator[Row]:
-    """Every metric that both sides have.
+    """Every metric of both sides.
 
-    ``difference`` is second minus first, paired over prompts (of these two checkpoints); None where
-    the protocols differ, which ``refused`` names. ``same``: both are the same number.
+    ``difference`` is second minus first, paired over prompts (of these two checkpoints); None if
+    the protocols differ, with the reasons in ``refused``. ``same``: both are equal.
     """
     for stage, a, b in both_of(pairs, "evaluate"):
         one, other = _entries(a), _entries(b)
@@ -323,19 +320,19 @@ def _entries(half: Half) -> dict[tuple[str, str], Mapping[str, Any]]:
 
 
 def _protocol(half: Half, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a protocol, without where its prompts came from: that is no part of them."""
+    """Fields of a protocol, without the source of its prompts, which is no part of them."""
     found = (half.report.get("protocols") or {}).get(entry["protocol"]) or {}
     return dict(leaves("", {k: v for k, v in found.items() if k != "data"}))
 
 
 def _samples(*sides: tuple[Half, Mapping[str, Any]]) -> list[Rows]:
-    """The samples behind two numbers; none where they are gone."""
+    """The samples behind two metrics; none if they are gone."""
     from refiner_core.evaluation.metrics import load_samples
 
     folders = [(half.output, str(entry["samples_file"])) for half, entry in sides]
     try:
         return [load_samples(folder / file) for folder, file in folders if folder is not None]
-    except RefinerError:  # the numbers themselves are shown all the same
+    except RefinerError:  # the metrics themselves are shown nevertheless
         return []
 
 
@@ -355,10 +352,10 @@ def _paired(rows: Sequence[Rows], metric: str) -> dict[str, float | None]:
 
 #: Version of the JSON that `diff --json` prints.
 DIFF_VERSION = 1
-#: In what two sides differ, as ``refiner diff --json`` has it. ``equal`` is about what came out:
-#: every stage of both is there, and outputs, rows, steps and numbers are bitwise the same. Other
-#: machines, code or execution settings alone are listed, and make nothing unequal. None: not all
-#: of it is done yet, and what is done is equal.
+#: Differences of two sides, in the form of ``refiner diff --json``. ``equal`` is about outputs:
+#: every stage exists on both sides, and outputs, rows, steps and metrics are bitwise the same.
+#: Other machines, code or execution settings are listed, and make nothing unequal. None: some
+#: stages are not done, and the finished ones are equal.
 Difference = dict[str, Any]
 
 
@@ -369,27 +366,27 @@ def diff_runs(
     *,
     other: str | Path | None = None,
 ) -> Difference:
-    """In what two runs, trials or stages differ, down to the first step that is not the same.
+    """Compare two runs, trials or stages, down to the first step that differs.
 
     Parameters
     ----------
     a, b
         Runs, trials (``SWEEP:ARM/seed1``) or stages (``RUN:STAGE``).
     workspace
-        The folder that they are recorded in.
+        The folder that has their records.
     other
-        The workspace of ``b``, where it is another one.
+        The workspace of ``b``, if it is another one.
 
     Returns
     -------
     dict
-        ``equal`` is True where what came out is bitwise the same, None where not all is there; the
-        rest is as ``refiner diff --json`` has it.
+        ``equal`` is True if the outputs are bitwise the same, None if some are missing; otherwise
+        the content of ``refiner diff --json``.
 
     Raises
     ------
     ConfigurationError
-        One of them is not there; names the nearest.
+        One of them does not exist; the message names the nearest.
     """
     room = Workspace.read_only(workspace)
     second = room if other is None else Workspace.read_only(other)
@@ -397,7 +394,7 @@ def diff_runs(
 
 
 def diff_sides(a: Side, b: Side) -> Difference:
-    """In what two sides differ; reads records and files, imports nothing heavy."""
+    """Compare two sides; reads records and files, imports nothing heavy."""
     pairs = pairs_of(a, b)
     found: Difference = {
         **{"version": DIFF_VERSION, "a": a.label, "b": b.label},
@@ -415,9 +412,9 @@ def diff_sides(a: Side, b: Side) -> Difference:
     return found | {"equal": _equal(found)}
 
 
-#: Output files that say where and when, beside what came out.
+#: Output files that record place and time.
 _OF_A_MOMENT = ("README.md", "refiner.json", "results.json", "report.json")
-#: Kinds whose output is a copy with a card on it: what came out is said by the others.
+#: Kinds whose output is a copy with a card: the other stages cover it.
 _COPIES = ("publish", "card", "fetch", "serve")
 
 
@@ -433,13 +430,13 @@ def _equal(found: Difference) -> bool | None:
 
 
 def difference_lines(found: Difference) -> Iterator[str]:
-    """All sections in which there is something to say; first whether what came out is equal."""
+    """All sections with content; first whether the outputs are equal."""
     text = template_of(__package__, "difference.txt.jinja")
     yield from text.render(d=found, verdict=verdict(found), show=_show).splitlines()
 
 
 def verdict(found: Difference) -> str:
-    """Verdict on what came out: equal, or where it first is not."""
+    """Verdict on the outputs: equal, or the first difference."""
     if found["stages"] and all(s["relation"] == "same" for s in found["stages"]):
         return "The same stages: whatever they made is one and the same."
     if found["equal"]:
@@ -466,7 +463,7 @@ def _show(value: Any, limit: int = 60) -> str:
 
 
 def next_commands(found: Difference) -> list[str]:
-    """Exact commands that look further into the first thing that differs."""
+    """Exact commands that examine the first difference."""
     commands = []
     parted = next((t for t in found["training"] if t["step"] is not None), None)
     if parted is not None and (rollout := parted["rollout"]) is not None:

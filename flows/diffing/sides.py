@@ -1,7 +1,7 @@
 """Sides of a comparison: two runs, trials or stages by their names.
 
-In: a word and a workspace. Out: a :class:`Side`, and of two sides the :class:`Pair` values of
-stages that answer to each other.
+In: a word and a workspace. Out: a :class:`Side`, and for two sides the :class:`Pair` values of
+matching stages.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from refiner_core.contract.records import RunRecord, StageRecord, StageResult, S
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two.
+    """One side of a comparison.
 
     Attributes
     ----------
     label
-        What to call it: the word, or the run's id.
+        Its name: the word, or the run's id.
     run
         The call; None for a stage by its own id.
     stages
-        Names of stages -> ids; one only, where a stage was named.
+        Names of stages -> ids; only one if a stage was named.
     """
 
     label: str
@@ -46,7 +46,7 @@ class Side:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The whole configuration; of a stage by its id, that of its newest attempt."""
+        """The whole configuration; for a stage id, that of its newest attempt."""
         if self.run is not None:
             return self.run.config
         found: Mapping[str, Any] = {}
@@ -59,34 +59,34 @@ class Side:
 
 @dataclass
 class Half:
-    """One side's part of a pair; read when it is needed."""
+    """One side's part of a pair; read on demand."""
 
     side: Side
     stage_id: str
 
     @cached_property
     def record(self) -> StageRecord | None:
-        """Record of the stage; None where nobody has begun it."""
+        """Record of the stage; None before it has begun."""
         return self.side.workspace.read_record(self.stage_id)
 
     @property
     def spec(self) -> StageSpec | None:
-        """Specification of the stage; None where nobody has begun it."""
+        """Specification of the stage; None before it has begun."""
         return None if self.record is None else self.record.spec
 
     @property
     def sources(self) -> Mapping[str, Any]:
-        """Digests of what it depends on; empty where nobody has begun it."""
+        """Digests of its sources; empty before it has begun."""
         return {} if self.spec is None else self.spec.sources
 
     @property
     def result(self) -> StageResult | None:
-        """Result of the stage; None where it is not done."""
+        """Result of the stage; None if it is not done."""
         return None if self.record is None else self.record.result
 
     @property
     def paths(self) -> AttemptPaths | None:
-        """The files of the attempt whose files tell the whole story."""
+        """Files of the attempt with the complete history."""
         if self.record is None or not self.record.attempts:
             return None
         number = self.result.attempt if self.result else self.record.attempts[-1].number
@@ -94,7 +94,7 @@ class Half:
 
     @property
     def output(self) -> Path | None:
-        """Folder of its output; None where it is not done."""
+        """Folder of its output; None if it is not done."""
         return self.side.workspace.output_dir(self.stage_id)
 
     @property
@@ -104,7 +104,7 @@ class Half:
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """Provenance of its worker; empty where it has not begun."""
+        """Provenance of its worker; empty before it has begun."""
         if self.result is not None:
             return self.result.provenance
         paths = self.paths
@@ -113,12 +113,12 @@ class Half:
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """Report of the stage on itself; empty where it is not done."""
+        """Report of the stage; empty if it is not done."""
         return {} if self.result is None else self.result.report
 
 
 class Pair(NamedTuple):
-    """A stage of each side; None where a side has none of that name."""
+    """A stage of each side; None if a side has none of that name."""
 
     name: str
     a: Half | None
@@ -133,7 +133,7 @@ class Pair(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """One and the same stage: nothing about it can differ."""
+        """True if both are the same stage: nothing about it can differ."""
         if self.a is None or self.b is None:
             return False
         one, other = ((h.stage_id, h.side.workspace.root) for h in (self.a, self.b))
@@ -141,7 +141,7 @@ class Pair(NamedTuple):
 
 
 def both_of(pairs: Iterable[Pair], *kinds: str) -> Iterator[tuple[str, Half, Half]]:
-    """Name and halves of the pairs (of these kinds) that have two halves which are not the same."""
+    """Name and halves of the pairs (of these kinds) with two different halves."""
     for pair in pairs:
         wanted = not kinds or pair.kind in kinds
         if wanted and pair.a is not None and pair.b is not None and not pair.same:
@@ -149,14 +149,13 @@ def both_of(pairs: Iterable[Pair], *kinds: str) -> Iterator[tuple[str, Half, Hal
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Key -> both values, those that differ."""
+    """Key -> both values, for those that differ."""
     keys = dict.fromkeys([*one, *other])
     return {k: (one.get(k), other.get(k)) for k in keys if one.get(k) != other.get(k)}
 
 
 def pairs_of(a: Side, b: Side) -> list[Pair]:
-    """Stages that answer to each other: by name, in the order of the first; or the two that were
-    named."""
+    """Matching stages: by name, in the order of the first side; or the two that were named."""
     if a.single and b.single:
         (name_a, id_a), (name_b, id_b) = *a.stages.items(), *b.stages.items()
         name = name_a if name_a == name_b else f"{name_a}, {name_b}"
@@ -172,18 +171,18 @@ def _half(side: Side, name: str) -> Half | None:
 
 
 def find_side(workspace: Workspace, word: str) -> Side:
-    """The side that a word names.
+    """The side of a name.
 
     Parameters
     ----------
     word
-        A run's id or a part of it that no other has; ``RUN:STAGE``; a stage's id; a trial as
+        A run's id or a unique part of it; ``RUN:STAGE``; a stage's id; a trial as
         ``SWEEP:ARM/seedN``.
 
     Raises
     ------
     ConfigurationError
-        There is none, or several; suggests the nearest.
+        There is none, or several; the message suggests the nearest.
     """
     first, colon, rest = word.partition(":")
     if colon and sweep_versions(workspace, first):  # ARM/seedN:STAGE is a stage of a trial
@@ -202,9 +201,9 @@ def find_side(workspace: Workspace, word: str) -> Side:
 def _of_run(
     workspace: Workspace, run: RunRecord | None, stage: str | None = None, label: str = ""
 ) -> Side:
-    """A run with its stages in the order in which they are done, as what differs first is named
-    first; or one stage of it."""
-    assert run is not None, "a run that is named is found or refused"
+    """A run with its stages in the order of work, so that the first difference comes first; or one
+    stage of it."""
+    assert run is not None, "a named run is found or refused"
     if stage is not None:
         stages = {stage: the_stage(run, stage)}
         return Side(f"{run.run}:{stage}", workspace, run, stages)

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Compare two arms of a sweep
 #
-# Records as dataframes: how training went, and whether one arm is better than the other, with an
-# interval. Open this file in VS Code or, with jupytext,
+# Records as dataframes: learning curves, and the difference of two arms with an interval. Open this
+# file in VS Code or, with jupytext,
 # in Jupyter, and run it cell by cell; or all of it:
 #
 #     python -m flows.examples.compare_two_arms WORKSPACE SWEEP OUT
 #
-# It needs `pip install refiner[analysis]`, and reads only: the sweep may go on running.
+# It needs `pip install refiner[analysis]`, and reads only: the sweep may be running.
 
 # %%
 import sys
@@ -24,7 +24,9 @@ from flows.api import (
 )
 from refiner_core.evaluation.statistics import two_way_means
 
-typed = [word for word in sys.argv[1:4] if not word.startswith("-")]  # Jupyter has its own
+typed = [
+    word for word in sys.argv[1:4] if not word.startswith("-")
+]  # Jupyter has its own arguments
 workspace, sweep, out = [*typed, *("runs", "citation-weight", "pictures")[len(typed) :]]
 Path(out).mkdir(parents=True, exist_ok=True)
 plt.rcParams.update({"figure.figsize": (7, 4), "figure.dpi": 120, "axes.grid": True})
@@ -62,8 +64,8 @@ figure.savefig(Path(out, "curves.png"))
 
 # %% [markdown]
 # ## Is the arm better?
-# The sweep's question names a model, a decoding and a metric. Of each arm take the mean per seed
-# and prompt, subtract, and ask how sure the mean of what is left is: over seeds *and* prompts.
+# The sweep's question names a model, a decoding and a metric. For each arm take the mean per seed
+# and prompt, subtract, and compute the interval of the mean over seeds *and* prompts.
 
 # %%
 report = comparisons_frame(sweep, workspace)
@@ -76,11 +78,11 @@ samples = sweep_samples_frame(
 samples = samples[samples["protocol"] == question["protocol"]]
 means = samples.groupby(["arm", "seed", "sample_id"])[metric].mean().unstack()
 change = means.loc[arm] - means.loc[baseline]  # seeds x prompts
-change = change.dropna(how="all")  # a seed that only one arm has
+change = change.dropna(how="all")  # seeds of one arm only
 (found,) = two_way_means(change.to_numpy()[None])
 print(f"\n{metric} of {question['model']}, {question['decoding']}: {arm} minus {baseline}")
 print(f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}], p = {found.p_value:.3g}")
 print(f"{found.n} prompts, {found.seeds} seeds; {found.interval}")
 
-# The report has the same numbers, of all arms and metrics, and p-values that hold for all of them.
+# The report has the same values for all arms and metrics, with p-values adjusted over all of them.
 print(f"\nPicture: {out}/curves.png")

@@ -1,4 +1,5 @@
-"""A flow of one's own over stages: GRPO only where SFT has come far enough, two models measured at
+"""A flow of your own over stages: GRPO only if SFT has converged far enough, two models evaluated
+at
 a time.
 
     python -m flows.examples.sft_then_grpo WORKSPACE BOUND [KEY=VALUE ...]
@@ -19,7 +20,7 @@ def sft_then_grpo(
     bound: float = 3.0,
     overrides: list[str] = [],  # noqa: B006  # Prefect shows defaults in its form
 ) -> dict[str, object]:
-    """Train, look, and go on only if the validation loss of SFT is below the bound."""
+    """Train SFT, and continue only if its validation loss is below the bound."""
     run = begin_run("tiny", overrides, workspace)
     loss = ensure(run, "sft").report["validation_loss"]["final"]
     if loss >= bound:

@@ -1,20 +1,20 @@
-"""Records as dataframes: what a notebook begins with.
+"""Records as dataframes, for notebooks.
 
 In: the name of a run or a sweep, and a workspace. Out: pandas dataframes, one row per stage, step,
-rollout, evaluated sample, number, trial, comparison or incident. Only records are read: nothing is
-written, no scheduler is asked but for :func:`stages_frame`, and what runs may go on running.
+rollout, evaluated sample, metric, trial, comparison or incident. Only records are read: nothing is
+written, no scheduler is asked except by :func:`stages_frame`, and runs may be running.
 
 >>> from flows.frames import metrics_frame
 >>> metrics_frame(stage="grpo", workspace="runs").plot(x="step", y="scores")  # doctest: +SKIP
 
-In all of them a run is named as in ``refiner status``: its id, or enough of its beginning or end,
-or ``SWEEP:ARM/seed1``; None is the newest. Columns have fixed types, also in a frame without rows:
+In all of them a run is named as in ``refiner status``: by its id, an unambiguous beginning or end
+of it, or ``SWEEP:ARM/seed1``; None is the newest. Columns have fixed types, also without rows:
 
-- text is ``string``, whole numbers ``Int64``, yes or no ``boolean``, times ``datetime64[ns, UTC]``;
-  what is missing there is ``<NA>`` (``NaT``);
-- other numbers are ``float64``; what is missing is NaN, and never 0.
+- text is ``string``, integers ``Int64``, flags ``boolean``, times ``datetime64[ns, UTC]``, with
+  ``<NA>`` (``NaT``) for missing values;
+- other numbers are ``float64``, with NaN for missing values, never 0.
 
-:func:`describe_columns` says what each column is, and its unit. Importing this package imports
+:func:`describe_columns` has the meaning and unit of each column. Importing this package imports
 neither pandas nor pyarrow; its functions do.
 """
 

@@ -1,10 +1,10 @@
-"""The history of a nightly evaluation: its rows, series and alerts, and alerts that go out.
+"""History of a nightly evaluation: its rows, series and alerts, and the delivery of alerts.
 
-In: a nightly evaluation and its records; plans that were evaluated, for new rows, with watched
-metrics prompt by prompt, since outputs of old stages may be reclaimed. Out: one :class:`Reading`
-for the page, the terminal and scripts; alerts, told once for each change, by every channel. A
-channel that does not work never fails a night: what it said is recorded, and is not sent again. A
-command finds the plain fields in ``REFINER_ALERT_TITLE``, ``_TEXT``, ``_KIND``, ``_CAUSE``, …
+In: a nightly evaluation and its records; evaluated plans, for new rows, with the values of watched
+metrics per prompt, since outputs of old stages may be reclaimed. Out: one :class:`Reading` for the
+page, the terminal and scripts; alerts, sent once per change through every channel. A failing
+channel never fails a night: its error is recorded, and the alert is not sent again. A command gets
+the plain fields in ``REFINER_ALERT_TITLE``, ``_TEXT``, ``_KIND``, ``_CAUSE``, …
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HISTORY_VERSION = 1
 
 
 def read_history(nightly: Nightly, workspace: Workspace) -> Reading:
-    """Everything that is recorded of a nightly evaluation."""
+    """All records of a nightly evaluation."""
     records = NightlyRecords(workspace, nightly.name)
     rows = records.rows()
 
@@ -50,7 +50,7 @@ def read_history(nightly: Nightly, workspace: Workspace) -> Reading:
 
 
 def history_json(reading: Reading) -> dict[str, Any]:
-    """A history for scripts."""
+    """A history as JSON."""
     return {
         "version": HISTORY_VERSION,
         "nightly": reading.nightly.name,
@@ -67,7 +67,7 @@ CSV_COLUMNS = (
 
 
 def history_lines(reading: Reading) -> list[dict[str, Any]]:
-    """One line for each number."""
+    """One line per metric value."""
     found = []
     for row in reading.rows:
         whole = to_json(row)
@@ -78,9 +78,9 @@ def history_lines(reading: Reading) -> list[dict[str, Any]]:
 
 
 def raise_alerts(reading: Reading, records: NightlyRecords) -> list[dict[str, Any]]:
-    """Record what is new; those alerts.
+    """Record and return new alerts.
 
-    A line that comes late may move by a night when a change was sure: that is no other change.
+    A late line may move a detected change by a night: that is the same change.
     """
     known = list(records.alerts())
     raised = []
@@ -99,7 +99,7 @@ def raise_alerts(reading: Reading, records: NightlyRecords) -> list[dict[str, An
 def deliver(
     nightly: Nightly, alerts: Sequence[Mapping[str, Any]], records: NightlyRecords
 ) -> dict[str, str]:
-    """Send new alerts; ``ID by CHANNEL`` -> why it was not told."""
+    """Send new alerts; ``ID by CHANNEL`` -> reason why it was not sent."""
     failed: dict[str, str] = {}
     for alert in alerts:
         whys = {}
@@ -120,7 +120,7 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _beside(canary: Series, since: str, reading: Reading) -> Sequence[str]:
-    """Checkpoints that were measured since, under the same protocol."""
+    """Checkpoints measured since then, under the same protocol."""
     names = [
         row.checkpoint
         for series in reading.series
@@ -148,15 +148,14 @@ def harvest(
     measured_in: str,
     run: str,
 ) -> None:
-    """Write what the evaluations of a checkpoint say into the history.
+    """Add the evaluations of a checkpoint to the history.
 
     Parameters
     ----------
     known
-        The lines so far.
+        The existing lines.
     measured_in
-        The night in which an evaluation that they do not know was made; empty: it was made
-        elsewhere, and nobody knows under which conditions.
+        The night of new evaluations; empty: they were made elsewhere, under unknown conditions.
     """
     records = NightlyRecords(workspace, nightly.name)
     before = {row.stage: row.measured_in for row in known}
@@ -229,13 +228,13 @@ def _facts(plan: Plan, stage: PlannedStage, result: StageResult) -> dict[str, st
     return {name: str(value) for name, value in found.items() if value}
 
 
-# ---------------------------------------------------------------- how it stands
+# ---------------------------------------------------------------- status
 
 _LAST = 7
 
 
 def status_json(reading: Reading, records: NightlyRecords, now: datetime) -> dict[str, Any]:
-    """Standing of a nightly evaluation, for scripts."""
+    """Status of a nightly evaluation as JSON."""
     nightly = reading.nightly
     schedule = Schedule(nightly.schedule, nightly.timezone)
     current = schedule.night_at(now)
@@ -254,7 +253,7 @@ def status_json(reading: Reading, records: NightlyRecords, now: datetime) -> dic
 
 
 def night_state(records: NightlyRecords, night: str) -> str:
-    """``done``, ``running``, ``incomplete`` (begun, and nobody works on it) or ``not begun``."""
+    """``done``, ``running``, ``incomplete`` (begun, without an orchestrator) or ``not begun``."""
     if records.ended(night) is not None:
         return "done"
     who = records.worker_of(night)

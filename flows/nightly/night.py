@@ -1,15 +1,15 @@
-"""One night: every checkpoint under every protocol, then what the history says now.
+"""One night: every checkpoint under every protocol, then the state of the history.
 
 In: a nightly evaluation and a night (default: the newest that has begun). Out: a
-:class:`NightOutcome`, as lines and as JSON. It may be called as often as one likes, and by several
-at once: one process works on a night, lines of the history are written once, and what is done is
-not done again. A night that an earlier process has left unfinished goes on; one that has passed is
-not evaluated any more: how the judge and the machines were then, nobody can ask. The canary's run
-comes first, so it has the first slot. Ctrl-C asks all of them to save and stop. The trend page is
-``WORKSPACE/nightly/NAME/page.html``, one file that needs nothing else.
+:class:`NightOutcome`, as lines and as JSON. Repeated and concurrent calls are safe: one process
+works on a night, lines of the history are written once, and finished work is not repeated. An
+unfinished night continues; one that has passed is not evaluated any more, since the judge and the
+machines of that time are gone. The canary's run comes first, so it has the first slot. Ctrl-C asks
+all runs to save and stop. The trend page is the self-contained file
+``WORKSPACE/nightly/NAME/page.html``.
 
-Relative paths of a nightly file mean what they say below the file's own folder, wherever a clock
-has started us (of a shipped one, below the current folder).
+Relative paths in a nightly file are relative to its folder (for a shipped one, to the current
+folder), wherever the process was started.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class _At:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Standing of a checkpoint in a night.
+    """State of a checkpoint in a night.
 
-    ``state``: ``measured`` now, ``kept`` (its numbers still hold), ``missing`` (``why`` says it,
-    and that it stays so), ``failed`` (the same command tries again).
+    ``state``: ``measured`` now, ``kept`` (earlier values are still valid), ``missing`` (for good;
+    ``why`` has the reason), ``failed`` (the same command tries again).
     """
 
     checkpoint: str
@@ -88,12 +88,12 @@ class NightOutcome:
     Attributes
     ----------
     state
-        ``incomplete``: the same command goes on; ``busy``: another process works on it;
+        ``incomplete``: the same command continues; ``busy``: another process works on it;
         ``missed``: it has passed.
     late
-        Whether a later night had begun before.
+        True if a later night had begun before.
     alerts, undelivered
-        New ones; and those that some channel did not take, with why.
+        New alerts; and those that a channel did not accept, with reasons.
     """
 
     nightly: str
@@ -108,12 +108,12 @@ class NightOutcome:
 
     @property
     def exit_code(self) -> int:
-        """0, or that of the first checkpoint that failed."""
+        """0, or the exit code of the first failed checkpoint."""
         return next((e.exit_code or 1 for e in self.entries if e.state == "failed"), 0)
 
 
 class CheckedNightly(NamedTuple):
-    """A nightly evaluation that can be carried out: when it is next, and what is worth knowing."""
+    """A valid nightly evaluation: its next night, and warnings."""
 
     nightly: Nightly
     following: datetime
@@ -121,30 +121,30 @@ class CheckedNightly(NamedTuple):
 
 
 class NightlyHistory(NamedTuple):
-    """All nights of a nightly evaluation, read; and its records."""
+    """All nights of a nightly evaluation, and its records."""
 
     reading: Reading
     records: NightlyRecords
 
 
 def shipped_nightlies() -> dict[str, Path]:
-    """Names and files of the nightly evaluations that come with refiner."""
+    """Names and files of the shipped nightly evaluations."""
     return shipped_files("flows.nightly")
 
 
 def load_nightly(file: str, overrides: Sequence[str] = ()) -> Nightly:
-    """The nightly evaluation of a shipped name or a YAML file.
+    """The nightly evaluation with a shipped name, or in a YAML file.
 
     Parameters
     ----------
     overrides
-        Of the recipe, for this call: they come after those of the file. ``workspace=DIR`` is taken
-        from the current folder.
+        Overrides of the recipe for this call, applied after the file's. ``workspace=DIR`` is
+        relative to the current folder.
 
     Raises
     ------
     ConfigurationError
-        There is no such file, or what it says cannot be meant.
+        There is no such file, or it is invalid.
     """
     shipped = shipped_nightlies()
     path = find_file(file, "nightly evaluation", shipped).absolute()
@@ -156,7 +156,7 @@ def load_nightly(file: str, overrides: Sequence[str] = ()) -> Nightly:
 
 
 def _whole(override: str) -> str:
-    """The same from any folder."""
+    """The override with an absolute workspace."""
     key, sep, value = override.partition("=")
     if sep and key.strip() == "workspace":
         return f"workspace={Path(value).expanduser().absolute()}"
@@ -164,14 +164,14 @@ def _whole(override: str) -> str:
 
 
 def workspace_of(nightly: Nightly) -> Path:
-    """The folder of the workspace that its recipe and overrides name."""
+    """The workspace of its recipe and overrides."""
     with contextlib.chdir(nightly.folder):
         config = load_recipe(nightly.recipe, nightly.overrides)
         return Path(config.workspace).expanduser().absolute()
 
 
 def due_night(nightly: Nightly, now: datetime) -> str:
-    """The newest night, where something was done before and it is not; else empty."""
+    """The newest night if it is not done and an earlier one was evaluated; else empty."""
     workspace = Workspace.read_only(workspace_of(nightly))
     records = NightlyRecords(workspace, nightly.name)
     night = Schedule(nightly.schedule, nightly.timezone).night_at(now)
@@ -179,7 +179,7 @@ def due_night(nightly: Nightly, now: datetime) -> str:
 
 
 def check_nightly(file: str, overrides: Sequence[str] = ()) -> CheckedNightly:
-    """Whether a nightly evaluation can be carried out. Changes nothing.
+    """Check whether a nightly evaluation can be carried out. Changes nothing.
 
     Parameters
     ----------
@@ -191,12 +191,12 @@ def check_nightly(file: str, overrides: Sequence[str] = ()) -> CheckedNightly:
     Returns
     -------
     CheckedNightly
-        What the file says, its next night, warnings.
+        The content of the file, its next night, warnings.
 
     Raises
     ------
     RefinerError
-        It cannot: the file, the recipe, the canary, or a checkpoint that can never be there.
+        It cannot: the file, the recipe, the canary, or a checkpoint that can never exist.
     """
     nightly = load_nightly(file, overrides)
     warnings: list[str] = []
@@ -234,7 +234,7 @@ def run_nightly(
     take_over: bool = False,
     tell: Tell = lambda text: None,
 ) -> NightOutcome:
-    """Work on a night once: what is done is kept, what was left is gone on with.
+    """Work on a night once: finished work is kept, unfinished work continues.
 
     Parameters
     ----------
@@ -243,25 +243,25 @@ def run_nightly(
     night
         A date of the schedule (default: the newest night that has begun).
     take_over
-        Also where a process on another host says that it works on the night.
+        Take over from a process on another host that claims the night.
     tell
-        Hears what is done.
+        Receives progress messages.
 
     Returns
     -------
     NightOutcome
-        What was evaluated, missed and told.
+        Evaluated and missed checkpoints, alerts.
 
     Raises
     ------
     ConfigurationError
-        The canary is not what was pinned, there is no such night, or the recipe cannot be meant.
+        The canary has changed, there is no such night, or the recipe is invalid.
     """
     return run_night(load_nightly(file, overrides), night, take_over=take_over, tell=tell)
 
 
 def nightly_history(file: str, overrides: Sequence[str] = ()) -> NightlyHistory:
-    """All nights so far.
+    """Read all nights so far.
 
     Parameters
     ----------
@@ -273,12 +273,12 @@ def nightly_history(file: str, overrides: Sequence[str] = ()) -> NightlyHistory:
     Returns
     -------
     NightlyHistory
-        Numbers of all nights, and what was seen in them.
+        Metrics of all nights, and the detected changes.
 
     Raises
     ------
     ConfigurationError
-        There is none; says where it was looked for.
+        There is no such nightly evaluation; the message names the places searched.
     """
     nightly = load_nightly(file, overrides)
     workspace = Workspace.read_only(workspace_of(nightly))
@@ -286,7 +286,7 @@ def nightly_history(file: str, overrides: Sequence[str] = ()) -> NightlyHistory:
 
 
 def nightly_status(file: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """How a nightly evaluation stands: tonight, last numbers, alerts that have not recovered.
+    """Status of a nightly evaluation: tonight, last metrics, open alerts.
 
     Parameters
     ----------
@@ -296,12 +296,12 @@ def nightly_status(file: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     Returns
     -------
     dict
-        What ``refiner nightly status --json`` prints.
+        The content of ``refiner nightly status --json``.
 
     Raises
     ------
     ConfigurationError
-        There is none; says where it was looked for.
+        There is no such nightly evaluation; the message names the places searched.
     """
     reading, records = nightly_history(file, overrides)
     return status_json(reading, records, datetime.now(UTC))
@@ -310,14 +310,14 @@ def nightly_status(file: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def nightly_page(
     file: str, overrides: Sequence[str] = (), *, out: str | Path | None = None
 ) -> Path:
-    """Write the trend page: one HTML file that needs nothing but a browser.
+    """Write the trend page: one HTML file that needs only a browser.
 
     Parameters
     ----------
     file, overrides
         As of :func:`flows.api.nightly_history`.
     out
-        Where to (default: into the workspace).
+        Output file (default: in the workspace).
 
     Returns
     -------
@@ -347,22 +347,22 @@ def run_night(
     take_over: bool = False,
     tell: Tell = lambda _: None,
 ) -> NightOutcome:
-    """Work on a night, and tell what has changed.
+    """Work on a night, and report changes.
 
     Parameters
     ----------
     night
-        A date of the schedule; the newest night that has begun by ``now``, without.
+        A date of the schedule (default: the newest night that has begun by ``now``).
     now
-        The time; that of the system, without.
+        The time (default: the system's).
     take_over
-        Also where a process on another host says that it works on the night.
+        Take over from a process on another host that claims the night.
 
     Raises
     ------
     ConfigurationError
-        The canary is not what was pinned, there is no such night, or the recipe cannot be meant;
-        nothing was evaluated.
+        The canary has changed, there is no such night, or the recipe is invalid; nothing was
+        evaluated.
     """
     now = now or datetime.now(UTC)
     schedule = Schedule(nightly.schedule, nightly.timezone)
@@ -412,13 +412,13 @@ def run_night(
 def _carry_out(
     at: _At, night: str, wanted: Sequence[tuple[Resolved, Plan]]
 ) -> dict[str, tuple[str, Mapping[str, StageView]]]:
-    """Work on a recorded call for each plan, to its end; one that was begun in this night and not
-    finished goes on. The call and its last views, by checkpoint.
+    """Work on a recorded call for each plan until its end; unfinished calls of this night continue.
+    Returns the call and its last views, by checkpoint.
 
     Raises
     ------
     KeyboardInterrupt
-        A second Ctrl-C, a while later: what runs goes on by itself.
+        A second, later Ctrl-C: running jobs continue by themselves.
     """
     pinned, members, workspace = None, list[Member](), at.workspace
     for found, plan in wanted:
@@ -457,17 +457,17 @@ def _begun(at: _At, night: str, checkpoint: str, plan: Plan) -> RunRecord | None
 
 
 def _ended_badly(views: Mapping[str, StageView]) -> list[StageView]:
-    """The stages that have failed, or were stopped."""
+    """Stages that have failed, or were stopped."""
     return [v for v in views.values() if v.state in ("failed", "interrupted")]
 
 
 @contextlib.contextmanager
 def _night_held(records: NightlyRecords, night: str, take_over: bool = False) -> Iterator[str]:
-    """Take a night up for the time of the block; yields why not, where somebody else has it."""
+    """Claim a night within the block; yields the reason if another process has it."""
     who = records.worker_of(night)
     if who.standing == "running" or (who.works and not take_over):
         hint = "; if you know that it is gone: --take-over" * (who.standing == "elsewhere")
-        yield f"The night of {night} is worked on already, by {who.where}{hint}."
+        yield f"The night of {night} is already being worked on by {who.where}{hint}."
         return
     if not records.take_night(night, who.turn):
         yield f"The night of {night} has just been taken up by another process."
@@ -479,7 +479,7 @@ def _night_held(records: NightlyRecords, night: str, take_over: bool = False) ->
 
 
 def _tonight(at: _At, night: str) -> tuple[_Entry, ...]:
-    """Every checkpoint of the night that is now."""
+    """Every checkpoint of the current night."""
     entries: dict[str, _Entry] = {}
     plans: dict[str, tuple[Resolved, Plan]] = {}
     for checkpoint in at.nightly.everybody:
@@ -518,7 +518,7 @@ def _tonight(at: _At, night: str) -> tuple[_Entry, ...]:
 
 
 def _pinned_canary(nightly: Nightly, workspace: Workspace) -> Resolved:
-    """The canary; refuses one that may change, or is not what it was."""
+    """The canary; refuses one that may change or has changed."""
     found, source = resolve(nightly.canary, workspace), nightly.canary.source
     if not source.digest and not source.is_commit:
         raise ConfigurationError(
@@ -533,7 +533,7 @@ OUTPUT_VERSION = 1
 
 
 def outcome_json(outcome: NightOutcome) -> dict[str, Any]:
-    """A night for scripts."""
+    """A night as JSON."""
     value = to_json(outcome)
     del value["entries"]
     return {
@@ -546,7 +546,7 @@ def outcome_json(outcome: NightOutcome) -> dict[str, Any]:
 
 
 def outcome_lines(outcome: NightOutcome) -> Iterator[str]:
-    """A night for people."""
+    """A night as lines for people."""
     late = ", late" if outcome.late else ""
     yield f"{outcome.nightly}, night of {outcome.night}{late}: {outcome.state}"
     if outcome.message:

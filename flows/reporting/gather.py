@@ -1,10 +1,9 @@
-"""Everything that a report is made of, from the records of a workspace.
+"""Gathers the data of a sweep's report from the records of a workspace.
 
 In: a workspace and the name of a sweep. Out:
 :class:`~refiner_core.report.sweep.evidence.Evidence`. Reads only, asks no scheduler, imports
-neither torch nor Prefect. Stages that trials share are read once, samples files by several
-threads; an evaluation that cannot be read is left out with a warning, and its numbers are missing
-then, not zero.
+neither torch nor Prefect. Shared stages are read once, samples files by several threads. An
+unreadable evaluation is left out with a warning: its metrics are missing, not zero.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from refiner_core.report.sweep.evidence import (
 
 _EVALUATE = "evaluate-"
 _THREADS = 4
-#: What of a trial and of its use a report shows.
+#: Fields of a trial and of its use that a report shows.
 _OF_STANDING = ("arm", "seed", "run", "state", "reason", "progress")
 _OF_USE = (
     *("seconds", "gpu_hours", "cpu_hours", "queue_seconds", "lost_seconds", "lost_steps"),
@@ -53,16 +52,16 @@ _OF_USE = (
 
 
 def gather(workspace: Workspace, sweep: str) -> Evidence:
-    """The evidence of a sweep as it is now: its newest version.
+    """Evidence of the newest version of a sweep.
 
     Raises
     ------
     ConfigurationError
-        There is no such sweep; names the nearest.
+        There is no such sweep; the message names the nearest.
     """
     record = read_sweep(workspace, sweep)
     read = _Read(workspace)
-    with ThreadPoolExecutor(1) as pool:  # records beside samples: these leave a core to others
+    with ThreadPoolExecutor(1) as pool:  # records beside samples, which leave a core free
         looked = pool.submit(SweepWatcher(workspace, record.name).standings, record)
         read.evaluations_of(record.trials)
         standings = looked.result()
@@ -95,9 +94,9 @@ def _state(
 
 
 class _Read:
-    """Reader of stages, each once; and of texts of evaluations, where a report shows them (see
-    :class:`refiner_core.report.sweep.evidence.Evidence`): what cannot be read any more is left out,
-    as the numbers do without it."""
+    """Reads stages, each once, and texts of evaluations for the report (see
+    :class:`refiner_core.report.sweep.evidence.Evidence`). Unreadable texts are left out, since the
+    metrics do not need them."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -107,11 +106,11 @@ class _Read:
         self.protocols: dict[str, Mapping[str, Any]] = {}
         self.tracked: dict[str, str] = {}
         self.warnings: list[str] = []
-        #: Code and libraries that have made a stage.
+        #: Code and libraries that made a stage.
         self.made_with: dict[str, tuple[str, str]] = {}
 
     def evaluations_of(self, trials: Iterable[TrialRecord]) -> None:
-        """Read all evaluations that are done."""
+        """Read all finished evaluations."""
         names = {i: n for t in trials for n, i in t.stages.items() if n.startswith(_EVALUATE)}
         with ThreadPoolExecutor(_THREADS) as pool:
             found = pool.map(lambda pair: self._evaluation(*pair), names.items())
@@ -122,7 +121,7 @@ class _Read:
                     self.evaluations[stage] = measured
 
     def _evaluation(self, stage: str, name: str) -> tuple[Measured, ...] | str | None:
-        """One evaluation; why it is left out; None if it is not done."""
+        """One evaluation; or the reason why it is left out; None if it is not done."""
         path = self.workspace.layout.stage(stage)
         result = self.workspace.read_control(path.result)
         if result is None:
@@ -166,7 +165,7 @@ class _Read:
             )
 
     def trial(self, trial: TrialRecord, standing: TrialStanding) -> TrialEvidence:
-        """One trial, with what of it is there."""
+        """The existing data of one trial."""
         planned = {n: i for n, i in trial.stages.items() if n.startswith(_EVALUATE)}
         trained = [n for n in TRAINED if n in trial.stages and self._training(n, trial)]
         return TrialEvidence(
@@ -183,7 +182,7 @@ class _Read:
             numbers = self.workspace.layout.stage(stage).attempt_numbers()
             if not numbers:
                 return False
-            # The newest attempt's file tells the whole story.
+            # The newest attempt's file has the complete history.
             paths = self.workspace.layout.attempt(stage, numbers[-1])
             try:
                 self.trainings[stage] = read_training(paths.metrics)
@@ -208,7 +207,7 @@ class _Read:
     # ------------------------------------------------------------ texts
 
     def answers(self, measured: Measured, prompts: Sequence[str]) -> list[dict[str, Any]]:
-        """First samples of these prompts, and of agents the first attempts."""
+        """First samples of these prompts; for agents the first attempts."""
         try:
             return self.samples.rows(measured.samples, prompts)
         except DataError:
@@ -224,7 +223,7 @@ class _Read:
             return None
 
     def questions(self, stage: str, prompts: Sequence[str]) -> dict[str, dict[str, str]]:
-        """From the prepared rows that the evaluation has read."""
+        """Questions, from the prepared rows of the evaluation."""
         result = self.workspace.read_result(stage)
         if result is None:
             return {}
@@ -232,7 +231,7 @@ class _Read:
 
 
 def _only(means: PromptMeans, entries: Sequence[Mapping[str, Any]]) -> PromptMeans:
-    """The metrics that the evaluation gives numbers of."""
+    """Only the metrics of the evaluation's own results."""
     told = {str(e["metric"]) for e in entries}
     if told >= set(means.metrics):
         return means
@@ -241,7 +240,7 @@ def _only(means: PromptMeans, entries: Sequence[Mapping[str, Any]]) -> PromptMea
 
 
 def read_training(path: Path) -> Training:
-    """The shown metrics of a ``metrics.jsonl``; a step's later line goes before an earlier one."""
+    """The shown metrics of a ``metrics.jsonl``; a step's later line replaces an earlier one."""
     found: dict[str, dict[int, float]] = {}
     for step, metrics in read_metrics(path, SHOWN):
         for metric, value in metrics.items():
@@ -254,7 +253,7 @@ def read_training(path: Path) -> Training:
 
 
 def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tuple[Row, ...]:
-    """Incidents of trials, oldest first; of a stage that trials share, once."""
+    """Incidents of trials, oldest first; those of a shared stage once."""
     found: list[tuple[Incident, TrialStanding]] = []
     for standing in standings:
         troubled = standing.use.attempts > standing.stages or standing.state != "done"
@@ -279,7 +278,7 @@ def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tupl
 def _mixed(
     sweep: SweepRecord, trials: Sequence[TrialEvidence], made_with: Mapping[str, tuple[str, str]]
 ) -> Iterator[str]:
-    """Warnings of trials made with different code or libraries: that may be the difference."""
+    """Warnings about trials made with different code or libraries, which may be the difference."""
     for place, what in enumerate(("the code", "the libraries")):
         found: dict[str, list[str]] = {}
         for trial in trials:
@@ -298,7 +297,7 @@ def _mixed(
 
 
 def _provenance(workspace: Workspace, sweep: SweepRecord, read: _Read) -> dict[str, Any]:
-    """From what the report was made."""
+    """Provenance of the report."""
     given = {k: v for k, v in sweep.provenance.items() if isinstance(v, str | int | float | bool)}
     judges = {
         f"{judge.get('model')}@{judge.get('prompt')}": str(judge.get("revision") or "unknown")

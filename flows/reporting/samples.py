@@ -1,8 +1,9 @@
-"""Samples files straight into arrays: a report reads thousands of them. And what their prompts ask.
+"""Reads samples files into arrays, as a report reads thousands of them; and their prompts'
+questions.
 
 In: Parquet files of evaluations (:mod:`refiner_core.evaluation.metrics`). Out: means per prompt,
-credit per rubric, rows of a few prompts. Columns go from Parquet to pandas; no row becomes a Python
-object but those that are shown.
+credit per rubric, rows of a few prompts. Columns go from Parquet to pandas; only shown rows become
+Python objects.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from infra.store.workspace import Workspace
 from refiner_core.evaluation.metrics import metric_columns, opened
 from refiner_core.report.sweep.evidence import PromptMeans
 
-#: A rubric that so many prompts share is shown by itself; others are one with those of their kind.
+#: A rubric shared by so many prompts is shown separately; others are merged by kind.
 _SHARED_BY = 5
 _OTHERS = "(others)"
-#: Attempts at a task that a report shows.
+#: Maximum number of attempts at a task in a report.
 MOST_ATTEMPTS = 4
 
 
 class SamplesReader:
-    """Reads samples files. Those that are the same byte for byte, as the random copier's are under
-    a judge that repeats itself, are read once. Safe to use from several threads."""
+    """Reads samples files. Byte-identical files, such as those of the random copier under a
+    deterministic judge, are read once. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._files: dict[bytes, PromptMeans] = {}
@@ -48,7 +49,7 @@ class SamplesReader:
             The file is missing, damaged, or no samples file.
         """
         try:
-            content = path.read_bytes()  # at once: they are small
+            content = path.read_bytes()  # as a whole: they are small
         except OSError:
             content = b""
         key = hashlib.sha256(content).digest()
@@ -64,10 +65,10 @@ class SamplesReader:
     def rubrics(
         self, path: Path, names: Sequence[tuple[str, str]] | None = None
     ) -> tuple[tuple[tuple[str, str], ...], Any] | None:
-        """Credit per rubric and prompt; None where nothing was judged by rubrics.
+        """Credit per rubric and prompt; None without judgements by rubrics.
 
-        ``names`` are the rubrics wanted, as another evaluation has them; by default those that
-        several prompts share, and the rest of each kind together.
+        ``names`` are the wanted rubrics, as in another evaluation; by default those that several
+        prompts share, with the others merged by kind.
         """
         with opened(path) as file:
             rows = file.read(columns=["sample_id", "judgements"], use_threads=False).to_pydict()
@@ -88,7 +89,7 @@ class SamplesReader:
         return tuple(names), whole.to_numpy()
 
     def rows(self, path: Path, prompts: Sequence[str]) -> list[dict[str, Any]]:
-        """First samples of these prompts, whole; of agents the first attempts."""
+        """First samples of these prompts, complete; for agents the first attempts."""
         wanted = pc.field("sample_id").isin(list(prompts))
         with opened(path) as file:
             found = file.read(use_threads=False).filter(wanted).to_pylist()
@@ -98,7 +99,7 @@ class SamplesReader:
 
 
 def _judged(rows: Mapping[str, list[Any]]) -> pd.DataFrame:
-    """Judgements of rubrics, with the credit that each gives."""
+    """Judgements of rubrics, with their credit."""
     found = [
         (sample_id, one.get("title"), f"{one.get('source')}, {one.get('polarity')}", credit_of(one))
         for sample_id, text in zip(rows["sample_id"], rows["judgements"], strict=True)
@@ -109,7 +110,7 @@ def _judged(rows: Mapping[str, list[Any]]) -> pd.DataFrame:
 
 
 def credit_of(judgement: Mapping[str, Any]) -> float:
-    """Score of a positive rubric, 1 - score of a negative one; NaN where there is none."""
+    """Score of a positive rubric, 1 - score of a negative one; NaN without a score."""
     score = judgement.get("score")
     if score is None:
         return math.nan
@@ -122,8 +123,8 @@ def credit_of(judgement: Mapping[str, Any]) -> float:
 def questions_of(
     workspace: Workspace, stage_id: str, attempt: int, prompts: Sequence[str], file: str = HELD_OUT
 ) -> dict[str, dict[str, str]]:
-    """Questions of these prompts, by the prepared rows that an attempt at a stage has read; nothing
-    where those are gone: numbers and answers do without."""
+    """Questions of these prompts, from the prepared rows of a stage's attempt; empty if those are
+    gone: metrics and answers do not need them."""
     _, path = prompts_of(workspace, workspace.layout.attempt(stage_id, attempt), file)
     if path is None:
         return {}

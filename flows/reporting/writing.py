@@ -2,8 +2,8 @@
 ``report.json``).
 
 In: a workspace and the name of a sweep. Out: the report, and its files below
-``WORKSPACE/reports/SWEEP`` or another folder, each there completely or not at all. Whoever watches
-the page of a running sweep sees it load itself again; that of one that is over stays.
+``WORKSPACE/reports/SWEEP`` or another folder, each complete or absent. The page of a running sweep
+reloads itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from refiner_core.report.sweep.rendering import (
     trial_rows,
 )
 
-#: Seconds after which the page of a running sweep loads itself again.
+#: Interval at which the page of a running sweep reloads itself, seconds.
 RELOAD_S = 15
 
 
@@ -40,24 +40,24 @@ R = TypeVar("R", SweepReport, RunReport)
 
 @dataclass(frozen=True)
 class Written(Generic[R]):
-    """A report of a sweep or a run, and where its files lie."""
+    """A report of a sweep or a run, and the folder of its files."""
 
     report: R
     folder: Path
 
     @property
     def page(self) -> Path:
-        """Page, to be opened in a browser."""
+        """The page, for a browser."""
         return self.folder / PAGE
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Write a report's files, in this order, each completely or not at all.
+    """Write a report's files in this order, each completely or not at all.
 
     Raises
     ------
     NoSpaceError
-        There is no room for the files; those that were there before still are.
+        There is no space for the files; earlier files are kept.
     """
     with no_space_guard(folder, "writing the report"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,14 +66,14 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def make_sweep_report(sweep: str, workspace: str | Path = RecipeConfig.workspace) -> SweepReport:
-    """What the arms of a sweep have shown so far. Writes nothing.
+    """Current results of a sweep's arms. Writes nothing.
 
     Parameters
     ----------
     sweep
         Its name.
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
 
     Returns
     -------
@@ -83,7 +83,7 @@ def make_sweep_report(sweep: str, workspace: str | Path = RecipeConfig.workspace
     Raises
     ------
     ConfigurationError
-        There is no such sweep; names the nearest.
+        There is no such sweep; the message names the nearest.
     """
     from flows.reporting.gather import gather
     from refiner_core.report.sweep.comparing import make_report
@@ -98,37 +98,37 @@ def report_sweep(
     folder: str | Path | None = None,
     reload_s: int = RELOAD_S,
 ) -> Written[SweepReport]:
-    """The report of a sweep as page, Markdown, CSV and JSON.
+    """Write the report of a sweep as page, Markdown, CSV and JSON.
 
     Parameters
     ----------
     sweep
         Its name (default: the newest of the workspace).
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
     folder
-        Where the files go (default: ``reports/SWEEP`` in the workspace).
+        Folder for the files (default: ``reports/SWEEP`` in the workspace).
     reload_s
-        How often the page of a running sweep loads itself again, seconds.
+        Interval at which the page of a running sweep reloads itself, seconds.
 
     Returns
     -------
     Written
-        The report, and where its ``page`` lies.
+        The report, and the path of its ``page``.
 
     Raises
     ------
     ConfigurationError
-        There is no such sweep; names the nearest.
+        There is no such sweep; the message names the nearest.
     NoSpaceError
-        There is no room for the files; those that were there before still are.
+        There is no space for the files; earlier files are kept.
     """
     room = Workspace.read_only(workspace)
     name = newest_sweep(room, None) if sweep is None else sweep
     if name is None:
         raise ConfigurationError(
             f"{room.root} has no sweeps.",
-            expected="a workspace in which `refiner sweep FILE` has been called",
+            expected="a workspace in which `refiner sweep FILE` was run",
             fix="name another one with workspace=DIR",
         )
     place = room.layout.reports / name if folder is None else Path(folder)
@@ -138,7 +138,7 @@ def report_sweep(
 
 
 def files_of(report: SweepReport, *, reload_s: int = RELOAD_S) -> dict[str, str]:
-    """Texts of a sweep's report by name; the page last, for it speaks of the others."""
+    """Texts of a sweep's report by name; the page last, as it refers to the others."""
     return {
         VALUES: json_text(report),
         NUMBERS: csv_of(number_rows(report)),

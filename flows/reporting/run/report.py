@@ -1,11 +1,11 @@
-"""The report of a run, gathered from its records, and its files: ``report.html``, ``report.md``,
+"""Report of a run, gathered from its records, and its files: ``report.html``, ``report.md``,
 ``report.json``.
 
 In: a workspace and the id of a run. Out: a :class:`~refiner_core.report.run.document.RunReport`,
-and its files below ``WORKSPACE/reports/RUN`` or another folder, each there completely or not at
-all. A report may be shown to others: logins in addresses, and settings that are there to carry
-secrets, are left out. Stages that were there before the run began cost it nothing, nor does what
-earlier runs have tried at the others. What nobody has counted is None.
+and its files below ``WORKSPACE/reports/RUN`` or another folder, each complete or absent. A report
+may be shared: logins in addresses, and settings for secrets, are left out. Stages that existed
+before the run cost it nothing, nor do earlier runs' attempts at the others. Unknown counts are
+None.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ from refiner_core.report.run.document import (
 )
 from refiner_core.report.sweep.document import PAGE, TEXT, VALUES
 
-#: What the head of a report says already.
+#: Fields that are in the head of a report.
 _IN_THE_HEAD = ("recipe", "description", "workspace")
 
 
 def shown_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Overrides as they were said, without secrets."""
+    """Overrides as they were given, without secrets."""
     return tuple(map(shown_override, overrides))
 
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a recorded recipe that are not their defaults, by dotted name."""
+    """Fields of a recorded recipe that differ from their defaults, by dotted name."""
     found: dict[str, Any] = {}
     for path, info in walk(RecipeConfig):
         value = recorded_field(config, path, info.default)
@@ -82,11 +82,11 @@ def _shown(value: Any) -> Any:
     return without_secrets(value) if isinstance(value, str) else value
 
 
-# ---------------------------------------------------------------- what it left
+# ---------------------------------------------------------------- outputs
 
 
 def publications(reading: RunReading) -> tuple[Row, ...]:
-    """Publications, as the stages that made them have recorded."""
+    """Publications, as recorded by their stages."""
     found = []
     for name, history in reading.of_kind("publish"):
         result = history.record.result
@@ -100,7 +100,7 @@ def publications(reading: RunReading) -> tuple[Row, ...]:
 
 
 def _card(reading: RunReading, publish: str) -> str:
-    """The model card: as the card stage has finished it, else as it was published first."""
+    """The model card: from the card stage, else as first published."""
     for name in (publish.replace("publish", "card", 1), publish):
         folder = reading.output(name) if name in reading.histories else None
         if folder is not None and (folder / "README.md").is_file():
@@ -111,7 +111,7 @@ def _card(reading: RunReading, publish: str) -> str:
 def next_commands(
     reading: RunReading, state: str, rows: Sequence[StageRow], published: Sequence[Row]
 ) -> tuple[str, ...]:
-    """Commands that make sense now, most useful first."""
+    """Useful next commands, most useful first."""
     where = [f"workspace={reading.workspace.root}"]
     run = reading.run.run
     commands: list[list[str]] = []
@@ -126,7 +126,7 @@ def next_commands(
     return tuple(shlex.join(["refiner", *command]) for command in commands)
 
 
-#: What a judge counts that a report sums up.
+#: A judge's counters that a report sums up.
 _OF_JUDGE = (
     *("asked", "calls", "stored", "shared", "failed", "retries"),
     *("prompt_tokens", "completion_tokens"),
@@ -134,8 +134,8 @@ _OF_JUDGE = (
 
 
 def cost_of_run(reading: RunReading, rows: Sequence[StageRow]) -> Row:
-    """Sums over the stages that this run has worked on, from when it began: what an earlier run
-    has tried in vain at one of them was that run's cost."""
+    """Sums over the stages that this run has worked on, from its start: earlier runs pay for their
+    own failed attempts."""
     began_at = reading.run.started_at
     own = [row for row in rows if row.attempts and not row.skipped]
     shares = [_share(row, began_at) for row in own]
@@ -165,15 +165,14 @@ def cost_of_run(reading: RunReading, rows: Sequence[StageRow]) -> Row:
 
 
 def _share(row: StageRow, began_at: str) -> float:
-    """Share of a stage's work that was done since the run began."""
+    """Share of a stage's work that was done after the start of the run."""
     seconds = sum(a["seconds"] or 0.0 for a in row.attempts)
     since = sum(a["seconds"] or 0.0 for a in row.attempts if a["began_at"] >= began_at)
     return since / seconds if seconds else 1.0
 
 
 def _judge_use(reading: RunReading) -> dict[str, float]:
-    """Counts of what judges were asked by the stages of this run that are done; empty where none
-    kept count."""
+    """Judge counters over the finished stages of this run; empty if there are none."""
     sums: Counter[str] = Counter()
     for name in reading.own():
         report = result.report if (result := reading.result(name)) is not None else {}
@@ -186,7 +185,7 @@ def _judge_use(reading: RunReading) -> dict[str, float]:
 
 
 def disk_of_run(reading: RunReading) -> Row:
-    """Files in the folders of the run's stages by kind, and the room that is left."""
+    """Files in the folders of the run's stages by kind, and free space."""
     used = reading.tried("What the run takes on the disk", _used, reading) or {}
     events = (e for e in reading.events if e.get("event") == "reclaimed")
     reclaimed = sum(int(e.get("bytes") or 0) for e in events)
@@ -198,7 +197,7 @@ def disk_of_run(reading: RunReading) -> Row:
 
 
 def _used(reading: RunReading) -> dict[str, int]:
-    """Bytes by kind of file, of all stages that the run names, and of what it published here."""
+    """Bytes by kind of file, over all stages of the run and its local publications."""
     stages = [i for i in reading.run.stages.values() if not is_service(i)]
     sums: Counter[str] = Counter()
     for item in stock_of(reading.workspace.layout, stages):
@@ -216,24 +215,24 @@ def _used(reading: RunReading) -> dict[str, int]:
 def report_of_run(
     run: str | None = None, workspace: str | Path = RecipeConfig.workspace
 ) -> RunReport:
-    """Everything about a run as it is now: stages, curves, numbers, examples, cost. Writes nothing.
+    """The complete report of a run: stages, curves, metrics, examples, cost. Writes nothing.
 
     Parameters
     ----------
     run
-        Its id, or enough of it (default: the newest of the workspace).
+        Its id, or an unambiguous part of it (default: the newest of the workspace).
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
 
     Returns
     -------
     RunReport
-        What cannot be read is among its ``warnings``.
+        Unreadable records are among its ``warnings``.
 
     Raises
     ------
     ConfigurationError
-        There is no such run; names the nearest.
+        There is no such run; the message names the nearest.
     """
     room = Workspace.read_only(workspace)
     reading = RunReading(room, required_run(room, run, "a run to report on"))
@@ -242,7 +241,7 @@ def report_of_run(
     state, state_text = standing_of(status, rows)
     evaluations = evaluations_of_run(reading)
     published, words = publications(reading), reading.run.command
-    provenance = {  # what the call has recorded of machine and versions; the command stands apart
+    provenance = {  # machine and versions; the command is separate
         str(k): _shown(v)
         for k, v in reading.run.provenance.items()
         if k != "command" and v not in (None, "", {}, [])
@@ -284,32 +283,32 @@ def report_run(
     folder: str | Path | None = None,
     reload_s: int = RELOAD_S,
 ) -> Written[RunReport]:
-    """The report of a run as page, Markdown and JSON: what it did, what it has learned.
+    """Write the report of a run as page, Markdown and JSON.
 
     Parameters
     ----------
     run
-        Which run (default: the newest).
+        Run id (default: the newest).
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
     folder
-        Where the files go (default: ``reports/RUN`` in the workspace).
+        Folder for the files (default: ``reports/RUN`` in the workspace).
     reload_s
-        How often the page of a running run loads itself again, seconds.
+        Interval at which the page of a running run reloads itself, seconds.
 
     Returns
     -------
     Written
-        The report, and where its ``page`` lies.
+        The report, and the path of its ``page``.
 
     Raises
     ------
     ConfigurationError
-        There is no such run; names the nearest.
+        There is no such run; the message names the nearest.
     NoSpaceError
-        There is no room for the files; those that were there before still are.
+        There is no space for the files; earlier files are kept.
     """
-    # Templates are of no use to who only gathers.
+    # Templates are imported only for writing.
     from refiner_core.report.pages import json_text
     from refiner_core.report.run.rendering import markdown, page
 

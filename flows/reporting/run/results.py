@@ -1,15 +1,14 @@
-"""Results of a run: numbers of evaluations, what training has changed, curves, examples.
+"""Results of a run: metrics of evaluations, changes by training, curves, examples.
 
-In: a :class:`~flows.reporting.run.stages.RunReading`. Out: :class:`Evaluated` (one evaluation that
-is done and can be read), rows of numbers and changes, curves and examples. Numbers come as they
-were recorded; changes are computed from the samples, and left out where those are gone. A step
-whose value was not finite is a gap in its curve; long curves are thinned so that spikes and gaps
-stay.
+In: a :class:`~flows.reporting.run.stages.RunReading`. Out: :class:`Evaluated` (a finished, readable
+evaluation), rows of metrics and changes, curves and examples. Metrics are the recorded ones;
+changes are computed from the samples, and left out without them. A value that is not finite is a
+gap in its curve; long curves are thinned so that spikes and gaps remain.
 
-Examples are the prompts whose answers improved most, got worse most, and changed as most did, and
-the best, a typical and the worst sample of the last step. A reward is taken apart by the formula of
-:mod:`refiner_core.rewards.combine`; where the parts do not add up to what is recorded, they stand
-without their shares.
+Examples are the prompts whose answers improved most, got worse most, and changed typically, and the
+best, a typical and the worst sample of the last step. A reward is split by the formula of
+:mod:`refiner_core.rewards.combine`; if the parts do not add up to the recorded reward, they have no
+shares.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from refiner_core.rewards.combine import F1_SHARE, FORMAT_SHARE, reward_terms
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One evaluation: of which model, under which protocol file (empty: the recipe's settings)."""
+    """One evaluation: its model, and its protocol file (empty: the recipe's settings)."""
 
     name: str
     stage_id: str
@@ -56,13 +55,12 @@ class Evaluated:
 
     @property
     def whole(self) -> bool:
-        """Yes for a model that a training ended with, and not a checkpoint on the way."""
+        """True for the final model of a training, False for an intermediate checkpoint."""
         return self.model in MODELS
 
 
 def evaluations_of_run(reading: RunReading) -> list[Evaluated]:
-    """The evaluations that are done: without a protocol file first, models in the order of
-    training."""
+    """The finished evaluations: without a protocol file first, models in the order of training."""
     found = [
         reading.tried(f"The numbers of {name}", _evaluated, reading, name)
         for name, _ in reading.of_kind("evaluate")
@@ -72,7 +70,7 @@ def evaluations_of_run(reading: RunReading) -> list[Evaluated]:
 
 
 def _evaluated(reading: RunReading, name: str) -> Evaluated | None:
-    """None where it is not done."""
+    """An evaluation; None if it is not done."""
     stage_id, result, folder = reading.run.stages[name], reading.result(name), reading.output(name)
     if result is None or folder is None:
         return None
@@ -85,7 +83,7 @@ def _evaluated(reading: RunReading, name: str) -> Evaluated | None:
 
 
 def number_rows(evaluations: Sequence[Evaluated]) -> tuple[Row, ...]:
-    """Every number, models in the order of training, then what stands beside them, once."""
+    """Every metric, models in the order of training, then the reference values, once."""
     rows = [_number(e, entry) for e in evaluations for entry in e.report["evaluations"]]
     beside: dict[tuple[str, ...], Row] = {}
     for evaluated in evaluations:
@@ -111,8 +109,8 @@ def _number(evaluated: Evaluated, entry: Mapping[str, Any], *, reference: bool =
 
 
 def before_and_after(evaluations: Sequence[Evaluated]) -> list[tuple[Evaluated, Evaluated]]:
-    """Per protocol the pairs whose difference is told: the first trained model (the base, where
-    only one is trained) against the last; then each against the one before it."""
+    """Pairs to compare per protocol: the first trained model (the base, if only one is trained) and
+    the last; then each model and its predecessor."""
     pairs = []
     for under in dict.fromkeys(e.under for e in evaluations):
         models = [e for e in evaluations if e.under == under and e.whole]
@@ -127,7 +125,7 @@ def before_and_after(evaluations: Sequence[Evaluated]) -> list[tuple[Evaluated, 
 
 
 def change_rows(reading: RunReading, evaluations: Sequence[Evaluated]) -> tuple[Row, ...]:
-    """Changes by training, number by number; of numbers of single domains none."""
+    """Changes by training, metric by metric, without those of single domains."""
     rows: list[Row] = []
     for before, after in before_and_after(evaluations):
         found = reading.tried(
@@ -142,7 +140,7 @@ def change_rows(reading: RunReading, evaluations: Sequence[Evaluated]) -> tuple[
 
 
 def _shared(after: Evaluated, before: Evaluated) -> list[str]:
-    """Metrics that both have under one protocol, whole domains together."""
+    """Metrics that both have under one protocol, over all domains."""
     one, other = (
         {(e["decoding"], e["metric"]): e["protocol"] for e in side.report["evaluations"]}
         for side in (after, before)
@@ -160,22 +158,22 @@ def _change(before: Evaluated, after: Evaluated, found: Mapping[str, Any]) -> Ro
     }
 
 
-#: What a run's own curves show besides, where a stage logs it; of agents the course of episodes.
+#: Further curves of a run, if a stage logs them; for agents the course of episodes.
 _ALSO = (
     *("episodes/success", "episodes/partial", "episodes/turns"),
     *("policy/entropy_avg", "grad_norm", "learning_rate"),
 )
-#: Metrics of a trainer that is not ours: it has names of its own.
+#: Metrics of a foreign trainer, which has its own names.
 _MOST_FOREIGN = 12
 MOST_POINTS = 400
-#: A metric that more than this share of steps has is one of every step.
+#: A metric with values at more than this share of steps is expected at every step.
 _DENSE = 0.5
 
 Points = tuple[tuple[int, ...], tuple[float | None, ...]]
 
 
 def training_curves(reading: RunReading) -> tuple[Row, ...]:
-    """The curves of all training stages, in the order of work."""
+    """Curves of all training stages, in the order of work."""
     found: list[Row] = []
     for name, history in reading.of_kind(*TRAINED):
         foreign = history.record.spec.kind == "command"
@@ -197,7 +195,7 @@ def training_curves(reading: RunReading) -> tuple[Row, ...]:
 def _newest_lines(
     reading: RunReading, history: StageHistory, only: Sequence[str] | None
 ) -> list[MetricsLine]:
-    """Lines of the newest attempt that logged anything; they tell the whole story."""
+    """Lines of the newest attempt that logged anything; they have the complete history."""
     for attempt in reversed(history.record.attempts):
         paths = reading.workspace.layout.attempt(history.stage_id, attempt.number)
         if lines := read_metrics(paths.metrics, only):
@@ -206,7 +204,7 @@ def _newest_lines(
 
 
 def points_of(lines: Sequence[MetricsLine], *, foreign: bool = False) -> dict[str, Points]:
-    """Steps and values by metric; a step's later line goes before an earlier one."""
+    """Steps and values by metric; a step's later line replaces an earlier one."""
     logged: dict[str, dict[int, float | None]] = {}
     for step, metrics in lines:
         for metric, value in metrics.items():
@@ -223,8 +221,8 @@ def points_of(lines: Sequence[MetricsLine], *, foreign: bool = False) -> dict[st
 
 
 def _with_gaps(points: Mapping[int, float | None], steps: Sequence[int]) -> Points:
-    """Steps within the metric's own range, all of them where it is logged at most steps; of very
-    many the extremes."""
+    """Points within the metric's own range, with gaps if it is logged at most steps; long curves
+    are thinned to their extremes."""
     first, last = min(points), max(points)
     inside = [s for s in steps if first <= s <= last]
     kept = inside if len(points) > _DENSE * len(inside) else sorted(points)
@@ -232,8 +230,8 @@ def _with_gaps(points: Mapping[int, float | None], steps: Sequence[int]) -> Poin
     return tuple(kept[i] for i in places), tuple(points.get(kept[i]) for i in places)
 
 
-#: Characters of an answer, of a prompt, and of each text of an episode or judgement that a report
-#: keeps.
+#: Maximum length of an answer, of a prompt, and of each text of an episode or judgement, in
+#: characters.
 MOST_OF_ANSWER, MOST_OF_PROMPT, MOST_OF_TURN, MOST_OF_JUDGEMENT = 12_000, 24_000, 4_000, 1_500
 _CUT = " […]"
 _NEAR = 1e-6
@@ -253,7 +251,7 @@ def said_in_evaluation(row: Mapping[str, Any], model: str, reward: RewardConfig)
 
 
 def said_in_training(row: Mapping[str, Any], reward: RewardConfig) -> Row:
-    """One rollout, by the step it was sampled in."""
+    """One rollout, with the step in which it was sampled."""
     mine = (key for key in row if key.startswith("reward/"))
     components = {key.removeprefix("reward/"): row[key] for key in mine}
     parts = _episode_parts(row, components) if "episode" in row else _parts(row, components, reward)
@@ -270,12 +268,12 @@ def _said(
     metrics: Mapping[str, float | None],
     parts: Sequence[Row],
 ) -> Row:
-    stored = row.get("judgements")  # as text in files, or as they were
+    stored = row.get("judgements")  # as text in files, else as objects
     judgements = (json.loads(stored) if isinstance(stored, str) else stored) or []
     episode = None
     if row.get("episode"):
         recorded = json.loads(row["episode"])
-        # A failure stands in the samples' own column, in rollouts in the record itself.
+        # Failures have a column in samples files; rollouts have them in the record itself.
         failure = row["failure"] or None if "failure" in row else recorded.get("failure")
         episode = clipped({**recorded, "failure": failure}, MOST_OF_TURN)
     return {
@@ -297,7 +295,7 @@ def _failed(
     judgements: Sequence[Mapping[str, Any]],
     episode: Mapping[str, Any] | None,
 ) -> str:
-    """Reason for a missing reward, or for an episode's failure; empty where nothing failed."""
+    """Reason for a missing reward, or for an episode's failure; empty without one."""
     if episode is not None and (episode.get("error") or episode.get("failure")):
         kind = episode.get("error_kind") or episode.get("failure")
         return ": ".join(filter(None, [str(kind or ""), str(episode.get("error") or "")]))
@@ -313,7 +311,7 @@ def _failed(
 def _parts(
     row: Mapping[str, Any], components: Mapping[str, float | None], reward: RewardConfig
 ) -> tuple[Row, ...]:
-    """The terms of the reward, weighed as the total has them."""
+    """Terms of the reward, with the weights of the total."""
     total = finite(row.get("reward"))
     if reward.non_stop_penalty and row.get("finish_reason") != "stop":
         value = reward.non_stop_penalty_value
@@ -332,7 +330,7 @@ def _episode_parts(
     row: Mapping[str, Any], components: Mapping[str, float | None]
 ) -> tuple[Row, ...]:
     """The environment's own reward, and partial credit by its weight."""
-    counts = row.get("status") == "scored"  # of any other episode the reward is what a rule says
+    counts = row.get("status") == "scored"  # other episodes have a reward by rule
     alpha = components.get("alpha") or 0.0
     parts = [_part("reward", components.get("reward"), 1.0 if counts else 0.0)]
     if components.get("partial") is not None:
@@ -347,7 +345,7 @@ def _part(name: str, value: float | None, weight: float) -> Row:
 
 
 def _checked(parts: Sequence[Row], total: float | None) -> tuple[Row, ...]:
-    """Shares only where they add up to the recorded reward."""
+    """Shares only if they add up to the recorded reward."""
     shares = math.fsum(part["share"] or 0.0 for part in parts)
     if total is not None and abs(shares - total) <= _NEAR * max(1.0, abs(total)):
         return tuple(parts)
@@ -373,7 +371,7 @@ def clipped(value: Any, most: int) -> Any:
     return clip(value, most) if isinstance(value, str) else value
 
 
-#: How many of each kind, and the smallest change that is one.
+#: Number of examples of each kind, and the smallest change that counts.
 _BETTER, _WORSE, _TYPICAL = 3, 3, 2
 _NO_CHANGE = 1e-9
 _METRICS = ("success", "reward", "oracle", "rubric_score")
@@ -393,7 +391,7 @@ def evaluation_examples(reading: RunReading, evaluations: Sequence[Evaluated]) -
 
 
 def choose(changes: Mapping[str, float]) -> dict[str, str]:
-    """The prompts to show, by the change of each, and why each is shown."""
+    """Prompts to show, by their changes, and the reason for each."""
     order = sorted(changes, key=lambda p: (changes[p], p))
     better = [p for p in reversed(order) if changes[p] > _NO_CHANGE][:_BETTER]
     worse = [p for p in order if changes[p] < -_NO_CHANGE][:_WORSE]
@@ -454,7 +452,7 @@ def _example(asked: Mapping[str, Row], sample_id: str, **more: Any) -> Row:
 
 
 def _sample_files(shown: Sequence[Evaluated]) -> list[str]:
-    """The samples file of each, all of one decoding: greedy where all have it."""
+    """Samples file of each, all with one decoding: greedy if all have it."""
     found = [
         {str(e["decoding"]): str(e["samples_file"]) for e in one.report["evaluations"]}
         for one in shown
@@ -466,12 +464,12 @@ def _sample_files(shown: Sequence[Evaluated]) -> list[str]:
     return [files[decoding] for files in found]
 
 
-#: Columns that are most of a file and that nobody reads here.
+#: Large columns that are not needed here.
 _BULK = ("response_ids", "logprobs", "own", "turn_advantages")
 
 
 def rollout_examples(reading: RunReading) -> tuple[Row, ...]:
-    """Rollouts of the run's last GRPO stage that has any."""
+    """Rollouts of the run's last GRPO stage with any."""
     found: tuple[Row, ...] = ()
     for name, history in reading.of_kind("grpo"):
         _, files = newest_rollouts(reading.workspace, history.stage_id)
@@ -507,11 +505,11 @@ def _rollouts(
     )
 
 
-# ---------------------------------------------------------------- which
+# ---------------------------------------------------------------- selection
 
 
 def _of_one_step(rows: Sequence[Row]) -> Iterator[tuple[str, Row]]:
-    """The best, a typical and the worst sample, and one without a score, where there are such."""
+    """The best, a typical and the worst sample, and one without a score, if they exist."""
     scored = sorted((r for r in rows if r.get("reward") is not None), key=_worth)
     if scored:
         yield "best", scored[-1]

@@ -1,9 +1,9 @@
-"""The records of one run, each read once, and a row per stage made of them.
+"""Records of one run, each read once, and a row per stage.
 
 In: a workspace and a run. Out: a :class:`RunReading` (histories of its stages by name, its events,
-its configuration), rows of stages with all their attempts, incidents, a state in words. Whatever
-else a part of the report has to read goes through :meth:`RunReading.tried`, so that a damaged file
-costs that part and no more. States are those of `refiner status`, but no scheduler is asked.
+its configuration), rows of stages with all their attempts, incidents, a state in words. Other reads
+for the report go through :meth:`RunReading.tried`, so that a damaged file costs only its own part.
+States are those of `refiner status`, but no scheduler is asked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from refiner_core.report.run.document import UNDER_WAY, Row, StageRow
 
 T = TypeVar("T")
 P = ParamSpec("P")
-#: What reading a damaged, half-deleted or foreign file may raise.
+#: Errors from reading a damaged, half-deleted or foreign file.
 UNREADABLE = (RefinerError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -48,9 +48,9 @@ class RunReading:
     histories
         Stage name -> its record and heartbeats, in the order of work; only stages that have begun.
     unreadable
-        Stage name -> why its records cannot be read.
+        Stage name -> reason why its records cannot be read.
     warnings
-        What could not be read, in words; grows while parts of the report are made.
+        Messages on unreadable records; grows while parts of the report are made.
     """
 
     def __init__(self, workspace: Workspace, run: RunRecord) -> None:
@@ -70,7 +70,7 @@ class RunReading:
                 self.histories[name] = history
 
     def tried(self, what: str, read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T | None:
-        """Result of ``read``; None, and a warning, where something cannot be read."""
+        """Result of ``read``; on an error None and a warning."""
         try:
             return read(*args, **more)
         except UNREADABLE as error:
@@ -79,7 +79,7 @@ class RunReading:
 
     @cached_property
     def config(self) -> RecipeConfig:
-        """The recipe; of records that do not have one, the default."""
+        """The recipe; the default for records without one."""
         found = self.tried("The recipe of the run", from_json, RecipeConfig, self.run.config)
         return found or RecipeConfig()
 
@@ -90,7 +90,7 @@ class RunReading:
         return log or []
 
     def result(self, name: str) -> StageResult | None:
-        """Result of a stage; None where it is not done."""
+        """Result of a stage; None if it is not done."""
         history = self.histories.get(name)
         return None if history is None else history.record.result
 
@@ -100,7 +100,7 @@ class RunReading:
         return None if (result := self.result(name)) is None else folder / result.output_dir
 
     def skipped(self, name: str) -> bool:
-        """Yes for a stage that was there before the run began."""
+        """True for a stage that was done before the run began."""
         result = self.result(name)
         return result is not None and result.finished_at < self.run.started_at
 
@@ -115,7 +115,7 @@ class RunReading:
                 yield name, history
 
     def config_of(self, name: str) -> RecipeConfig:
-        """The configuration that the newest attempt at a stage was made with."""
+        """Configuration of the newest attempt at a stage."""
         history = self.histories.get(name)
         if history is None or not history.record.attempts:
             return self.config
@@ -132,16 +132,16 @@ def said(error: Exception) -> str:
 
 
 RunState = Literal["running", "done", "failed", "stopped"]
-#: How many calls before this one are looked through for who made a stage that was skipped.
+#: Number of earlier calls searched for the maker of a skipped stage.
 _MOST_RUNS = 200
-#: States of stages whose newest attempt is at work no more, whatever is recorded of its end.
+#: States of stages whose newest attempt is not running, even without a recorded end.
 _GONE = ("killed", "hung", "interrupted", "failed", "cancelled")
-#: What of a word an incident or a state may take.
+#: Maximum length of an incident's or a state's text.
 _WORD = 240
 
 
 def look(reading: RunReading) -> RunStatus | None:
-    """`refiner status` of the stages that can be read; None where even that cannot be."""
+    """`refiner status` of the readable stages; None on an error."""
     readable = {n: i for n, i in reading.run.stages.items() if n not in reading.unreadable}
     run = replace(reading.run, stages=readable)
     return reading.tried(
@@ -207,7 +207,7 @@ def _row(reading: RunReading, name: str, status: StageStatus | None) -> StageRow
 
 
 def _progress(status: StageStatus | None) -> tuple[int | None, int | None]:
-    """Step and total; of a stage that is done nothing that was said before its end."""
+    """Step and total; none for a finished stage, whose last heartbeat is older than its end."""
     if status is None or (status.state == "done" and (status.step or 0) < (status.total or 0)):
         return None, None
     return status.step, status.total
@@ -226,7 +226,7 @@ def _with_use(row: StageRow, use: Use, history: StageHistory) -> StageRow:
 
 
 def _attempt(reading: RunReading, history: StageHistory, attempt: Attempt, state: str) -> Row:
-    """``state``: how the stage stands; says what became of an attempt without an outcome."""
+    """Row of an attempt; ``state`` of the stage describes an attempt without an outcome."""
     outcome = attempt.outcome
     seconds = attempt.seconds
     if seconds is None:
@@ -250,12 +250,12 @@ def _attempt(reading: RunReading, history: StageHistory, attempt: Attempt, state
     }
 
 
-# ---------------------------------------------------------------- who made what was there
+# ---------------------------------------------------------------- makers of skipped stages
 
 
 def _makers(reading: RunReading) -> dict[str, str]:
-    """Stage name -> the run that made it, for stages that were there before: of those that name it
-    the last that had begun by then."""
+    """Stage name -> the run that made it, for stages done before this run: the last run that has it
+    and had begun by then."""
     claimed = {
         name: attempt.claimed_at
         for name, history in reading.histories.items()
@@ -273,7 +273,7 @@ def _makers(reading: RunReading) -> dict[str, str]:
     return found
 
 
-# ---------------------------------------------------------------- the whole
+# ---------------------------------------------------------------- the run
 
 
 def incident_lines(reading: RunReading) -> tuple[Row, ...]:
@@ -313,11 +313,11 @@ def standing_of(status: RunStatus | None, rows: Sequence[StageRow]) -> tuple[Run
         text = f"{names} failed: {said}" if said else f"{names} failed"
         return "failed", text if text.endswith((".", "…")) else f"{text}."
     who = "" if status is None else f"; {orchestrator_text(status.orchestrator, finished=False)}"
-    return "stopped", f"{so_far}; nobody works on it{who}."
+    return "stopped", f"{so_far}; no orchestrator is running{who}."
 
 
 def last_event(reading: RunReading, rows: Sequence[StageRow]) -> str:
-    """Time of the last thing that the run's records tell of."""
+    """Time of the last recorded event of the run."""
     times = [a["ended_at"] for r in rows if not r.skipped for a in r.attempts]
     times += [str(event.get("at") or "") for event in reading.events[-1:]]
     return max(filter(None, times), default="")
