@@ -68,7 +68,7 @@ def _kind_of(file: str) -> str:
     raise ConfigurationError(
         f"{file} is no recipe, no sweep and no nightly evaluation ({'; '.join(said)})",
         expected="a YAML file of one of the three, or a shipped name",
-        fix="check it with `refiner plan`, `refiner sweep FILE --dry-run` or `refiner nightly check`",
+        fix="check `refiner plan`, `refiner sweep FILE --dry-run` or `refiner nightly check`",
     )
 
 

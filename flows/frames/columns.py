@@ -1,9 +1,8 @@
-"""Columns of frames (names, types, units and meanings, in one table each), and the run, stage and
-attempt that a frame is of.
+"""Columns of frames (names, types, units and meanings), and the run, stage and attempt of a frame.
 
-In: rows, or columns, of plain values; names as people type them. Out: dataframes with the types
-that the table says; records and paths. What a table does not name (a metric, a reward part, the
-level of a factor) is a number where all its values are, else text.
+In: rows, or columns, of plain values; names from the caller. Out: dataframes with the types of the
+table; records and paths. A column that is not in the table (a metric, a reward part, the level of a
+factor) is a number if all its values are, else text.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ _DTYPES: Mapping[Kind, str] = {
 
 
 class Column(NamedTuple):
-    """One column: its type, what it is, and its unit (empty for names and counts)."""
+    """One column: its type, its meaning, and its unit (empty for names and counts)."""
 
     kind: Kind
     meaning: str
     unit: str = ""
 
 
-#: What several frames have.
+#: Columns of several frames.
 _PROTOCOL = {
-    "protocol": Column("text", "fingerprint: only numbers of one protocol can be compared"),
-    "protocol_name": Column("text", "the same for people"),
+    "protocol": Column("text", "fingerprint: only values under the same protocol are comparable"),
+    "protocol_name": Column("text", "name of the protocol"),
     "decoding": Column("text", "greedy or sampled"),
 }
 _ANSWER = {
@@ -65,19 +64,19 @@ TABLES: Mapping[str, Mapping[str, Column]] = {
         "id": Column("text", "id in the workspace; runs that share a stage share it"),
         "state": Column("text", "as in refiner status: done, running, waiting, failed, …"),
         "reason": Column("text", "why it waits, or how its last attempt ended"),
-        "attempt": Column("whole", "number of the newest attempt; missing where none was made"),
-        "attempts": Column("whole", "how many attempts there are"),
-        "phase": Column("text", "what the newest attempt was last doing"),
-        "step": Column("whole", "steps of that phase that are done"),
-        "total": Column("whole", "steps that this phase has"),
-        "eta_s": Column("number", "until the end of the phase, by the rate so far", "seconds"),
-        "seconds": Column("number", "of work of the newest attempt", "seconds"),
+        "attempt": Column("whole", "number of the newest attempt; missing if there is none"),
+        "attempts": Column("whole", "number of attempts"),
+        "phase": Column("text", "last phase of the newest attempt"),
+        "step": Column("whole", "finished steps of that phase"),
+        "total": Column("whole", "all steps of that phase"),
+        "eta_s": Column("number", "time to the end of the phase, at the rate so far", "seconds"),
+        "seconds": Column("number", "duration of the newest attempt", "seconds"),
         "gpus": Column("whole", "GPUs of all its nodes"),
         "job_id": Column("text", "the scheduler's job, or the process"),
-        "node": Column("text", "where the newest attempt ran"),
+        "node": Column("text", "node of the newest attempt"),
         "started_at": Column("time", "start of the first attempt", "UTC"),
-        "ended_at": Column("time", "end of the newest attempt; missing while it runs", "UTC"),
-        "last_failure": Column("text", "how the newest attempt that failed did so"),
+        "ended_at": Column("time", "end of the newest attempt; missing while it is running", "UTC"),
+        "last_failure": Column("text", "failure of the newest failed attempt"),
     },
     "metrics": {
         "step": Column("whole", "training step, from 1"),
@@ -88,12 +87,12 @@ TABLES: Mapping[str, Mapping[str, Column]] = {
         "prompt_index": Column("whole", "the prompt's row there"),
         **_ANSWER,
         "response_tokens": Column("whole", "length of the answer", "tokens"),
-        "reward": Column("number", "total reward; missing where it is unscored"),
-        "advantage": Column("number", "within its group; missing where it was not trained on"),
+        "reward": Column("number", "total reward; missing if it is unscored"),
+        "advantage": Column("number", "within its group; missing if it was not trained on"),
         "judgements_scored": Column("whole", "judgements that gave a score"),
-        "judgements_failed": Column("whole", "judgements without one"),
+        "judgements_failed": Column("whole", "judgements without a score"),
         "judgements_mean": Column(
-            "number", "mean credit of rubric judgements: score, of faults 1 - score", "0 to 1"
+            "number", "mean credit of rubric judgements: score, for faults 1 - score", "0 to 1"
         ),
     },
     "samples": {
@@ -107,66 +106,68 @@ TABLES: Mapping[str, Mapping[str, Column]] = {
         "stage": Column("text", "name of the evaluate stage"),
         "model": Column("text", "the model that was measured; random_copier is the floor"),
         **_PROTOCOL,
-        "metric": Column("text", "what was measured"),
+        "metric": Column("text", "name of the metric"),
         "value": Column("number", "the mean over prompts"),
         **_ENDS,
-        "n": Column("whole", "prompts behind it"),
-        "interval": Column("text", "how the interval was made"),
+        "n": Column("whole", "number of prompts"),
+        "interval": Column("text", "method of the interval"),
         "under": Column("text", "the protocol file, empty for the recipe's own"),
     },
     "incidents": {
-        "at": Column("time", "when, by the clock of who wrote it", "UTC"),
+        "at": Column("time", "time, by the writer's clock", "UTC"),
         "stage": Column("text", "name in the run"),
-        "attempt": Column("whole", "its number; 0 where none was under way"),
+        "attempt": Column("whole", "its number; 0 if none was running"),
         "failure": Column("text", "failure class, such as preempted or disk_full"),
         "text": Column("text", "one line for people"),
-        "lost_steps": Column("whole", "steps done again; missing where nobody knows"),
-        "lost_seconds": Column("number", "device time done again", "device seconds"),
-        "resolved": Column("yes_no", "another attempt has gone on, or the stage is done"),
+        "lost_steps": Column("whole", "repeated steps; missing if unknown"),
+        "lost_seconds": Column("number", "repeated device time", "device seconds"),
+        "resolved": Column("yes_no", "another attempt has continued, or the stage is done"),
     },
     "trials": {
         "arm": Column("text", "name of the arm"),
         "seed": Column("whole", "seed of the trial"),
-        "baseline": Column("yes_no", "whether the others are compared with this arm"),
+        "baseline": Column("yes_no", "the other arms are compared with this one"),
         "run": Column("text", "its run; missing before it has begun"),
         "state": Column("text", "waiting, running, done, failed, interrupted or held"),
-        "reason": Column("text", "why, where that needs saying"),
-        "stage": Column("text", "the stage that runs"),
-        "step": Column("whole", "steps of it that are done"),
-        "total": Column("whole", "steps that it has"),
-        "eta_s": Column("number", "until its end, by the rate so far", "seconds"),
-        "stages_done": Column("whole", "stages that are done"),
-        "stages": Column("whole", "stages that it has"),
-        "seconds": Column("number", "work of its own stages (shared ones: first trial)", "seconds"),
+        "reason": Column("text", "reason of the state, if there is one"),
+        "stage": Column("text", "the running stage"),
+        "step": Column("whole", "finished steps of that stage"),
+        "total": Column("whole", "all steps of that stage"),
+        "eta_s": Column("number", "time to its end, at the rate so far", "seconds"),
+        "stages_done": Column("whole", "finished stages"),
+        "stages": Column("whole", "all stages"),
+        "seconds": Column(
+            "number", "duration of its own stages (shared ones: first trial)", "seconds"
+        ),
         "gpu_hours": Column("number", "GPUs of all nodes times time", "GPU hours"),
         "cpu_hours": Column("number", "cores of all nodes times time", "core hours"),
-        "queue_seconds": Column("number", "waited in the scheduler's queue", "seconds"),
-        "lost_seconds": Column("number", "work that was done again", "seconds"),
-        "lost_steps": Column("whole", "steps that were done again"),
+        "queue_seconds": Column("number", "time in the scheduler's queue", "seconds"),
+        "lost_seconds": Column("number", "repeated work", "seconds"),
+        "lost_steps": Column("whole", "repeated steps"),
         "attempts": Column("whole", "attempts at its own stages"),
         "incidents": Column("whole", "attempts that ended before their work was done"),
-        "judge_calls": Column("whole", "calls of a judge; missing where nobody counted"),
+        "judge_calls": Column("whole", "judge calls; missing if not counted"),
     },
     "comparisons": {
         "model": Column("text", "the model that was measured"),
         **_PROTOCOL,
-        "metric": Column("text", "what was measured"),
-        "primary": Column("yes_no", "whether this answers the sweep's question"),
-        "higher_is_better": Column("yes_no", "missing where neither is, as of a length"),
+        "metric": Column("text", "name of the metric"),
+        "primary": Column("yes_no", "the metric of the sweep's question"),
+        "higher_is_better": Column("yes_no", "missing if neither is, as for a length"),
         "arm": Column("text", "name of the arm"),
-        "baseline": Column("yes_no", "whether this is the arm that others are compared with"),
+        "baseline": Column("yes_no", "the other arms are compared with this one"),
         "value": Column("number", "mean over seeds and prompts"),
         **_ENDS,
         "difference": Column("number", "arm minus baseline, paired over seeds and prompts"),
         **{f"difference_{end}": column for end, column in _ENDS.items()},
         "p": Column("number", "two-sided p-value of the difference"),
-        "p_adjusted": Column("number", "the same for all arms of this number together (Holm)"),
-        "n": Column("whole", "prompts that entered"),
-        "excluded": Column("whole", "prompts that did not"),
-        "seeds": Column("whole", "seeds that entered"),
+        "p_adjusted": Column("number", "adjusted over all arms of this metric (Holm)"),
+        "n": Column("whole", "prompts used"),
+        "excluded": Column("whole", "prompts not used"),
+        "seeds": Column("whole", "seeds used"),
         "verdict": Column("text", "better, worse, not clear, judge moved, not comparable, missing"),
-        "interval": Column("text", "how the interval was made"),
-        "note": Column("text", "why something is missing, or is not to be trusted"),
+        "interval": Column("text", "method of the interval"),
+        "note": Column("text", "reason why a value is missing or unreliable"),
     },
 }
 
@@ -177,7 +178,7 @@ def describe_columns(frame: str) -> pd.DataFrame:
     Parameters
     ----------
     frame
-        Which one, such as ``"rollouts"`` of :func:`flows.frames.rollouts_frame`.
+        Its name, such as ``"rollouts"`` for :func:`flows.frames.rollouts_frame`.
 
     Returns
     -------
@@ -188,7 +189,7 @@ def describe_columns(frame: str) -> pd.DataFrame:
     Raises
     ------
     ConfigurationError
-        There is no such frame; lists them.
+        There is no such frame; the message lists them.
     """
     import pandas as pd
 
@@ -206,11 +207,11 @@ def make_frame(
     Parameters
     ----------
     name
-        Of the table in :data:`TABLES`, whose columns come first.
+        Name of the table in :data:`TABLES`; its columns come first.
     rows
-        What a row lacks is missing; keys that neither the table nor ``more`` has are left out.
+        Absent values are missing; keys in neither the table nor ``more`` are dropped.
     more
-        Columns that come after those of the table.
+        Columns after those of the table.
     """
     table = TABLES[name]
     found = list(rows)
@@ -218,7 +219,7 @@ def make_frame(
 
 
 def typed(table: Mapping[str, Column], columns: Mapping[str, Any]) -> pd.DataFrame:
-    """A frame of whole columns (lists or arrays), with the types that the table says."""
+    """A frame of whole columns (lists or arrays), with the types of the table."""
     import pandas as pd
 
     made = {
@@ -229,7 +230,7 @@ def typed(table: Mapping[str, Column], columns: Mapping[str, Any]) -> pd.DataFra
 
 
 def typed_arrow(table: Mapping[str, Column], parts: Sequence[Any], empty: Iterable[str]) -> Any:
-    """A frame of Arrow tables, one below the other; without any, one of the columns ``empty``."""
+    """A frame of concatenated Arrow tables; without any, with the columns ``empty``."""
     import pyarrow as pa
 
     if not parts:
@@ -248,12 +249,12 @@ def typed_arrow(table: Mapping[str, Column], parts: Sequence[Any], empty: Iterab
 def chosen(
     wanted: Sequence[str] | None, default: Sequence[str], there: Sequence[str], of: str
 ) -> list[str]:
-    """The columns that are asked for, in that order; ``default`` where nobody asks.
+    """The requested columns, in that order; ``default`` if none are requested.
 
     Raises
     ------
     ConfigurationError
-        One is not there; names the nearest.
+        A column does not exist; the message names the nearest.
     """
     if wanted is None:
         return list(default)
@@ -267,7 +268,7 @@ def chosen(
 
 
 def _kind_of(values: Any) -> Kind:
-    """Of a column that depends on the run: a number where everything that is there is one."""
+    """Type of a column that is not in the table: a number if all its values are."""
     dtype = getattr(values, "dtype", None)
     if dtype is not None and dtype.kind in "fiub":
         return "number"
@@ -291,19 +292,19 @@ def _series(values: Any, kind: Kind) -> pd.Series:
 
 
 def the_run(run: str | None, workspace: str | Path) -> tuple[Workspace, RunRecord]:
-    """The workspace, for reading, and the run that is meant.
+    """The workspace, for reading, and the run.
 
     Raises
     ------
     ConfigurationError
-        There is none, or several; names the nearest.
+        There is none, or several; the message names the nearest.
     """
     room = Workspace.read_only(workspace)
-    return room, required_run(room, run, "a workspace in which something was run")
+    return room, required_run(room, run, "a workspace with a run")
 
 
 def gone(workspace: Workspace, stage_id: str, what: str, run: str) -> DataError:
-    """Error where a stage that is done has lost something that it had."""
+    """Error for a finished stage whose files were deleted."""
     why = reclaimed_text(workspace.layout.stage(stage_id))
     return DataError(
         f"Run {run} has no {what} any more: {why or f'they were deleted from {stage_id}'}.",
@@ -318,7 +319,7 @@ def evaluate_stages(stages: Mapping[str, str]) -> dict[str, str]:
 
 
 def trials_of(sweep: SweepRecord, arms: Sequence[str] | None) -> list[TrialRecord]:
-    """The trials of some arms of a sweep, of all by default."""
+    """Trials of some arms of a sweep, by default of all."""
     known = [arm.name for arm in sweep.arms]
     names = chosen(arms, known, known, "The arms")
     return [trial for trial in sweep.trials if trial.arm in names]

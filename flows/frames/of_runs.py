@@ -1,10 +1,10 @@
-"""Stages, metrics, numbers, incidents, rollouts and evaluated samples of a run, and trials,
-comparisons, curves and samples of a sweep, as frames.
+"""Frames of a run (stages, metrics, evaluations, incidents, rollouts, samples) and of a sweep
+(trials, comparisons, curves, samples).
 
 In: the name of a run or a sweep, and a workspace. Out: dataframes (see :mod:`flows.frames`). The
-comparisons are those of ``refiner report``, number by number. Files of answers are read one after
-the other, and of each only the columns that are wanted, so that what is held is what is asked for:
-``columns=["step", "reward"]`` of a run of days fits into a laptop.
+comparisons have the same values as ``refiner report``. Files of answers are read one after the
+other, and only the wanted columns are kept in memory: ``columns=["step", "reward"]`` of a run of
+days fits into a laptop.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ _HERE = RecipeConfig.workspace
 
 
 def stages_frame(run: str | None = None, workspace: str | Path = _HERE) -> pd.DataFrame:
-    """The stages of a run, one row each, as they stand now.
+    """Current state of the stages of a run, one row each.
 
     Parameters
     ----------
     run
-        Which run (default: the newest).
+        Run id (default: the newest).
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
 
     Returns
     -------
     pandas.DataFrame
-        ``describe_columns("stages")`` says what is in it.
+        With the columns of ``describe_columns("stages")``.
 
     Raises
     ------
     ConfigurationError
         There is no such run.
     WorkspaceError
-        A record is damaged; says which, and what to do.
+        A record is damaged; the message names it and the fix.
     """
     room, record = the_run(run, workspace)
     rows = []
@@ -90,24 +90,24 @@ def metrics_frame(
     *,
     columns: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """Metrics that a training stage has logged, one row per step.
+    """Logged metrics of a training stage, one row per step.
 
     Parameters
     ----------
     run
-        Which run (default: the newest).
+        Run id (default: the newest).
     stage
-        Its name, such as ``sft`` or ``grpo`` (default: the last one that has logged something).
+        Its name, such as ``sft`` or ``grpo`` (default: the last one that has logged metrics).
     workspace
-        The folder that the run is recorded in.
+        The folder that has the run's records.
     columns
-        Only these metrics, after ``step`` (default: all, in the order in which they came).
+        Only these metrics, after ``step`` (default: all, in the order of their logging).
 
     Returns
     -------
     pandas.DataFrame
-        ``step`` and a column per metric; NaN where a step has none, or it was not finite. No rows
-        where nothing was logged yet.
+        ``step`` and a column per metric; NaN if a step has none, or it was not finite. No rows
+        before anything is logged.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def metrics_frame(
 def metrics_of(
     workspace: Workspace, stage_id: str, columns: Sequence[str] | None = None
 ) -> pd.DataFrame:
-    """The same of a stage by its id."""
+    """The same for a stage id."""
     steps: dict[int, dict[str, float | None]] = {}
     lines = (read_metrics(a.metrics) for a in attempts_of(workspace, stage_id).values())
     for line in next(filter(None, lines), ()):
@@ -140,7 +140,7 @@ def metrics_of(
 
 
 def _last_logged(workspace: Workspace, run: RunRecord) -> str:
-    """The last training stage that has logged something; where none has, the last.
+    """The last training stage that has logged metrics; else the last one.
 
     Raises
     ------
@@ -161,20 +161,20 @@ def _last_logged(workspace: Workspace, run: RunRecord) -> str:
 
 
 def evaluations_frame(run: str | None = None, workspace: str | Path = _HERE) -> pd.DataFrame:
-    """The numbers of a run's evaluations with their intervals, one row each.
+    """Metrics of a run's evaluations with their intervals, one row each.
 
     Parameters
     ----------
     run
-        Which run (default: the newest).
+        Run id (default: the newest).
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
 
     Returns
     -------
     pandas.DataFrame
-        ``describe_columns("evaluations")`` says what is in it. Evaluations that are not done have
-        no rows; the random copier, the floor of each protocol, comes last and once.
+        With the columns of ``describe_columns("evaluations")``. Unfinished evaluations have no
+        rows; the random copier, the floor of each protocol, comes last and once.
 
     Raises
     ------
@@ -200,19 +200,19 @@ def _number(entry: Mapping[str, Any], stage: str) -> dict[str, Any]:
 
 
 def incidents_frame(run: str | None = None, workspace: str | Path = _HERE) -> pd.DataFrame:
-    """Incidents of a run, when they were and what they cost; one row each, oldest first.
+    """Incidents of a run with their times and costs, one row each, oldest first.
 
     Parameters
     ----------
     run
-        Which run (default: the newest).
+        Run id (default: the newest).
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
 
     Returns
     -------
     pandas.DataFrame
-        ``describe_columns("incidents")`` says what is in it.
+        With the columns of ``describe_columns("incidents")``.
 
     Raises
     ------
@@ -226,25 +226,25 @@ def incidents_frame(run: str | None = None, workspace: str | Path = _HERE) -> pd
 
 
 def trials_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame:
-    """The trials of a sweep, one row each, as they stand now.
+    """Current state of the trials of a sweep, one row each.
 
     Parameters
     ----------
     sweep
         Its name.
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
 
     Returns
     -------
     pandas.DataFrame
-        ``describe_columns("trials")`` says what is in it; after these comes ``level/FACTOR`` for
-        each factor: the label that the trial's arm has of it.
+        With the columns of ``describe_columns("trials")``, then ``level/FACTOR`` for each factor:
+        the label of the trial's arm.
 
     Raises
     ------
     ConfigurationError
-        There is no such sweep; names the nearest.
+        There is no such sweep; the message names the nearest.
     WorkspaceError
         A record is damaged.
     """
@@ -268,25 +268,25 @@ def trials_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame:
 
 
 def comparisons_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame:
-    """Numbers of a sweep's arms: one row per number and arm, as in ``refiner report``.
+    """Metrics of a sweep's arms: one row per metric and arm, as in ``refiner report``.
 
     Parameters
     ----------
     sweep
         Its name.
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
 
     Returns
     -------
     pandas.DataFrame
-        ``describe_columns("comparisons")`` says what is in it. The number that answers the sweep's
-        question comes first; a difference that cannot be given is NaN, and ``note`` says why.
+        With the columns of ``describe_columns("comparisons")``. The metric of the sweep's question
+        comes first; a missing difference is NaN, and ``note`` has the reason.
 
     Raises
     ------
     ConfigurationError
-        There is no such sweep; names the nearest.
+        There is no such sweep; the message names the nearest.
     WorkspaceError
         A record is damaged.
     """
@@ -304,7 +304,7 @@ def sweep_metrics_frame(
     arms: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """Metrics that a training stage has logged in every trial of a sweep.
+    """Logged metrics of a training stage in every trial of a sweep.
 
     Parameters
     ----------
@@ -313,9 +313,9 @@ def sweep_metrics_frame(
     stage
         Name of the stage, such as ``grpo``.
     workspace
-        The folder that the sweep is recorded in.
+        The folder that has the sweep's records.
     arms
-        Only trials of these (default: all).
+        Only trials of these arms (default: all).
     columns
         Only these metrics (default: all).
 
@@ -323,7 +323,7 @@ def sweep_metrics_frame(
     -------
     pandas.DataFrame
         ``arm``, ``seed``, and the columns of :func:`flows.frames.metrics_frame`: one row per trial
-        and step. Trials that have logged nothing yet have no rows.
+        and step. Trials without logged metrics have no rows.
 
     Raises
     ------
@@ -346,9 +346,9 @@ def sweep_metrics_frame(
     return pd.concat(parts, ignore_index=True)
 
 
-#: Long columns: only where they are asked for by name.
+#: Long columns: included only by name.
 _LONG_ROLLOUTS = ("response_ids", "logprobs", "judgements")
-#: Columns that are made here -> what of the file they are made of.
+#: Computed columns -> their columns in the file.
 _MADE = {
     "response_tokens": "response_ids",
     "judgements_scored": "judgements",
@@ -365,28 +365,29 @@ def rollouts_frame(
     stage: str = "grpo",
     columns: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """The rollouts of a run, one row each.
+    """Rollouts of a run, one row each.
 
     Parameters
     ----------
     run
-        Which run (default: the newest).
+        Run id (default: the newest).
     steps
-        One step or several, such as ``range(1, 11)`` (default: all that are kept).
+        One step or several, such as ``range(1, 11)`` (default: all stored ones).
     workspace
-        The folder that the run is recorded in.
+        The folder that has the run's records.
     stage
         The stage that sampled them.
     columns
         Only these, in this order. By default all but long ones: ``judgements`` (JSON text, each
-        with its criterion and score), ``response_ids`` and ``logprobs`` (lists) are read where they
-        are named.
+        with its criterion and score), ``response_ids`` and ``logprobs`` (lists) are included only
+        by
+        name.
 
     Returns
     -------
     pandas.DataFrame
-        ``describe_columns("rollouts")`` says what is in it; after these come the parts of the
-        reward (``reward/…``) as the reward names them. No rows where no step is finished yet.
+        With the columns of ``describe_columns("rollouts")``, then the parts of the reward
+        (``reward/…``). No rows before a step is finished.
 
     Raises
     ------
@@ -414,7 +415,7 @@ def rollouts_frame(
 def _steps(wanted: int | Iterable[int] | None, files: Mapping[int, Path], run: str) -> list[int]:
     if wanted is None or not files:
         return list(files)
-    # A step that comes out of a frame is NumPy's.
+    # A step from a frame is NumPy's.
     steps = [int(step) for step in (wanted if isinstance(wanted, Iterable) else [wanted])]
     if absent := [step for step in steps if step not in files]:
         known = list(files)
@@ -455,7 +456,7 @@ def _read_rollouts(path: Path, columns: Sequence[str] | None) -> Any:
 
 
 def _judged(text: str | None) -> dict[str, float | None]:
-    """Counts and mean of a rollout's judgements; everything is missing where none were kept."""
+    """Counts and mean of a rollout's judgements; all missing if none are stored."""
     if text is None:
         return dict.fromkeys(("judgements_scored", "judgements_failed", "judgements_mean"))
     from flows.reporting.samples import credit_of
@@ -470,14 +471,14 @@ def _judged(text: str | None) -> dict[str, float | None]:
     }
 
 
-#: What says where a sample is from; these come first, always.
+#: Columns on the origin of a sample; these always come first.
 _PLACE = ("stage", "model", "protocol", "protocol_name", "decoding")
-#: Long columns: only where they are asked for by name.
+#: Long columns: included only by name.
 _LONG_SAMPLES = ("judgements", "episode")
 
 
 class _File(NamedTuple):
-    """One samples file, and where it is from."""
+    """One samples file, and its origin."""
 
     path: Path
     place: Mapping[str, Any]
@@ -491,32 +492,32 @@ def samples_frame(
     decoding: str | None = None,
     columns: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """The evaluated samples of a run, one row each.
+    """Evaluated samples of a run, one row each.
 
     Parameters
     ----------
     run
-        Which run (default: the newest).
+        Run id (default: the newest).
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
     model
-        Only answers of this model, such as ``grpo`` (default: all, and the random copier's).
+        Only answers of this model, such as ``grpo`` (default: all, with the random copier's).
     decoding
         Only ``greedy`` or ``sampled``.
     columns
-        Only these, after those that say where a sample is from. By default all but long ones
-        (``judgements``, JSON text; of agents ``episode``), which are read where they are named.
+        Only these, after those on the origin of a sample. By default all but long ones
+        (``judgements``, JSON text; for agents ``episode``), which are included only by name.
 
     Returns
     -------
     pandas.DataFrame
-        ``describe_columns("samples")`` says what is in it; after these comes a column per metric,
-        NaN where it was not measured. No rows where no evaluation is done.
+        With the columns of ``describe_columns("samples")``, then a column per metric, NaN if it was
+        not measured. No rows before an evaluation is done.
 
     Raises
     ------
     ConfigurationError
-        There is no such run or column, or it has not evaluated such a model or decoding.
+        There is no such run or column, or the run has not evaluated such a model or decoding.
     DataError
         A samples file was deleted or reclaimed, or is damaged.
     """
@@ -535,24 +536,24 @@ def sweep_samples_frame(
     decoding: str | None = None,
     columns: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """The evaluated samples of a sweep's trials, with ``arm`` and ``seed`` in front.
+    """Evaluated samples of a sweep's trials, after ``arm`` and ``seed``.
 
     Parameters
     ----------
     sweep
         Its name.
     workspace
-        The folder that it is recorded in.
+        The folder that has its records.
     arms
-        Only trials of these (default: all).
+        Only trials of these arms (default: all).
     model, decoding, columns
         As of :func:`samples_frame`.
 
     Returns
     -------
     pandas.DataFrame
-        ``arm``, ``seed`` and the columns of :func:`samples_frame`. An evaluation that trials share
-        is there with each of them; trials that have evaluated nothing yet have no rows.
+        ``arm``, ``seed`` and the columns of :func:`samples_frame`. A shared evaluation appears with
+        each of its trials; trials without finished evaluations have no rows.
 
     Raises
     ------
@@ -572,7 +573,7 @@ def sweep_samples_frame(
 
 
 def _sample_files(workspace: Workspace, stages: Mapping[str, str], run: str) -> Iterator[_File]:
-    """The samples files of all evaluations that are done, each once."""
+    """Samples files of all finished evaluations, each once."""
     for name, stage_id in evaluate_stages(stages).items():
         report, folder = results_of(workspace, stage_id), workspace.output_dir(stage_id)
         if report is None or folder is None:
@@ -598,7 +599,7 @@ def _only_of(
     Raises
     ------
     ConfigurationError
-        There are files, and none of these.
+        There are files, but none of these.
     """
     kept = files
     for key, wanted in (("model", model), ("decoding", decoding)):
@@ -622,7 +623,7 @@ def _frame(
 
 
 def _read_samples(found: _File, columns: Sequence[str] | None) -> Any:
-    """An Arrow table of one file, with where it is from in front."""
+    """An Arrow table of one file, with the columns on its origin in front."""
     import pyarrow as pa
 
     from refiner_core.evaluation.metrics import opened
@@ -632,7 +633,7 @@ def _read_samples(found: _File, columns: Sequence[str] | None) -> Any:
         short = [n for n in there if n not in _LONG_SAMPLES]
         wanted = None if columns is None else [c for c in columns if c not in _PLACE]
         names = chosen(wanted, short, there, "The samples")
-        # Something is to be read even where nothing is wanted: it says how many there are.
+        # At least one column is read, for the number of rows.
         table = file.read(columns=names or ["sample_id"])
     place = {key: pa.repeat(value, len(table)) for key, value in found.place.items()}
     columns_of = dict(zip(table.column_names, table.columns, strict=True))

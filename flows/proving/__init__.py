@@ -1,6 +1,6 @@
-"""Proving that training resumes exactly: what `refiner prove-resume` does.
+"""Proof that training resumes exactly, for `refiner prove-resume`.
 
-``planning`` says which stages are run, how they are shortened and where they are hit, and what is
-shown; ``runs`` runs them as `refiner run` would, hits them meanwhile, compares both and records
-what came out (:mod:`infra.store.provenance`).
+``planning`` selects the stages, shortens them, draws the interruptions, and formats the results;
+``runs`` runs them as `refiner run` does, interrupts one of the runs, compares both and records the
+proof (:mod:`infra.store.provenance`).
 """

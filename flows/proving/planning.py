@@ -1,7 +1,7 @@
 """Plan of a proof, and the lines and JSON of a proof and its plan.
 
 In: a recipe with overrides, and the options of the command. Out: a :class:`Plans`: stages, how each
-is shortened, and at which points it is interrupted. Changes nothing.
+is shortened, and the points of its interruptions. Changes nothing.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from refiner_core.report.printing import counted
 
 Trained = Literal["sft", "grpo"]
 TRAINED: tuple[Trained, ...] = get_args(Trained)
-#: Where a worker can be hit, by stage: as its heartbeat names it, and `save`.
+#: Phases in which a worker can be hit, by stage: those of its heartbeat, and `save`.
 PHASES: dict[Trained, tuple[str, ...]] = {
     "sft": ("update", "save"),
     "grpo": ("generate", "judge", "update", "save"),
 }
 _STEPS_FIELD = {"sft": "sft.max_train_steps", "grpo": "grpo.num_training_steps"}
-#: A hit comes up to so long after its phase has begun.
+#: Maximum delay of a hit after the start of its phase, seconds.
 _DELAY_S = 0.1
 _HOW: dict[How, str] = {"kill": "kill -9", "stop": "asked to stop"}
-#: Differences that count as none on GPUs: some of their kernels take sums in another order at every
-#: call.
+#: Differences that count as none on GPUs: some kernels sum in a different order at every call.
 TOLERANCES = {"float32": 0.01, "bfloat16": 0.05}
 
 
 @dataclass(frozen=True)
 class Point:
-    """Point at which a worker is to be hit: in this step (counted from 1) and phase, or as soon
-    after it as can be, and so much later."""
+    """Point at which a worker is hit: in this step (counted from 1) and phase, or as soon after as
+    possible, with this delay."""
 
     step: int
     phase: str
@@ -51,7 +50,7 @@ class Point:
 
 @dataclass(frozen=True)
 class OneStage:
-    """One stage to prove: of the whole recipe, and as it is run."""
+    """One stage to prove: in the whole recipe, and in its shortened form."""
 
     kind: Trained
     full: PlannedStage
@@ -62,14 +61,14 @@ class OneStage:
 
 @dataclass(frozen=True)
 class Plans:
-    """All that a proof will do.
+    """Complete plan of a proof.
 
     Attributes
     ----------
     overrides
-        The caller's; ``changed`` is what the runs have besides: field -> value.
+        The caller's; ``changed`` has the further settings of the runs: field -> value.
     given
-        Ids of stages that the workspace has already: they are taken as they are.
+        Ids of stages that the workspace already has: they are reused.
     """
 
     recipe: str
@@ -97,18 +96,18 @@ def plan_resume_proofs(
     interruptions: int = 4,
     seed: int = 0,
 ) -> Plans:
-    """Which trainings of a recipe would be run straight and interrupted, and where they are hit.
+    """Plan the straight and the interrupted trainings of a recipe, and their interruptions.
 
     Parameters
     ----------
     recipe, overrides
         As for :func:`flows.api.run_recipe`.
     stage
-        Which training is proven; those before it run once.
+        The training to prove; earlier ones run once.
     steps, interruptions
-        Of each training.
+        Numbers of steps and interruptions of each training.
     seed
-        Draws steps and phases.
+        Seed of steps and phases.
 
     Returns
     -------
@@ -118,7 +117,7 @@ def plan_resume_proofs(
     Raises
     ------
     ConfigurationError
-        The recipe trains nothing that can be proven, or an option cannot be meant.
+        The recipe has no training that can be proven, or an option is invalid.
     UnsupportedError
         It cannot be run here.
     """
@@ -131,9 +130,9 @@ def plan_resume_proofs(
             f"Recipe {recipe} has no stage {wanted} that could be proven.",
             expected=f"a recipe that trains with refiner; its stages are "
             f"{', '.join(whole.config.stages)}",
-            fix="name another recipe or --stage (another trainer's resume is its own affair)",
+            fix="name another recipe or --stage (the resume of a foreign trainer cannot be proven)",
         )
-    # Each interruption has a phase of a step to itself; the last step may be over unseen.
+    # Each interruption has a phase of a step to itself; the last step may end unseen.
     most = min(len(PHASES[kind]) for kind in kinds) * (steps - 1)
     if not 1 <= interruptions <= most:
         raise ConfigurationError(
@@ -143,8 +142,8 @@ def plan_resume_proofs(
         )
     workspace = Workspace.read_only(whole.config.workspace)
     trained = [kind for kind in TRAINED[: TRAINED.index(kinds[-1]) + 1] if kind in full]
-    # Often enough that every point has a checkpoint near it, seldom enough that what was done
-    # since the last one has to be done again.
+    # Often enough for a checkpoint near every point, rarely enough that some steps have to be
+    # repeated.
     save_freq = max(1, min(steps // 4, 5))
     changed: dict[str, Any] = {
         "stages": ["data", *trained],
@@ -152,7 +151,7 @@ def plan_resume_proofs(
         "dispatch.executor": "local",
         "dispatch.retries.killed": -1,
     }
-    for kind in trained:  # those before the proven ones are shortened, too, unless they are there
+    for kind in trained:  # earlier trainings are shortened, too, unless they exist
         if kind in kinds or workspace.read_result(full[kind].id) is None:
             changed |= {_STEPS_FIELD[kind]: steps, f"{kind}.save_freq": save_freq}
     asked = (recipe, tuple(overrides), whole.config, steps, interruptions, seed)
@@ -172,21 +171,21 @@ def plan_resume_proofs(
 def draw_points(
     kind: Trained, steps: int, interruptions: int, seed: int, save_freq: int, *, agent: bool = False
 ) -> tuple[Point, ...]:
-    """Steps and phases at random, by the seed; every phase comes up before one comes up again, and
-    kills and requests to stop take turns."""
+    """Random steps and phases, by the seed; every phase is used before one repeats, and kills
+    alternate with requests to stop."""
     rng = random.Random(f"{seed}/{kind}")
     phases: list[str] = []
     while len(phases) < interruptions:
         phases += rng.sample(PHASES[kind], len(PHASES[kind]))
-    # Steps differ as long as there are enough; the last one may be over before it is seen.
+    # Steps differ while there are enough; the last one may end unseen.
     rounds = -(-interruptions // (steps - 1))
     chosen = sorted(rng.sample([*range(1, steps)] * rounds, interruptions))
     points = []
     for step, phase in zip(chosen, phases, strict=False):
-        if phase == "save":  # the next one, which must not be that of the last step
+        if phase == "save":  # the next save, which must not be that of the last step
             due = -(-step // save_freq) * save_freq
             step = due if due < steps else max(save_freq, due - save_freq)
-        # What the trainer calls a phase where it trains an agent.
+        # Name of a phase in the training of agents.
         name = "score" if agent and phase == "judge" else phase
         points.append((step, name, _DELAY_S * rng.random()))
     ways: tuple[How, ...] = get_args(How)
@@ -197,7 +196,7 @@ def draw_points(
 
 
 def plan_lines(plans: Plans) -> list[str]:
-    """Lines on what is about to be done."""
+    """Lines on the work to come."""
     changed = (f"{path}={json.dumps(v)}" for path, v in plans.changed.items())
     return [
         f"Proving exact resume of {' and '.join(s.kind for s in plans.stages)} of {plans.recipe}: "
@@ -213,7 +212,7 @@ def interruption_line(found: Interruption) -> str:
 
 
 def proof_lines(proof: ResumeProof) -> list[str]:
-    """A verdict and what it rests on."""
+    """A verdict and its basis."""
     times = counted(len(proof.interruptions), "time")
     lines = [
         f"{proof.stage}: {proof.verdict}",
@@ -221,7 +220,7 @@ def proof_lines(proof: ResumeProof) -> list[str]:
     ]
     for found in proof.interruptions:
         resumed = found.resumed_from_step
-        went_on = "began anew" if resumed is None else f"went on from step {resumed}"
+        went_on = "started again" if resumed is None else f"resumed from step {resumed}"
         lines.append(f"  {interruption_line(found)}, {went_on}")
     for one in proof.comparisons:
         size = "some without a size" if one.largest is None else f"the largest {one.largest:.3g}"
@@ -235,22 +234,22 @@ def proof_lines(proof: ResumeProof) -> list[str]:
 
 
 def next_line(proofs: Sequence[ResumeProof], plans: Plans) -> str:
-    """What to do next."""
+    """Suggested next command."""
     words = shlex.join([plans.recipe, *plans.overrides])
     if exit_code(proofs):
         return (
-            "Next: look where the first difference stands (the logs of both runs are in the kept "
-            f"folder), mend it, and `refiner prove-resume {words} --seed {plans.seed}`"
+            "Next: look at the first difference (the logs of both runs are in the kept "
+            f"folder), fix it, and `refiner prove-resume {words} --seed {plans.seed}`"
         )
-    return f"Next: `refiner run {words}`; cards of what it trains show this verdict."
+    return f"Next: `refiner run {words}`; cards of its models show this verdict."
 
 
 def proofs_json(proofs: Sequence[ResumeProof]) -> dict[str, Any]:
-    """For scripts."""
+    """Proofs as JSON."""
     made = [{**to_json(p), "verdict": p.verdict} for p in proofs]
     return {"version": 1, "exit_code": exit_code(proofs), "proofs": made}
 
 
 def exit_code(proofs: Sequence[ResumeProof]) -> int:
-    """1 where a stage diverged, else 0."""
+    """1 if a stage diverged, else 0."""
     return int(any(p.verdict == "diverged" for p in proofs))

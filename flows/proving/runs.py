@@ -1,11 +1,10 @@
-"""The runs of a proof: as `refiner run` does them, each in a workspace of its own, and one of them
-hit at chosen points.
+"""Runs of a proof: as in `refiner run`, each in its own workspace, one of them interrupted.
 
-In: a :class:`~flows.proving.planning.Plans`. Out: a proof each, with the interruptions that came
-about, as they really were: step and phase are those of the last sign of life before the hit. Both
-runs of a proof use one copy of the code, though the checkout may be edited meanwhile. Workers are
-hit from outside (SIGKILL to the process group, or a request to stop), by what they leave on the
-disk, as a scheduler or a failing node would.
+In: a :class:`~flows.proving.planning.Plans`. Out: a proof each, with the interruptions as they
+happened: step and phase are those of the last heartbeat before the hit. Both runs of a proof use
+one copy of the code, as the checkout may be edited meanwhile. Workers are hit from outside (SIGKILL
+to the process group, or a request to stop), by their files on disk, as by a scheduler or a failing
+node.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ def prove_resume(
     Parameters
     ----------
     plans
-        What :func:`flows.api.plan_resume_proofs` has made.
+        From :func:`flows.api.plan_resume_proofs`.
     tell
-        Hears how far it is.
+        Receives progress messages.
     keep
-        Keep both runs (those that diverge always stay).
+        Keep both runs (diverged ones always stay).
 
     Returns
     -------
@@ -65,7 +64,7 @@ def prove_resume(
     Raises
     ------
     RefinerError
-        A stage failed for a reason of its own.
+        A stage failed for another reason.
     """
     workspace = Workspace.open(plans.config.workspace, plans.config.data_root)
     scratch = new_scratch(workspace, "-".join(s.short.id for s in plans.stages))
@@ -97,8 +96,8 @@ def _prove(
 ) -> ResumeProof:
     began, name = time.monotonic(), f"interrupted {one.kind}"
     other = Workspace.open(straight.root.parent / name.replace(" ", "-"))
-    # Judgements are shared so that it is training that is compared: a model that judges need not
-    # say the same twice.
+    # Judgements are shared, so that only training is compared: a judge model may answer the same
+    # question differently.
     for part in ("code", "judgements"):
         source, target = getattr(straight.layout, part), getattr(other.layout, part)
         if source.is_dir():
@@ -112,7 +111,7 @@ def _prove(
     with ThreadPoolExecutor(1, "interrupter") as pool:
         hits = pool.submit(_interrupt, other.layout.stage(one.short.id), one, hit, over)
         try:
-            # GRPO is the last stage anyway.
+            # GRPO is the last stage.
             words = (*plans.words, *(['stages=["data", "sft"]'] if one.kind == "sft" else []))
             _run(other, pinned, plans.recipe, words, name, tell)
         finally:
@@ -159,14 +158,14 @@ def _run(
     name: str,
     tell: Tell,
 ) -> None:
-    """Carry a recipe out in a workspace of a proof, to its end.
+    """Carry out a recipe in a workspace of a proof.
 
     Raises
     ------
     Interrupted
-        On request (Ctrl-C); nothing is proven.
+        Ctrl-C; nothing is proven.
     StageFailed
-        A stage failed, or was ended and not taken up again; names its log.
+        A stage failed, or was ended and not resumed; names its log.
     """
     words = (*overrides, f"workspace={workspace.root}", "data_root=null")
     plan = make_recipe_plan(recipe, words)
@@ -179,19 +178,19 @@ def _run(
         if console.stopping:
             raise Interrupted(
                 f"Stopped while proving {plan.recipe}; nothing was recorded",
-                fix="run the same command again; it begins anew",
+                fix="run the same command again; it starts from the beginning",
             )
         error = StageFailed(
-            f"The proof came to no end: {view.name} {view.state} ({view.message.rstrip('.')})",
+            f"The proof did not finish: {view.name} {view.state} ({view.message.rstrip('.')})",
             expected="the shortened recipe to run",
-            fix=f"look at {view.log or 'the message'}, mend it, and run the same command again",
+            fix=f"look at {view.log or 'the message'}, fix it, and run the same command again",
         )
         error.exit_code = view.exit_code or StageFailed.exit_code
         raise error
 
 
 class _ProofConsole(Console):
-    """Says line by line how the stages of a proof go; knows whether somebody has pressed Ctrl-C."""
+    """Prints the progress of a proof's stages line by line; records whether Ctrl-C was pressed."""
 
     stopping = False
 
@@ -200,7 +199,7 @@ class _ProofConsole(Console):
         self._name, self._tell = name, tell
 
     def note(self, message: str) -> None:
-        """Say something in between: that it is being stopped."""
+        """Print a message, such as that the run is being stopped."""
         self.stopping = True
         super().note(message)
 
@@ -209,7 +208,7 @@ class _ProofConsole(Console):
 
 
 def _share_stages(source: Workspace, target: Workspace, stages: Iterable[str]) -> None:
-    """Finished stages of another workspace, by hard links; without their checkpoints."""
+    """Hard links to finished stages of another workspace, without their checkpoints."""
     for stage_id in stages:
         if source.read_result(stage_id) is not None:
             ours, theirs = (w.layout.stage(stage_id) for w in (target, source))
@@ -218,14 +217,14 @@ def _share_stages(source: Workspace, target: Workspace, stages: Iterable[str]) -
 
 
 def _link_tree(source: Path, target: Path) -> None:
-    """The same files elsewhere, as hard links where that can be, else as copies."""
+    """Link or copy a tree of files."""
 
     def put(one: str, other: str) -> None:
         if not Path(other).exists() and not link(Path(one), Path(other)):
             shutil.copyfile(one, other)
 
     leave_out = shutil.ignore_patterns("checkpoints")
-    with no_space_guard(target, "sharing what is done already"):
+    with no_space_guard(target, "sharing finished stages"):
         shutil.copytree(source, target, copy_function=put, ignore=leave_out, dirs_exist_ok=True)
 
 
@@ -237,7 +236,7 @@ _SAVE = re.compile(re.escape(atomic.TEMPORARY) + r"step-(\d+)-a(\d+)")
 
 
 class _Sight(NamedTuple):
-    """Word of a worker on itself: the step that it is in (from 1), and the phase."""
+    """State reported by a worker: the step that it is in (from 1), and the phase."""
 
     attempt: int
     step: int
@@ -248,8 +247,8 @@ class _Sight(NamedTuple):
 def _interrupt(
     paths: StagePaths, one: OneStage, hit: Callable[[Interruption], None], over: threading.Event
 ) -> list[Interruption]:
-    """Wait for each point in turn and hit the worker there, once per attempt; gives what came
-    about. A phase that is over before it is seen is made up for as soon after it as can be."""
+    """Wait for each point in turn and hit the worker there, once per attempt; yields the hits. A
+    phase that ends unseen is replaced by the next possible moment."""
     waiting, made, after = list(one.points), list[Interruption](), 0
     while waiting and not over.wait(_LOOK_S) and not paths.result.exists():
         point, sight = waiting[0], _look(paths, one.kind)
@@ -258,7 +257,7 @@ def _interrupt(
         if sight.step == point.step and sight.phase != point.phase:
             continue
         time.sleep(point.delay_s)
-        after = sight.attempt  # also where it was over just before
+        after = sight.attempt  # also if it had just ended
         if not sight.worker.alive:
             continue
         if point.how == "stop":
@@ -267,7 +266,7 @@ def _interrupt(
             sight.worker.kill_group()
             if not sight.worker.wait_gone(30.0):
                 continue
-        last = _look(paths, one.kind) or sight  # its last word
+        last = _look(paths, one.kind) or sight  # its last report
         if last.attempt == sight.attempt and not paths.result.exists():
             made.append(Interruption(last.step, last.phase, point.how, sight.attempt))
             hit(made[-1])
@@ -276,8 +275,8 @@ def _interrupt(
 
 
 def _look(paths: StagePaths, kind: str) -> _Sight | None:
-    """The save that the last attempt is at, or was at when it died; else what it says of itself:
-    GRPO tells each of its phases at once, SFT has but one, and logs each step."""
+    """The save that the last attempt is in, or was in when it died; else its heartbeat: GRPO
+    reports each of its phases at once, SFT has only one, and logs each step."""
     number = max(paths.attempt_numbers(), default=0)
     attempt, there = paths.attempt(number), paths.checkpoints
     process = _read(attempt.started).get("process")
@@ -300,7 +299,7 @@ def _look(paths: StagePaths, kind: str) -> _Sight | None:
 
 
 def _read(path: Any) -> dict[str, Any]:
-    """A small file that somebody else replaces; nothing if it is not there."""
+    """Content of a small file that another process replaces; empty if it is missing."""
     value = atomic.read_json(path)
     return value if isinstance(value, dict) else {}
 
@@ -308,11 +307,11 @@ def _read(path: Any) -> dict[str, Any]:
 def as_they_were(
     workspace: Workspace, stage_id: str, made: Sequence[Interruption]
 ) -> list[Interruption]:
-    """The interruptions of a finished stage, with the checkpoints that attempts went on from. A
-    request to stop that came with the last step has stopped nothing, and is none."""
+    """Interruptions of a finished stage, with the checkpoints from which attempts resumed. A
+    request to stop during the last step had no effect, and is left out."""
     record = workspace.read_record(stage_id)
-    assert record is not None, "a stage that was run has a record"
-    assert record.result is not None, "a run that came to its end has results"
+    assert record is not None, "a stage that has run has a record"
+    assert record.result is not None, "a finished run has results"
     steps = {a.number: a.resumed_from_step for a in record.attempts}
     stopped = (i for i in made if i.attempt != record.result.attempt)
     return [replace(i, resumed_from_step=steps.get(i.attempt + 1)) for i in stopped]
@@ -322,8 +321,8 @@ def as_they_were(
 
 
 class _Trained(NamedTuple):
-    """A finished training, as far as it is compared: step and numbers line by line, rollouts by
-    step, the exported weights, and the last complete checkpoint, which is that of the last step."""
+    """A finished training, for the comparison: step and metrics line by line, rollouts by step, the
+    exported weights, and the last complete checkpoint, which is that of the last step."""
 
     trace: list[tuple[int, dict[str, float | None]]]
     rollouts: dict[int, list[dict[str, Any]]]
@@ -332,10 +331,10 @@ class _Trained(NamedTuple):
 
 
 def _read_trained(workspace: Workspace, stage_id: str) -> _Trained:
-    """Files of the attempt that finished; they tell the whole story."""
+    """Files of the attempt that finished; they have the complete history."""
     stage, result = workspace.layout.stage(stage_id), workspace.read_result(stage_id)
     checkpoint = CheckpointStore(stage.checkpoints, 0).latest()
-    assert result is not None, "a run that came to its end has results"
+    assert result is not None, "a finished run has results"
     assert checkpoint is not None, "a training ends with a checkpoint"
     paths = stage.attempt(result.attempt)
     return _Trained(
@@ -347,8 +346,8 @@ def _read_trained(workspace: Workspace, stage_id: str) -> _Trained:
 
 
 def _compare(straight: _Trained, hit: _Trained) -> list[Comparison]:
-    """All that can be compared of two trainings, in the order in which things come about."""
-    from refiner_core.training import equality  # brings torch
+    """All comparisons of two trainings, in the order of the work."""
+    from refiner_core.training import equality  # imports torch
 
     moved = sum(numbers.get("learning_rate") or 0.0 for _, numbers in straight.trace)
     found = [

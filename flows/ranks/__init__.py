@@ -1,1 +1,1 @@
-"""Training stages in one process or many: what the worker starts, and what each rank runs."""
+"""Training stages in one process or many: started by the worker, run by each rank."""

@@ -1,9 +1,8 @@
 """Program of each rank of a training stage: ``python -P -m flows.ranks.rank``.
 
 In: the order of its attempt and its agent's settings, both in the environment. Out: a trained
-stage.
-Rank 0 has the attempt's IO, the judge and the report; the others train. Whatever ends a rank is
-told to the worker before the process ends.
+stage. Rank 0 has the attempt's IO, the judge and the report; the others train. The error that ends
+a rank is sent to the worker before the process ends.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from refiner_core.contract.types import Progress
 
 
 def run_rank(act: Callable[[int], None]) -> NoReturn:
-    """Do what one rank is to do, and end this process."""
+    """Run the work of one rank, and end this process."""
     die_with_parent()
     ignore_stop_signals()
     rank = int(os.environ["RANK"])
@@ -39,13 +38,13 @@ def run_rank(act: Callable[[int], None]) -> NoReturn:
         act(rank)
     except BaseException as error:
         tell_error(rank, error)
-        # All ranks stop on request together, and none is in the way of another that still saves.
+        # All ranks stop together on request, and none disturbs another that is still saving.
         code = 0 if isinstance(error, Interrupted) else 1
     else:
         code = 0
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of libraries that wait for a rank that is gone must not keep this one.
+    # Library threads that wait for a dead rank must not keep this process alive.
     os._exit(code)
 
 

@@ -1,11 +1,10 @@
 """A training stage, in the worker itself or in ranks of its own.
 
-In: the work of an ``sft``, ``rft`` or ``grpo`` stage. Out: its report, which says what it ran on:
-``ranks``, ``nodes``, ``engine``, and under ``resumed_on`` every part of it that ran on something
-else.
+In: the work of an ``sft``, ``rft`` or ``grpo`` stage. Out: its report, with its hardware and engine
+(``ranks``, ``nodes``, ``engine``), and under ``resumed_on`` the earlier parts on something else.
 
-One process without DeepSpeed is the worker. Everything else is launched in ranks, and imports
-torch there alone: the worker keeps the heartbeat, the fence and the outcome.
+One process without DeepSpeed is the worker itself. Otherwise ranks are launched, and only they
+import torch: the worker keeps the heartbeat, the fence and the outcome.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ if TYPE_CHECKING:
     from refiner_core.training.engines.protocol import Engine
     from refiner_core.training.ranks import Ranks
 
-#: Beside an attempt: what it trained on.
+#: File of an attempt with its ranks, nodes and engine.
 _FILE = "ranks.json"
 
 
 def run_training(work: StageWork) -> dict[str, Any]:
-    """Train, where the recipe wants it.
+    """Train, if the recipe has this training.
 
     Raises
     ------
     RefinerError, Exception
-        Why it ended otherwise, in whichever rank.
+        The error that ended any of the ranks.
     """
     if "environment" in KINDS[work.spec.kind].sources:
         as_planned(work.spec.sources, work.config)
@@ -69,7 +68,7 @@ def in_worker(config: RecipeConfig, stage: TrainingStage) -> bool:
 
 
 def engine_name(config: RecipeConfig, stage: TrainingStage) -> str:
-    """Name of the engine, in the words of cards and reports."""
+    """Name of the engine in cards and reports."""
     zero = section_of(config, stage).deepspeed_stage
     return f"DeepSpeed ZeRO-{zero}" if zero else "torch"
 
@@ -129,7 +128,7 @@ def _train_in_ranks(work: StageWork, placement: Placement) -> dict[str, Any]:
         if job is None:
             raise UnsupportedError(
                 f"{work.stage_id} is to train on {placement.nodes} nodes, and this job has one",
-                expected="a job of Slurm, which has several",
+                expected="a Slurm job with several nodes",
                 fix="set dispatch.executor=slurm, or resources.nodes=1",
             )
         control = layout.attempt(work.stage_id, work.attempt).control
@@ -153,8 +152,8 @@ def _train_in_ranks(work: StageWork, placement: Placement) -> dict[str, Any]:
 
 
 def resumed_on(work: StageWork, used: dict[str, Any]) -> list[dict[str, Any]]:
-    """Earlier parts of this training that ran on something else, oldest first: what it was, and up
-    to which step. Empty where all of it ran on the same."""
+    """Earlier parts of this training that ran on something else, oldest first, with their last
+    steps. Empty if all of it ran on the same."""
     stage = work.workspace.layout.stage(work.stage_id)
     found: list[dict[str, Any]] = []
     number = work.attempt

@@ -1,13 +1,12 @@
-"""Settings to rescore under, and what a rescoring would ask; asks nothing and writes nothing.
+"""Settings of a rescoring, and the questions that it would ask; asks nothing and writes nothing.
 
 ::
 
-    rollouts ─> settings ─> questions of each ─ less what is stored with them ─> plan per judge
+    rollouts ─> settings ─> questions of each ─ less stored judgements ─> plan per judge
 
-In: what is wanted. Out: a :class:`Planned` rescoring. Every option (``--judge``,
-``--rubrics``, ``--citation-weight``) is a :class:`Setting` of its own, or with ``cross`` every
-combination of them; ``KEY=VALUE`` apply to all, and are a setting of their own where there is no
-other.
+In: the options. Out: a :class:`Planned` rescoring. Every option (``--judge``, ``--rubrics``,
+``--citation-weight``) is a :class:`Setting` of its own, or with ``cross`` every combination of
+them; ``KEY=VALUE`` apply to all, and are a setting of their own if there is no other.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _EXECUTION = frozenset(path for path, info in walk(JudgeConfig) if info.mark == 
 
 
 class Setting(NamedTuple):
-    """Rewards and a judge under a name."""
+    """A reward and a judge, with a name."""
 
     name: str
     config: RecipeConfig
@@ -63,7 +62,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the call."""
+    """Options of the command."""
 
     judges: tuple[str, ...] = ()
     rubrics: tuple[str, ...] = ()
@@ -73,18 +72,18 @@ class Options:
 
 
 def own_setting(config: RecipeConfig, overrides: Sequence[str] = (), name: str = OWN) -> Setting:
-    """A run's own settings; of the overrides only those that say where or how its judge is asked
-    have a part in them."""
+    """A run's own settings; of the overrides only those on where or how its judge is asked
+    apply."""
     return Setting(name, apply_overrides(config, [o for o in overrides if _says_where(o)]))
 
 
 def make_settings(base: RecipeConfig, options: Options) -> list[Setting]:
-    """The settings that the options ask for, over ``base``.
+    """The settings of the options, based on ``base``.
 
     Raises
     ------
     ConfigurationError
-        A judge, a rubric set, a weight or a key cannot be meant.
+        A judge, a rubric set, a weight or a key is invalid.
     """
     for override in options.overrides:
         if not override.startswith(("reward.", "judge.")):
@@ -107,7 +106,7 @@ def make_settings(base: RecipeConfig, options: Options) -> list[Setting]:
 
 
 def _says_where(override: str) -> bool:
-    """Yes for one that says where or how a judge is asked, and not what is asked."""
+    """True for an override on where or how a judge is asked, not on what is asked."""
     return override.partition("=")[0].removeprefix("judge.") in _EXECUTION
 
 
@@ -150,7 +149,8 @@ def rubrics_of(name: str, reward: RewardConfig) -> RewardConfig:
 
 
 def judge_of(spec: str, base: RecipeConfig) -> tuple[str, JudgeConfig]:
-    """A judge by ``lexical``, a YAML file, or ``key=value`` pairs over the run's own judge; and its
+    """A judge from ``lexical``, a YAML file, or ``key=value`` pairs over the run's own judge; and
+    its
     name.
 
     Raises
@@ -184,7 +184,7 @@ def judge_of(spec: str, base: RecipeConfig) -> tuple[str, JudgeConfig]:
 
 
 def _name_given(given: Mapping[str, str]) -> str:
-    """The model, and whatever else is no matter of where or how it is asked."""
+    """The model, and all other settings except those on where or how it is asked."""
     rest = [f"{k}={v}" for k, v in given.items() if k not in {*_EXECUTION, "kind", "model"}]
     model = [given["model"].rpartition("/")[2]] if "model" in given else []
     return ",".join(model + rest) or given.get("kind", "own")
@@ -200,21 +200,21 @@ def _from_file(path: Path) -> JudgeConfig:
     return parse_config(plain, origin=path.name).judge
 
 
-#: Of the reward, what decides which questions are asked.
+#: Fields of the reward that decide which questions are asked.
 _ASKS = ("rubric_source", "static_rubrics", "instance_rubrics_only")
-#: What a run's rollouts are scored by is seen at a glance up to so many steps back.
+#: Number of last steps that identify what a run's rollouts were scored by.
 LAST_STEPS = "last:5"
-#: Who writes into the workspace's store of judgements.
+#: Writer id in the workspace's store of judgements.
 WRITER = "rescore"
 
 
 @dataclass(eq=False)
 class JudgePlan:
-    """One judge, and the questions of all settings that it judges.
+    """One judge, and its questions under all settings.
 
-    ``known`` are the judgements that were stored with rollouts that this judge has judged. Of what
-    is asked they answer ``reused``, and ``unknown`` is the rest; of its ``calls`` those that are
-    ``missing`` are not in the workspace's store (of a judge that is not served: none).
+    ``known`` are the judgements stored with rollouts that this judge has judged. They answer
+    ``reused`` of the questions, and ``unknown`` are the others; of their ``calls``, ``missing`` are
+    not in the workspace's store (none for a judge without a server).
     """
 
     name: str
@@ -228,12 +228,12 @@ class JudgePlan:
 
     @property
     def served(self) -> bool:
-        """Yes where asking it takes calls."""
+        """True if asking it takes calls."""
         return self.config.kind != "lexical"
 
     @property
     def asked(self) -> int:
-        """How many questions it has to answer."""
+        """Number of questions that it has to answer."""
         if not self.served:
             return len(self.unknown)
         return len({request for call in self.missing for request in call.requests})
@@ -241,7 +241,7 @@ class JudgePlan:
     def need(
         self, requests: Iterable[JudgeRequest], known: Mapping[JudgeRequest, Judgement]
     ) -> None:
-        """Note what a policy's rollouts ask under one setting."""
+        """Add the questions on a policy's rollouts under one setting."""
         new = dict.fromkeys(request for request in requests if request not in known)
         self.reused.update(request for request in requests if request in known)
         self.unknown.update(new)
@@ -249,7 +249,7 @@ class JudgePlan:
             self.calls |= {call.keys: call for call in plan_calls(list(new), self.config)}
 
     def figures(self) -> dict[str, Any]:
-        """Numbers of questions, and of calls."""
+        """Counts of questions and calls."""
         return {
             **{"judge": self.name, "identity": self.identity},
             **{"questions": len(self.reused | self.unknown), "reused": len(self.reused)},
@@ -260,8 +260,8 @@ class JudgePlan:
 
 @dataclass
 class Planned:
-    """What is wanted, and the work that it takes. ``questions`` are by policy and kind of
-    questions; ``recorded`` are the judgements stored with the rollouts, by policy."""
+    """The settings, and the work that they take. ``questions`` are by policy and kind of question;
+    ``recorded`` are the judgements stored with the rollouts, by policy."""
 
     workspace: Workspace
     options: Options
@@ -275,12 +275,12 @@ class Planned:
 
     @property
     def new_calls(self) -> int:
-        """Calls of servers that it would take."""
+        """Number of calls of servers that it would take."""
         return sum(len(plan.missing) for plan in self.judges.values())
 
     def judge_of(self, policy: Policy, config: RecipeConfig) -> JudgePlan:
-        """The judge of a setting on a policy's rollouts. A setting that changes nothing of the
-        judge has the run's own one, as it was then; any other is as it is today."""
+        """The judge of a setting on a policy's rollouts. A setting that does not change the judge
+        has the run's own one, as it was then; any other is the current one."""
         same = judge_fields(policy.config) == judge_fields(config)
         judge = config.judge
         identity = judge_identity(judge, policy.sources.get("judge_prompt") if same else None)
@@ -288,21 +288,21 @@ class Planned:
         return self.judges.setdefault(digest(identity), JudgePlan(name, judge, identity))
 
     def known(self, policy: Policy, config: RecipeConfig) -> Mapping[JudgeRequest, Judgement]:
-        """What answers a setting's questions without anybody being asked. A judge that is asked
-        about all rubrics of an answer at once may say another thing in other company."""
+        """Stored judgements for a setting's questions. A judge that is asked about all rubrics of
+        an answer at once may judge differently in another combination."""
         plan = self.judge_of(policy, config)
         batched, other = is_batched(config.judge), _asks(config) != _asks(policy.config)
         return {} if batched and other else plan.known
 
     def questions_under(self, policy: Policy, config: RecipeConfig) -> list[tuple[Question, ...]]:
-        """Found once for all settings that ask the same."""
+        """Questions, computed once for all settings that ask the same."""
         key = policy.name, _asks(config)
         if key not in self.questions:
             self.questions[key] = questions_of(policy.rollouts, config.reward)
         return self.questions[key]
 
     def baseline_of(self, policy: Policy) -> str:
-        """The setting that a policy's others are compared with: its run's own."""
+        """The reference setting of a policy: its run's own."""
         own = (s.name for s in self.settings if identity_of(s.config) == identity_of(policy.config))
         return next(own)
 
@@ -320,35 +320,35 @@ def plan_rescoring(
     steps: str | None = None,
     metric: Metric = "total",
 ) -> Planned:
-    """What scoring stored rollouts again would take. Asks no judge and writes nothing.
+    """Plan a rescoring of stored rollouts. Asks no judge and writes nothing.
 
     Parameters
     ----------
     runs
-        Which ones (default: the newest).
+        Run ids (default: the newest).
     workspace
-        The folder that they are recorded in.
+        The folder that has their records.
     options
         Judges, rubrics, weights and overrides (:class:`flows.rescoring.planning.Options`).
     part
-        Which rollouts or samples (:class:`flows.rescoring.reading.Part`).
+        Selection of rollouts or samples (:class:`flows.rescoring.reading.Part`).
     steps
         ``all``, ``last:5`` or ``40-50`` (default: all, or the last few of several runs).
     metric
-        What the judge x policy matrix of several runs is of: ``total``, ``rubric``, ``citation``.
+        Metric of the judge x policy matrix of several runs: ``total``, ``rubric``, ``citation``.
 
     Returns
     -------
     Planned
-        ``new_calls`` says how often judges would be asked.
+        ``new_calls`` is the number of judge calls.
 
     Raises
     ------
     ConfigurationError, DataError, WorkspaceError
-        Something that was asked for is not there, or cannot be meant.
+        A run, setting or file does not exist, or is invalid.
     """
     room = Workspace.read_only(workspace)
-    # A publication by hand is a run as well, and has no rollouts.
+    # A publication by hand is a run as well, but has no rollouts.
     trains = "" if part is not None and part.source != "rollouts" else "grpo"
     found = [find_run(room, name) for name in runs] or [find_run(room, stage=trains)]
     wanted = tuple({run.run: run for run in found if run is not None}.values())
@@ -371,8 +371,8 @@ def plan_rescoring(
         planned.judge_of(policy, policy.config).known.update(known)
     for setting, policy in product(planned.settings, policies):
         plan = planned.judge_of(policy, setting.config)
-        plan.config = setting.config.judge  # with the address that this call has given
-        # A run's own settings have been asked already.
+        plan.config = setting.config.judge  # with the address of this call
+        # A run's own settings have already been asked.
         if identity_of(setting.config) != identity_of(policy.config):
             asked = planned.questions_under(policy, setting.config)
             requests = [request for questions in asked for request, _ in questions]
@@ -388,7 +388,7 @@ def plan_rescoring(
 
 
 def _check_prompts(plan: JudgePlan) -> None:
-    """Refuse to ask in other words than those in which the same judge was asked before."""
+    """Refuse other prompts than those with which the same judge was asked before."""
     judge, then = plan.config, str(plan.identity["prompt_digest"])
     now = judge_prompts_digest(judge.prompt, judge.form)
     if now == then:
@@ -396,14 +396,14 @@ def _check_prompts(plan: JudgePlan) -> None:
     raise ConfigurationError(
         f"The judge's prompts {judge.prompt} have changed since the run ({then[:12]} then, "
         f"{now[:12]} now), and {len(plan.unknown)} questions were not asked with the old ones",
-        expected="one wording for all that a judge is asked",
+        expected="the same prompts for all questions to a judge",
         fix="put them back as they were; or copy the new ones to a folder of another name, and "
-        "name it with --judge prompt=DIR, which asks everything anew",
+        "name it with --judge prompt=DIR, which asks everything again",
     )
 
 
 def _settings(policies: Sequence[Policy], options: Options) -> list[Setting]:
-    """The runs' own settings, each once, then what was asked for (over those of the first run)."""
+    """The runs' own settings, each once, then those of the options (over the first run's)."""
     owners = {canonical_json(identity_of(p.config)): p for p in reversed(policies)}
     own = [
         own_setting(p.config, options.overrides, OWN if len(owners) == 1 else f"{OWN} of {p.run}")
@@ -412,17 +412,17 @@ def _settings(policies: Sequence[Policy], options: Options) -> list[Setting]:
     settings: dict[str, Setting] = {}
     for setting in (*own, *make_settings(policies[0].config, options)):
         name = setting.name
-        while name in settings:  # such as two files of one name
+        while name in settings:  # such as two files of the same name
             name += " (another)"
         settings[name] = setting._replace(name=name)
     return list(settings.values())
 
 
 def identity_of(config: RecipeConfig) -> list[object]:
-    """Values that two settings share if they are the same."""
+    """Values that are equal for equal settings."""
     return [to_json(config.reward), judge_fields(config)]
 
 
 def judge_fields(config: RecipeConfig) -> dict[str, object]:
-    """A judge by its configuration alone, whatever its prompts say by now."""
+    """A judge by its configuration alone, whatever its prompts are now."""
     return judge_identity(config.judge, "-")

@@ -1,8 +1,8 @@
-"""Stored rollouts, and the settings that they were rewarded with.
+"""Stored rollouts, and the settings of their rewards.
 
-In: a workspace, runs, and which part of them. Out: :class:`Policy` values, each with its rollouts
-and the configuration that they were rewarded under. Reads only; a run that is still at work, or
-has died, has what it has.
+In: a workspace, runs, and a selection. Out: :class:`Policy` values, each with its rollouts and the
+configuration of their rewards. Reads only; a run that is running or has died has the rollouts so
+far.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _LAST = re.compile(r"last:0*([1-9]\d*)")
 
 @dataclass(frozen=True)
 class Part:
-    """Part of the runs that is read.
+    """Selection of rollouts or samples.
 
     Attributes
     ----------
     steps
         ``all``, ``last:5``, or steps and ranges with commas between them: ``10,40-50``.
     sample
-        So many groups at most, drawn at random but always the same ones.
+        Maximum number of groups, drawn at random but reproducibly.
     models, decodings
-        Of evaluations; empty for all. ``sft@PROTOCOL`` is a model under a protocol file, and read
-        only where it is named.
+        For evaluations; empty for all. ``sft@PROTOCOL`` is a model under a protocol file, and is
+        read only by name.
     """
 
     source: Source = "rollouts"
@@ -58,16 +58,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Policy:
-    """Policy that sampled some rollouts, and how they were rewarded then.
+    """Policy that sampled some rollouts, and the settings of their rewards.
 
     Attributes
     ----------
     config
-        Of the call that claimed the attempt; ``reward`` and ``judge`` are the run's own.
+        Configuration of the call that claimed the attempt; ``reward`` and ``judge`` are its own.
     sources
         Digests of the rubric set and the judge's prompts at that time.
     files
-        What was read.
+        Files that were read.
     """
 
     name: str
@@ -83,21 +83,21 @@ class Policy:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that the rollouts are from; none of an evaluation."""
+        """Steps of the rollouts; none for an evaluation."""
         return sorted({r.step for r in self.rollouts if r.step is not None})
 
 
 def read_policies(workspace: Workspace, runs: Sequence[RunRecord], part: Part) -> list[Policy]:
-    """Policies of the runs; stages that runs share are read once.
+    """Policies of the runs; shared stages are read once.
 
     Raises
     ------
     ConfigurationError
-        A run has no such stage or no such step; nothing is left.
+        A run has no such stage or step, or nothing remains.
     DataError
-        Prompts are gone, or are not those of the rollouts.
+        Prompts are gone, or differ from those of the rollouts.
     UnsupportedError
-        A run is of an agent, which no judge and no rubrics have scored.
+        A run trains an agent, whose rewards come from no judge or rubrics.
     """
     read = _trained if part.source == "rollouts" else _evaluated
     policies: dict[tuple[str, str], Policy] = {}
@@ -162,7 +162,7 @@ def _why_none(workspace: Workspace, stage_id: str) -> str:
 
 
 def _chosen_steps(wanted: str, known: Sequence[int], run: str) -> list[int]:
-    """The steps that ``wanted`` means, in order."""
+    """The steps of ``wanted``, in order."""
     if wanted == "all":
         return list(known)
     if last := _LAST.fullmatch(wanted):
@@ -193,7 +193,7 @@ def _chosen_steps(wanted: str, known: Sequence[int], run: str) -> list[int]:
 def _evaluated(workspace: Workspace, run: RunRecord, part: Part) -> Iterator[Policy]:
     stages = {n: i for n, i in run.stages.items() if i.startswith("evaluate-")}
     models = {name.removeprefix("evaluate-"): stage_id for name, stage_id in stages.items()}
-    # Under protocol files the answers are mostly the same ones: they are rescored by name alone.
+    # Protocol files mostly have the same answers: they are rescored only by name.
     wanted = part.models or tuple(model for model in models if not protocol_name(model))
     for model in part.models:
         if model not in models:
@@ -229,14 +229,14 @@ def _evaluated(workspace: Workspace, run: RunRecord, part: Part) -> Iterator[Pol
 def _policy(
     workspace: Workspace, run: RunRecord, model: str, stage_id: str, number: int, file: str
 ) -> tuple[Policy, list[PromptRow]]:
-    """Policy of an attempt, without rollouts yet; and the prompts that it has read."""
+    """Policy of an attempt, without rollouts; and the prompts that it has read."""
     paths = workspace.layout.attempt(stage_id, number)
     values = workspace.part(paths, "config")
     spec = workspace.read_control(workspace.layout.stage(stage_id).spec)
     data_id, path = prompts_of(workspace, paths, file)
     if not values or spec is None or not data_id:
         raise DataError(
-            f"{paths.control} does not say with what its rollouts were rewarded",
+            f"{paths.control} has no settings of the rewards of its rollouts",
             expected=f"{paths.intent.name} as refiner has written it",
             fix="restore the folder, or name another run",
         )

@@ -1,4 +1,4 @@
-"""A planned rescoring, carried out; its files, and what a terminal shows of it.
+"""A rescoring, carried out; its files, and its output on a terminal.
 
 ::
 
@@ -53,14 +53,14 @@ from refiner_core.rescoring.rollouts import (
     stored_scores,
 )
 
-#: Listener to how many rollouts are scored, of how many.
+#: Receives the numbers of scored and of all rollouts.
 Tell = Callable[[int, int], None]
-#: Scores by policy, then setting; the run's own are as they were stored.
+#: Scores by policy, then setting; the run's own are the stored ones.
 ScoresOf = Mapping[str, Mapping[str, Scores]]
 
 
 class Rescored(NamedTuple):
-    """What rescoring has found, and where its files lie."""
+    """Results of a rescoring, and the folder of its files."""
 
     document: dict[str, Any]
     folder: Path
@@ -69,16 +69,16 @@ class Rescored(NamedTuple):
 def rescore(
     planned: Planned, folder: str | Path | None = None, tell: Tell = lambda *_: None
 ) -> Rescored:
-    """Score stored rollouts again, and write down what changes.
+    """Score stored rollouts again, and write the changes.
 
     Parameters
     ----------
     planned
-        What :func:`flows.api.plan_rescoring` has made.
+        From :func:`flows.api.plan_rescoring`.
     folder
-        Where the files go (default: ``rescores/ID`` in the workspace).
+        Folder for the files (default: ``rescores/ID`` in the workspace).
     tell
-        Told how many rollouts are scored, of how many; each counts once per setting.
+        Receives the numbers of scored and of all rollouts; each counts once per setting.
 
     Returns
     -------
@@ -88,13 +88,13 @@ def rescore(
     Raises
     ------
     JudgeOutage
-        A judge does not answer; what was judged is kept.
+        A judge does not answer; its judgements so far are kept.
     NoSpaceError
-        There is no room for the files.
+        There is no space for the files.
     WorkspaceError
-        Somebody else may have written what is recorded there.
+        The records may have been written by another user.
     """
-    planned.workspace.require_trust()  # its records name the judge, and whose key it gets
+    planned.workspace.require_trust()  # its records name the judge, and the key that it gets
     document, scores = carry_out(planned, tell)
     where = Path(folder or planned.workspace.layout.rescores / document["id"])
     write(planned, scores, document, where)
@@ -102,17 +102,17 @@ def rescore(
 
 
 def carry_out(planned: Planned, tell: Tell = lambda *_: None) -> tuple[dict[str, Any], ScoresOf]:
-    """Ask what is to be asked, and score everything; writes nothing.
+    """Ask the judges, and score everything; writes nothing.
 
     Returns
     -------
     document, scores
-        Everything that was found, as plain values; and the scores behind it.
+        The results as plain values, and the scores behind them.
 
     Raises
     ------
     JudgeOutage
-        A judge could not be asked; what has been judged is kept.
+        A judge could not be asked; its judgements so far are kept.
     """
     scores: dict[str, dict[str, Scores]] = {}
     faithful: dict[str, dict[str, Any]] = {}
@@ -168,7 +168,7 @@ def _judge(planned: Planned, plan: JudgePlan) -> AbstractContextManager[Judge]:
 
 
 def _bill(plan: JudgePlan, judge: Judge | None) -> dict[str, Any]:
-    """What was planned, and what it took."""
+    """Planned and actual cost."""
     usage = (usage_of(judge) if judge is not None else None) or JudgeUsage()
     took = picked(usage, "calls", "failed", "prompt_tokens", "completion_tokens")
     return {**plan.figures(), **took}
@@ -182,7 +182,7 @@ def _scores(
     judges: Mapping[JudgePlan, Judge],
     scored: Callable[[int], None],
 ) -> Scores:
-    """A policy's rollouts under a setting; under its run's own, as they were stored."""
+    """A policy's rollouts under a setting; under its run's own, the stored scores."""
     config, normalization = setting.config, policy.config.grpo.advantage_normalization_type
     if identity_of(config) == identity_of(policy.config):
         scored(len(policy.rollouts))
@@ -193,8 +193,8 @@ def _scores(
 
 
 def _own_again(planned: Planned, policy: Policy) -> Scores:
-    """The run's own settings once more, from what was stored with the rollouts alone; the lexical
-    judge, which costs nothing, judges what was not."""
+    """The run's own settings once more, from the judgements stored with the rollouts alone; others
+    come from the lexical judge, which costs nothing."""
     config, normalization = policy.config, policy.config.grpo.advantage_normalization_type
     rest = build_judge(config.judge) if config.judge.kind == "lexical" else None
     judge = RecordedJudge(planned.recorded[policy.name], rest)
@@ -202,7 +202,7 @@ def _own_again(planned: Planned, policy: Policy) -> Scores:
 
 
 def _compare_all(planned: Planned, scores: ScoresOf) -> Iterator[dict[str, Any]]:
-    """Each setting against its baseline, on each policy."""
+    """Each setting compared with its baseline, on each policy."""
     configs = {setting.name: setting.config for setting in planned.settings}
     for policy in planned.policies:
         baseline = planned.baseline_of(policy)
@@ -258,7 +258,7 @@ def _setting(setting: Setting) -> dict[str, Any]:
 
 
 def write(planned: Planned, scores: ScoresOf, document: Mapping[str, Any], folder: Path) -> None:
-    """All files; what was there of an earlier call is replaced.
+    """Write all files, replacing those of an earlier call.
 
     Raises
     ------
@@ -294,7 +294,7 @@ def _rows(planned: Planned, every: ScoresOf) -> Iterator[dict[str, Any]]:
 
 
 def plan_lines(planned: Planned) -> Iterator[str]:
-    """Lines on what would be read and asked."""
+    """Lines on the plan: rollouts, questions, calls."""
     for policy in planned.policies:
         steps = f", steps {policy.steps[0]} to {policy.steps[-1]}" if policy.steps else ""
         groups = len({r.group for r in policy.rollouts})
@@ -302,7 +302,7 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     yield "settings: " + "; ".join(setting.name for setting in planned.settings)
     for plan in planned.judges.values():
         number = plan.figures()
-        known = f"{number['reused']} of {number['questions']} questions are answered already"
+        known = f"{number['reused']} of {number['questions']} questions are already answered"
         if plan.unknown and not plan.served:
             yield f"{plan.name}: {known}, {plan.asked} are judged here, without calls"
         elif number["questions"]:
@@ -311,7 +311,7 @@ def plan_lines(planned: Planned) -> Iterator[str]:
 
 
 def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """The result."""
+    """The results as lines."""
     for place, section in enumerate(doc.sections(document)):
         if place:
             yield from ("", f"{section.title}:")
@@ -321,7 +321,7 @@ def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def next_lines(document: Mapping[str, Any], folder: Path, words: Sequence[str]) -> Iterator[str]:
-    """Lines on where the files are, and a command that makes sense now; ``words`` are those of this
+    """Lines with the paths of the files, and a suggested command; ``words`` are those of this
     call."""
     yield ""
     yield f"Files: {folder}/ ({DOCUMENT}, {REWARDS})"

@@ -1,7 +1,7 @@
-"""Functions of the kinds of stages: the wiring from records and configuration to the science.
+"""Functions of the kinds of stages: they connect records and configuration with the science.
 
-One module for a kind of stage, or for kinds that belong together: ``data``, ``sampling``,
-``evaluating``, ``export``, ``fetch``, ``foreign`` (trainers of others). What they share: ``work``
-(what a stage may use, and what it was planned with, or it is refused), ``judging`` (a judge with
-store and servers, and the judge as a service).
+One module per kind of stage, or for related kinds: ``data``, ``sampling``, ``evaluating``,
+``export``, ``fetch``, ``foreign`` (foreign trainers). Shared: ``work`` (inputs of a stage, refused
+if they differ from its plan), ``judging`` (a judge with store and servers, and the judge as a
+service).
 """

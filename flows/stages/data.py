@@ -1,4 +1,4 @@
-"""``data``: rows, or an environment's tasks, to tokenised sets to train on and to hold out."""
+"""``data``: rows, or an environment's tasks, to tokenised training and held-out sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``evaluate``: weights and a protocol to per-sample results and numbers."""
+"""``evaluate``: weights and a protocol to per-sample results and metrics."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from refiner_core.contract.protocols import protocol_name
 
 
 def run_evaluate(work: StageWork) -> dict[str, Any]:
-    """Weights and a protocol to per-sample results and numbers. Of an agent nobody is asked to
-    judge but where the environment is to ask."""
+    """Weights and a protocol to per-sample results and metrics. For an agent no judge is asked,
+    except by the environment."""
     from refiner_core.evaluation.run import evaluate_model
 
     if work.spec.model == "command":
@@ -40,7 +40,7 @@ def run_evaluate(work: StageWork) -> dict[str, Any]:
 
 
 def _first_attempt(work: StageWork) -> str:
-    """Mark that tells this making of a stage from all others, also from one whose record was
-    deleted: the same in all of its attempts."""
+    """Id that distinguishes this making of a stage from all others, also from one whose record was
+    deleted; the same in all of its attempts."""
     record = work.workspace.read_record(work.stage_id)
     return record.attempts[0].comment if record is not None and record.attempts else ""

@@ -258,7 +258,7 @@ def test_the_verdict_is_said_with_what_it_rests_on() -> None:
     lines = "\n".join(proof_lines(proof(NEAR, tolerance=0.01)))
     assert "grpo: within tolerance" in lines
     assert "loss trace: 3 of 120 differ, the largest 0.0004" in lines
-    assert "kill -9 in step 9 (save), went on from step 6" in lines
+    assert "kill -9 in step 9 (save), resumed from step 6" in lines
     assert "The first difference, at step 5: loss trace" in lines
     assert exit_code([proof(), proof(NEAR, tolerance=0.01)]) == 0
     assert exit_code([proof(), proof(FAR)]) == 1
