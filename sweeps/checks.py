@@ -1,11 +1,11 @@
-"""Mistakes in a sweep, found before anything is launched.
+"""Errors in a sweep, found before anything is launched.
 
-In: a sweep with its arms and the plans of all its trials. Out: nothing, or warnings for what may be
-meant; a refusal for what cannot be, naming the field, arm or seed and what mends it.
+In: a sweep with its arms and the plans of all its trials. Out: nothing, or warnings about doubtful
+settings; impossible ones are refused, with the field, arm or seed and the fix.
 
-Numbers of different protocols are never compared, so an arm that changes its own yardstick (the
-judge, the rubrics, how long an answer may be) has to be measured by one that it does not change: a
-protocol file. How judgements become one reward is part of the metric `reward` alone.
+Metrics under different protocols are never compared, so an arm that changes how it is measured (the
+judge, the rubrics, the length of answers) has to be measured under a fixed protocol file. How
+judgements are combined into one reward affects the metric `reward` alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from refiner_core.evaluation.metrics import has_metric, metrics_of, weighed
 from sweeps.power import aim_of
 from sweeps.values import Question, SweepFile, SweepPlan
 
-#: What nothing reads: the field that decides that, its values, as text, where it is so, and fields.
+#: Fields that nothing reads: the deciding field, its value (as text) for that, and the fields.
 DORMANT: tuple[tuple[str, ...], ...] = (
     ("grpo.beta", r"0(\.0)?$", "grpo.kl_estimator"),
     ("reward.rubric_source", "(instance|none)$", "reward.static_rubrics"),
@@ -48,19 +48,19 @@ DORMANT: tuple[tuple[str, ...], ...] = (
 
 
 def _why_dormant(field: str, config: RecipeConfig) -> str:
-    """The reason that a field is without effect in a recipe; empty where it has one."""
+    """Reason why a field has no effect in a recipe; empty if it has one."""
     for by, values, *names in DORMANT:
         if field in names and re.match(values, str(found := get_field(config, by))):
             return f"has no effect: `{by}` is {found}"
     return ""
 
 
-#: Of the reward these decide what a rubric's score is; the others, how scores make one number.
+#: Fields of the reward that decide a rubric's score; the others decide how scores are combined.
 _RUBRICS = frozenset(
     f"reward.{name}"
     for name in ("rubric_source", "static_rubrics", "instance_rubrics_only", "rubric_aggregation")
 )
-#: Beside :data:`~refiner_core.contract.protocols.FIELDS`: what else decides which prompts a model
+#: Fields beside :data:`~refiner_core.contract.protocols.FIELDS` that decide which prompts a model
 #: is measured on, as tokens.
 _PROMPTS = frozenset(
     (
@@ -68,7 +68,7 @@ _PROMPTS = frozenset(
         *("model.tokenizer_name_or_path", "model.chat_template"),
     )
 )
-#: What decides how an agent's held-out episodes go, beside its user.
+#: Fields that decide an agent's held-out episodes, beside its user.
 _OF_AGENTS = frozenset(
     f"environment.{name}"
     for name in (
@@ -79,17 +79,17 @@ _OF_AGENTS = frozenset(
 
 
 def _check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
-    """Refuse a question that the trials cannot answer; return what is doubtful about it."""
+    """Refuse a question that the trials cannot answer; return warnings about it."""
     question, sweep = plan.sweep.question, plan.sweep.name
     if not any(s.kind == "evaluate" for s in plan.trials[0].plan.stages):
         if question.metric or question.model or question.protocol:
             raise ConfigurationError(
-                f"Sweep {sweep} asks for {question.metric or 'a number'}, but its recipe evaluates "
+                f"Sweep {sweep} asks for {question.metric or 'a metric'}, but its recipe evaluates "
                 "nothing.",
                 expected="`evaluate` among the recipe's `stages`",
                 fix="add it: `overrides: ['stages=[data, …, evaluate]']`",
             )
-        return ["The recipe evaluates nothing: arms can be compared by learning curves alone."]
+        return ["The recipe evaluates nothing: arms can only be compared by learning curves."]
     aim = aim_of(plan)
     protocol = _check_exists(plan, aim)
     if len(plan.arms) == 1:
@@ -99,16 +99,17 @@ def _check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
     if question.metric:
         return []
     return [
-        f"No `question: metric` is named: arms are compared on {aim.metric} first, and what is "
+        f"No `question: metric` is named: arms are compared on {aim.metric} first, and a metric "
         "chosen after the fact is no test."
     ]
 
 
-# ---------------------------------------------------------------- the number exists
+# ---------------------------------------------------------------- existence of the metric
 
 
 def _check_exists(plan: SweepPlan, aim: Question) -> ProtocolFile | None:
-    """Refuse a number that nothing measures; its protocol, if it is not the recipe's own."""
+    """Refuse a metric that nothing measures; returns its protocol, unless it is the recipe's
+    own."""
     protocols = protocols_of(plan.config)
     protocol = protocols.get(aim.protocol)
     decodings = (protocol.over(plan.config) if protocol else plan.config).evaluate.decoding
@@ -134,7 +135,7 @@ def _check_exists(plan: SweepPlan, aim: Question) -> ProtocolFile | None:
     return protocol
 
 
-# ---------------------------------------------------------------- one yardstick
+# ---------------------------------------------------------------- the same measurement
 
 
 def _check_yardstick(
@@ -160,9 +161,8 @@ def _check_yardstick(
 
 
 def measures(field: str, metric: str, config: RecipeConfig) -> bool:
-    """True if a field has a part in how a metric is measured, besides what is trained. Of an agent
-    that is where it works, and with whom; how checks are weighed is part of what they are weighed
-    for."""
+    """True if a field affects how a metric is measured, besides the training. For an agent these
+    are its environment and its user; weights of checks only affect the metrics that use them."""
     section = field.partition(".")[0]
     if field in _PROMPTS:
         return True
@@ -179,7 +179,7 @@ def measures(field: str, metric: str, config: RecipeConfig) -> bool:
 
 
 def _check_models(plan: SweepPlan, aim: Question) -> None:
-    """An arm whose model and yardstick are the baseline's cannot differ from it."""
+    """Refuse arms with the same model and measurement as the baseline: they cannot differ."""
     by_arm, weights = _first_trials(plan), {}
     for arm, trial in by_arm.items():
         stage = _evaluation(plan, trial, aim)
@@ -192,7 +192,7 @@ def _check_models(plan: SweepPlan, aim: Question) -> None:
             f"{plan.baseline}, and {aim.metric} is measured alike: they cannot differ.",
             expected="arms that train other models, measured by one yardstick",
             fix="vary what the model is trained with, or ask about another model; "
-            "`refiner rescore` compares judges and rubrics on answers that are there",
+            "`refiner rescore` compares judges and rubrics on existing answers",
         )
 
 
@@ -200,7 +200,7 @@ def _check_models(plan: SweepPlan, aim: Question) -> None:
 
 
 def _first_trials(plan: SweepPlan) -> dict[str, Plan]:
-    """Of each arm the trial with the first seed."""
+    """The trial of each arm with the first seed."""
     return {t.arm: t.plan for t in plan.trials if t.seed == plan.sweep.seeds[0]}
 
 
@@ -215,14 +215,14 @@ def _evaluation(plan: SweepPlan, trial: Plan, aim: Question) -> PlannedStage | N
 Plans = Mapping[str, Sequence[Plan]]
 #: Kinds of stages that make or measure a model.
 MEASURED = frozenset(("data", *STAGES, "sample", "command", "evaluate"))
-#: Execution fields by name, but what is computed follows from them.
+#: Execution fields by their mark, but results depend on them.
 _COMPUTES = frozenset(("stages",))
-#: These say which evaluations there are; all arms have the same.
+#: Fields that select the evaluations; all arms have the same.
 _FOR_ALL = ("evaluate.protocols", "evaluate.models")
 
 
 def varied_fields(sweep: SweepFile) -> dict[str, str]:
-    """Every field that arms may differ in, and the key of the file that varies it."""
+    """Every field that may differ between arms, and the file's key that varies it."""
     found = dict.fromkeys(sweep.factors, "factors")
     found |= dict.fromkeys(chain.from_iterable(sweep.zipped), "zip")
     found |= {field: f"arms: {arm}" for arm, values in sweep.arms.items() for field in values}
@@ -230,12 +230,12 @@ def varied_fields(sweep: SweepFile) -> dict[str, str]:
 
 
 def check_fields(sweep: SweepFile, base: RecipeConfig) -> None:
-    """Refuse to vary what a sweep cannot be about.
+    """Refuse fields that a sweep cannot vary.
 
     Raises
     ------
     ConfigurationError
-        A field that changes nothing that is computed, or one that is the sweep's own.
+        A field that changes no result, or one that the sweep itself sets.
     """
     fixed, varied = {text.partition("=")[0] for text in sweep.overrides}, varied_fields(sweep)
     for field, key in varied.items():
@@ -265,7 +265,7 @@ def check_fields(sweep: SweepFile, base: RecipeConfig) -> None:
 
 
 def check_trials(plan: SweepPlan, by_arm: Plans) -> tuple[str, ...]:
-    """Refuse trials from which nothing could be learned; return what is only doubtful.
+    """Refuse trials without information; return warnings about doubtful ones.
 
     Parameters
     ----------
@@ -275,8 +275,8 @@ def check_trials(plan: SweepPlan, by_arm: Plans) -> tuple[str, ...]:
     Raises
     ------
     ConfigurationError
-        Arms that are one, seeds that reach no training, one repository for two models, a question
-        that the recipe cannot answer.
+        Equal arms, seeds that reach no training, one repository for two models, a question that the
+        recipe cannot answer.
     """
     varied = varied_fields(plan.sweep)
     _check_seeds(plan.sweep, by_arm)
@@ -289,12 +289,12 @@ def check_trials(plan: SweepPlan, by_arm: Plans) -> tuple[str, ...]:
 
 
 def _measured_stages(plan: Plan) -> frozenset[str]:
-    """Ids of the stages that make or measure a model: what a trial *is*."""
+    """Ids of the stages that make or measure a model: the identity of a trial."""
     return frozenset(s.id for s in plan.stages if s.kind in MEASURED)
 
 
 def _check_seeds(sweep: SweepFile, plans: Plans) -> None:
-    """Every arm trains with the seed."""
+    """Check that every arm trains with the seed."""
     for arm, by_seed in plans.items():
         config = by_seed[0].config
         fix = "write `seeds: [1]`"
@@ -314,7 +314,7 @@ def _check_seeds(sweep: SweepFile, plans: Plans) -> None:
 
 
 def _check_arms(plan: SweepPlan, by_arm: Plans, varied: Iterable[str]) -> None:
-    """Every arm is another thing than every other one, but for fields that nothing reads."""
+    """Check that arms differ in more than fields that nothing reads."""
     known: dict[object, str] = {}
     for arm in (plan.baseline, *(arm for arm in by_arm if arm != plan.baseline)):
         found, config = by_arm[arm][0], by_arm[arm][0].config
@@ -333,7 +333,7 @@ def _same(
     known: RecipeConfig,
     varied: Iterable[str],
 ) -> ConfigurationError:
-    """A refusal of two arms that would be one, saying why what they differ in has no effect."""
+    """Refusal of two equal arms, with the reason why their differences have no effect."""
     idle = "is read by no stage that trains or measures, or names the same content twice"
     differ = [f for f in varied if get_field(config, f) != get_field(known, f)]
     whys = [f"`{f}` {_why_dormant(f, config) or _why_dormant(f, known) or idle}" for f in differ]
@@ -349,7 +349,7 @@ def _same(
 
 
 def _check_publications(plan: SweepPlan) -> None:
-    """Two models never go to one repository."""
+    """Refuse to publish two models to one repository."""
     taken: dict[object, tuple[str, str]] = {}
     for trial in plan.trials:
         to, stages = trial.plan.config.publish, trial.plan.stages

@@ -1,9 +1,9 @@
 """Definition of a sweep: from the text of its file to a checked :class:`~sweeps.values.SweepFile`.
 
 In: a shipped sweep's name, a path, or the file's text. Out: a :class:`SweepFile` with every value
-typed as its field holds it. What is wrong with the form (an unknown key, a value of another type,
-a group of unequal lengths, a field that is varied twice) is refused here by name; what only the
-recipe can tell is checked when the sweep is planned.
+of its field's type. Errors of form (an unknown key, a value of the wrong type, a group of unequal
+lengths, a field that is varied twice) are refused here by name; checks against the recipe follow
+when the sweep is planned.
 
 .. code-block:: yaml
 
@@ -18,8 +18,8 @@ recipe can tell is checked when the sweep is planned.
       recipe: []
       masked: [grpo.mask_truncated_completions=true]
     exclude: [{judge.model: strict, reward.paper_citation_weight: 0.5}]
-    baseline: {judge.model: lenient, …} # or an arm's name; the first where it is left out
-    seeds: [1, 2, 3]                    # or how many: 3
+    baseline: {judge.model: lenient, …} # or an arm's name; default: the first
+    seeds: [1, 2, 3]                    # or their number: 3
     limits: {concurrency: 2, gpu_hours: 100, judge_calls: 100000}
     question: {text: …, metric: oracle, decoding: sampled, smallest_effect: 0.05}
 """
@@ -50,15 +50,15 @@ from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.shipped import find_file, refuse_unknown, shipped_files
 from sweeps.values import Limits, Question, SweepFile
 
-#: Longer names are cut, and end in a hash of the whole.
+#: Longer names are cut, and end with a hash of the whole name.
 LONGEST = 96
 _LONGEST_LABEL = 40
-#: What a label does not hold; ``+`` joins levels to an arm's name.
+#: Characters not allowed in a label; ``+`` joins levels to an arm's name.
 _OTHER = re.compile(r"[^A-Za-z0-9.=_-]+")
 
 
 def value_text(value: Any) -> str:
-    """A value as a label: ``0.2``, ``1e-5``, ``true``, ``none``; of a path its file's stem."""
+    """A value as a label: ``0.2``, ``1e-5``, ``true``, ``none``; for a path the file's stem."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -69,42 +69,41 @@ def value_text(value: Any) -> str:
         return cut("-".join(map(value_text, value)) or "empty", _LONGEST_LABEL)
     text = str(value)
     if "/" in text and (Path(text).suffix in (".yaml", ".yml") or text.startswith(("/", "."))):
-        text = Path(text).stem  # a file; what is not one (a Hub id) keeps its owner
+        text = Path(text).stem  # a file; a Hub id keeps its owner
     return cut(clean(text), _LONGEST_LABEL)
 
 
 def _float_text(value: float) -> str:
-    """``0.0`` is ``0`` and ``1e-05`` is ``1e-5``: as people write them."""
+    """Short form of a number: ``0.0`` is ``0`` and ``1e-05`` is ``1e-5``."""
     mantissa, _, exponent = repr(value).partition("e")
     mantissa = mantissa.removesuffix(".0")
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
 def clean(text: str) -> str:
-    """``text`` in the letters of a label."""
+    """``text`` with only the characters of a label."""
     return _OTHER.sub("-", text).strip("-.") or "empty"
 
 
 def cut(text: str, longest: int) -> str:
-    """``text``, or where it is too long its beginning and a hash of all of it."""
+    """``text``, or if it is too long its beginning and a hash of all of it."""
     if len(text) <= longest:
         return text
     return f"{text[: longest - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def join(parts: Sequence[str]) -> str:
-    """An arm's name from those of its levels."""
+    """An arm's name from the names of its levels."""
     return cut("+".join(parts), LONGEST)
 
 
-#: More seeds, or combinations of levels, than anybody wants to run; a slip should not fill the
-#: memory.
+#: Limit of seeds, and of combinations of levels: a typing error should not fill the memory.
 MOST = 200_000
 _Some = Annotated[list[Any], Field(min_length=1)]
 _Fields = dict[str | int | float, Any]
 _Rule = Annotated[_Fields, Field(min_length=1)]
 _Seed = Annotated[int, Field(ge=0)]
-#: Each key of a file: what it may be, and that in words; those without are sections.
+#: Each key of a file: its type, and a description; keys without are sections.
 _FORMS: dict[str, tuple[Any, str]] = {
     "name": (str | int | float, "text"),
     "recipe": (str, "a recipe's name or file"),
@@ -115,7 +114,7 @@ _FORMS: dict[str, tuple[Any, str]] = {
     ),
     "zip": (
         list[dict[str, _Some]] | dict[str, _Some],
-        "a mapping of fields to lists that are not empty, or a list of such",
+        "a mapping of fields to non-empty lists, or a list of such",
     ),
     "arms": (
         dict[str | int | float, list[str] | _Fields | None],
@@ -125,7 +124,7 @@ _FORMS: dict[str, tuple[Any, str]] = {
     "baseline": (str | int | float | _Fields, "an arm's name, or {field: value or label}"),
     "seeds": (
         Annotated[int, Field(ge=1, le=MOST)] | Annotated[list[_Seed], Field(min_length=1)],
-        f"a list of whole numbers from 0 up, or how many there are to be (at most {MOST:,})",
+        f"a list of whole numbers from 0 up, or their number (at most {MOST:,})",
     ),
     "limits": (Limits, ""),
     "question": (Question, ""),
@@ -133,19 +132,19 @@ _FORMS: dict[str, tuple[Any, str]] = {
 
 
 class _Reader:
-    """Reads one file; each method one key.
+    """Reads one file; one method per key.
 
     Parameters
     ----------
     values
         Its keys and values.
     where, origin
-        What messages call it; its path, beside which files are looked for.
+        Its name in messages; its path, as the base of relative paths.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str, origin: str) -> None:
         self.where, self.folder = where, Path(origin).parent if origin else Path.cwd()
-        fix = "correct the key; fields of the recipe stand below `overrides:`"
+        fix = "correct the key; fields of the recipe go below `overrides:`"
         refuse_unknown(values, _FORMS, where, fix=fix)
         if isinstance(text := values.get("question"), str):
             values = {**values, "question": {"text": text}}
@@ -173,7 +172,7 @@ class _Reader:
             raise self._wrong(key, value, expected or said) from None
 
     def read(self, name: str) -> dict[str, Any]:
-        """Each field of a :class:`SweepFile` that the file has something to say of."""
+        """The fields of a :class:`SweepFile` that the file sets."""
         found: dict[str, Any] = {key: self.values[key] for key in _AS_IS if key in self.values}
         found["name"] = self._name(name)
         found["recipe"] = self._recipe()
@@ -186,7 +185,7 @@ class _Reader:
         found["zipped"] = tuple(map(self._group, groups))
         found["arms"] = self._arms()
         found["exclude"] = tuple(map(_flat, self._listed("exclude")))
-        baseline = self.values.get("baseline", "")  # an arm may be called 1
+        baseline = self.values.get("baseline", "")  # an arm may be named 1
         found["baseline"] = _flat(baseline) if isinstance(baseline, dict) else _word(baseline)
         self._each_field_once(found)
         return found | self._seeds()
@@ -202,7 +201,7 @@ class _Reader:
         return recipe
 
     def _overrides(self) -> tuple[str, ...]:
-        """As texts, so that they can be typed behind `refiner run`."""
+        """Overrides as texts, in the form of `refiner run`."""
         found = self.values.get("overrides", ())
         if isinstance(found, Mapping):
             texts = tuple(written_overrides(found, self.folder))
@@ -222,18 +221,18 @@ class _Reader:
         return found
 
     def _typed(self, key: str, field: str, values: Iterable[Any]) -> list[Any]:
-        """Values as their field holds them."""
+        """Values with the type of their field."""
         at = f"`{key}` of {self.where}"
         return [read_values({field: value}, self.folder, at)[field] for value in values]
 
     def _labels(self, group: Mapping[str, list[Any]]) -> tuple[str, ...]:
-        """Labels of a group, whose columns are of one length."""
+        """Labels of a group, whose columns have the same length."""
         if len({*map(len, group.values())}) > 1:
             said = ", ".join(f"{field} has {len(column)}" for field, column in group.items())
             raise ConfigurationError(
                 f"The lists of a `zip` group of {self.where} differ in length: {said}.",
-                expected="as many values in each: they are taken by position",
-                fix="add what is missing, or move a field to `factors`, which makes a grid",
+                expected="the same number of values in each: they are combined by position",
+                fix="add the missing values, or move a field to `factors`, which makes a grid",
             )
         if not group.keys() - {"labels"}:
             raise self._wrong("zip", group, "at least one field beside `labels`")
@@ -267,7 +266,7 @@ class _Reader:
         return {"seeds": seeds}
 
     def _each_field_once(self, found: Mapping[str, Any]) -> None:
-        """Whatever varies a field is the only one that does."""
+        """Refuse a field that is varied in several places."""
         varied = [("factors", found["factors"]), *(("zip", group) for group in found["zipped"])]
         varied.append(("arms", {field: 0 for arm in found["arms"].values() for field in arm}))
         places: dict[str, list[str]] = {}
@@ -277,7 +276,7 @@ class _Reader:
         for field, (first, *others) in places.items():
             if others:
                 raise ConfigurationError(
-                    f"`{field}` stands in `{first}` and in `{others[0]}` of {self.where}.",
+                    f"`{field}` is in `{first}` and in `{others[0]}` of {self.where}.",
                     expected="each field in one place: else one value would hide the other",
                     fix=f"remove it from one of the two, or move its values to `{others[0]}`",
                 )
@@ -285,7 +284,7 @@ class _Reader:
     # -------------------------------------------------------------- parts
 
     def _listed(self, key: str) -> list[Any]:
-        """Mappings of a key that may be one or a list of them."""
+        """Mappings of a key that holds one or a list of them."""
         found = self.values.get(key, [])
         return [found] if isinstance(found, Mapping) and found else [*found]
 
@@ -309,12 +308,12 @@ _AS_IS = ("limits", "question")
 
 
 def _name(text: str) -> str:
-    """A name of an arm or sweep that is no option, no hidden file, and needs no quotes."""
+    """A name for an arm or sweep that is no option, no hidden file, and needs no quotes."""
     return join([clean(part) for part in text.split("+")])
 
 
 def _word(found: Any) -> str:
-    """What YAML takes for a number may be a name."""
+    """A name that YAML may have parsed as a number."""
     return found if isinstance(found, str) else value_text(found)
 
 
@@ -323,22 +322,22 @@ def _fields_of(overrides: Iterable[str]) -> list[str]:
 
 
 def _flat(rule: Mapping[Any, Any]) -> dict[str, Any]:
-    """Dotted field -> value, nested mappings opened."""
+    """Dotted field -> value, with nested mappings flattened."""
     return dict(leaves("", {str(k): v for k, v in rule.items()}))
 
 
 def shipped_sweeps() -> dict[str, Path]:
-    """Names and files of the sweeps that come with refiner."""
+    """Names and files of the shipped sweeps."""
     return shipped_files("sweeps")
 
 
 def load_sweep(name_or_path: str) -> SweepFile:
-    """A shipped sweep (by name) or a YAML file.
+    """Load a shipped sweep (by name) or a YAML file.
 
     Raises
     ------
     ConfigurationError
-        There is none of that name, or its form is wrong; says what would fit.
+        There is no such sweep, or its form is wrong; the message has what was expected.
     """
     is_recipe = name_or_path in shipped_recipes()
     hint = " That is a recipe; `refiner run` carries it out." if is_recipe else ""
@@ -349,19 +348,19 @@ def load_sweep(name_or_path: str) -> SweepFile:
 
 
 def parse_sweep(source: str | Mapping[str, Any], name: str = "", origin: str = "") -> SweepFile:
-    """A sweep from its text, or from what YAML made of it.
+    """A sweep from its text, or from the parsed YAML.
 
     Parameters
     ----------
     name
-        What it is called where it does not say so itself.
+        Its name if the text has none.
     origin
-        The file's path: files that it names are looked for beside it.
+        The file's path: the base of relative paths.
 
     Raises
     ------
     ConfigurationError
-        Names the key, what it is, what was expected.
+        Names the key, its value, and what was expected.
     """
     text = source if isinstance(source, str) else ""
     where = f"sweep {Path(origin).name if origin else name or 'file'}"

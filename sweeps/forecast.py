@@ -1,15 +1,15 @@
-"""Forecast of a sweep: seconds, GPU-hours, judge calls, stage by stage; which limits it would pass.
+"""Forecast of a sweep: seconds, GPU-hours, judge calls, stage by stage; and limits it would exceed.
 
-In: a :class:`~sweeps.values.SweepPlan`, what was measured (:class:`History`), which
-stages are done; the limits of a sweep file. Out: a :class:`SweepForecast`; a :class:`Passed` for
-each limit that cannot hold, with what would fit. Pure. What nothing was measured of is None and
-says so: no number is made up. Every number names its basis:
+In: a :class:`~sweeps.values.SweepPlan`, measurements (:class:`History`), the finished stages; the
+limits of a sweep file. Out: a :class:`SweepForecast`; a :class:`Passed` for each limit that does
+not hold, with what would fit. Pure. Amounts without measurements are None, never made up. Every
+number names its basis:
 
     measured: 3 stages like it          same kind, model, devices, and shape of a step
     by canary: 2 steps of grpo-0123     the sweep's own first steps
     by rule of thumb: …                 measured on another shape, scaled by tokens
 
-A stage that trials share is counted once, with the first of them.
+A shared stage is counted once, with its first trial.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from refiner_core.contract.services import is_service
 from refiner_core.report.printing import counted
 from sweeps.values import Limits, SweepPlan
 
-#: Stages that train on demonstrations, whose number of steps the data decide.
+#: Stages that train on demonstrations: their number of steps depends on the data.
 FINE_TUNING = tuple(k.name for k in KINDS.values() if k.trains == "demonstrations")
-#: What decides how long a step or a sample takes, beside its size: per kind, dotted fields.
+#: Fields that decide the duration of a step or a sample, beside its size: per kind, dotted.
 _JUDGE = ("judge.kind", "judge.model", "judge.form", "reward.rubric_source",
           "reward.static_rubrics", "reward.apply_paper_citation_reward")  # fmt: skip
 _MODEL = ("model.dtype", "model.attn_implementation", "model.cpu_threads")
@@ -68,7 +68,7 @@ SHAPE_FIELDS: dict[str, tuple[str, ...]] = {
              "data.synthetic_sft_rows", "data.synthetic_rl_rows"),
     "command": ("command.run", "command.version"),
 }  # fmt: skip
-#: What decides how many steps SFT takes, where not `max_train_steps` alone.
+#: Fields that decide the number of steps of SFT, unless `max_train_steps` does.
 _SFT_STEPS = (
     *("max_train_steps", "num_train_epochs", "pack_length"),
     *("per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -76,8 +76,8 @@ _SFT_STEPS = (
 
 
 class Shape(NamedTuple):
-    """Stages of one shape take as long for a step or sample. ``model`` is the digest of the weights
-    that the recipe starts from, ``devices`` counts GPUs of all nodes (0: CPUs)."""
+    """Stages of one shape take the same time per step or sample. ``model`` is the digest of the
+    recipe's base weights, ``devices`` counts GPUs of all nodes (0: CPUs)."""
 
     kind: str
     model: str
@@ -86,9 +86,9 @@ class Shape(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Work of a stage: ``units`` (steps, samples, or 1 where a stage is not divided; None:
-    nobody can say yet), of ``size`` tokens each at most (1: not known), in ``unit`` for people;
-    ``asked`` rollouts or samples that a judge sees."""
+    """Work of a stage: ``units`` (steps, samples, or 1 for an undivided stage; None: unknown), of
+    at most ``size`` tokens each (1: unknown), with ``unit`` as their name; ``asked`` rollouts or
+    samples for a judge."""
 
     units: int | None
     size: int
@@ -103,19 +103,19 @@ class Measured:
     Attributes
     ----------
     shape, work
-        Which, and what it did. ``work.units`` is what was really done.
+        Its shape and its work. ``work.units`` is the number actually done.
     data
-        Fingerprint of its data, where it has any.
+        Fingerprint of its data, if it has any.
     unit_s
-        Seconds of a step or sample; None where nobody noted them.
+        Seconds per step or sample; None if not recorded.
     start_s
-        Seconds that were none of these: loading, saving, and what comes at the end.
+        Other seconds: loading, saving, and the end.
     judge_calls
-        Calls that its judge was asked with; None where it keeps no count.
+        Calls of its judge; None if it keeps no count.
     identity
-        What it was, field by field.
+        Its identity, field by field.
     canary
-        Of first steps: how many of which stage.
+        For first steps: their number and stage.
     """
 
     shape: Shape
@@ -130,18 +130,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class CanaryMeasure:
-    """Measure of one stage by the first real steps of a sweep's first trial.
+    """Measurement of one stage by the first real steps of a sweep's canary.
 
     Attributes
     ----------
     stage
-        Id of the stage whose steps they were.
+        Id of the measured stage.
     steps
-        How many.
+        Number of steps.
     seconds_per_step, save_seconds, start_seconds
-        Of a step, of a checkpoint's save, and from the job's start to its first step.
+        Duration of a step, of a checkpoint's save, and from the job's start to its first step.
     judge_calls_per_step
-        None where the judge keeps no count.
+        None if the judge keeps no count.
     """
 
     stage: str
@@ -154,7 +154,7 @@ class CanaryMeasure:
 
 @dataclass(frozen=True)
 class History:
-    """Knowledge of a workspace.
+    """Measurements of a workspace.
 
     Attributes
     ----------
@@ -175,7 +175,7 @@ def shape_of(kind: str, identity: Mapping[str, Any], model: str, devices: int) -
 
 
 def _values(identity: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
-    """Values of fields; one that there was not yet counts as off."""
+    """Values of fields; a field that did not exist yet counts as off."""
     found = (identity.get(name) or 0 for name in names)
     return tuple(tuple(value) if isinstance(value, list) else value for value in found)
 
@@ -186,8 +186,8 @@ def _steps_key(kind: str, identity: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def work_of(kind: str, identity: Mapping[str, Any], *, prompts: int | None = None) -> Work:
-    """Work of a stage of this identity, on so many held-out ``prompts`` of an evaluation, or
-    training prompts of sampling; None where nobody knows."""
+    """Work of a stage with this identity, on so many held-out ``prompts`` for an evaluation, or
+    training prompts for sampling; None if unknown."""
     if kind == "grpo":
         rollouts = int(identity["grpo.num_unique_prompts_rollout"]) * int(
             identity["grpo.num_samples_per_prompt_rollout"]
@@ -213,23 +213,23 @@ def work_of(kind: str, identity: Mapping[str, Any], *, prompts: int | None = Non
 
 
 def samples_per_prompt(identity: Mapping[str, Any]) -> int:
-    """Answers that an evaluation samples to one prompt, under all its decodings."""
+    """Answers per prompt that an evaluation samples, under all its decodings."""
     decodings: Sequence[str] = identity.get("evaluate.decoding") or ("greedy",)
     sampled = int(identity.get("evaluate.num_samples") or 1)
     return sum(sampled if name == "sampled" else 1 for name in decodings)
 
 
 _HOUR_S = 3600.0
-#: Of so many stages that are alike, the newest, the middle one counts.
+#: Number of newest similar stages whose median counts.
 _ENOUGH = 9
 
 
 @dataclass(frozen=True)
 class StageForecast:
-    """One stage that is still to run.
+    """One unfinished stage.
 
-    ``seconds`` of work on its own job, ``gpu_hours`` and ``judge_calls``: None where nobody can
-    say. ``basis`` and ``calls_basis`` say what the numbers rest on.
+    ``seconds`` of its own job, ``gpu_hours`` and ``judge_calls``: None if unknown. ``basis`` and
+    ``calls_basis`` describe the basis of the numbers.
     """
 
     stage: str
@@ -245,7 +245,7 @@ class StageForecast:
 
     @property
     def gpu_hours(self) -> float | None:
-        """None where nobody can say."""
+        """None if unknown."""
         if not self.shape.devices:
             return 0.0
         return None if self.seconds is None else self.seconds * self.shape.devices / _HOUR_S
@@ -258,18 +258,17 @@ class SweepForecast:
     Attributes
     ----------
     stages
-        Still to run, each once.
+        Unfinished stages, each once.
     trials
         Their names, in the order in which they begin.
     wall_seconds
-        From begin to end at least, without time in a queue. None where the seconds of some stage
-        are unknown.
+        Minimum time from begin to end, without queues. None if the seconds of a stage are unknown.
     parallel
-        How many jobs run at a time by that: words for people.
+        Assumed number of concurrent jobs, in words.
     disk_bytes, disk_basis
-        What must be free, put in by who can look at a disk; None: nobody has looked.
+        Bytes that must be free, set by a caller with access to the disk; None: not computed.
     canary
-        What the first steps have shown, once they have.
+        Measurement of the first steps, once there is one.
     """
 
     stages: tuple[StageForecast, ...]
@@ -281,11 +280,11 @@ class SweepForecast:
     canary: tuple[CanaryMeasure, ...] = ()
 
     def total(self, name: str) -> float:
-        """Sum of ``seconds``, ``gpu_hours`` or ``judge_calls`` over what is known."""
+        """Sum of ``seconds``, ``gpu_hours`` or ``judge_calls`` over the known stages."""
         return sum(getattr(s, name) or 0 for s in self.stages)
 
     def unknown(self, name: str = "seconds") -> list[str]:
-        """Ids of the stages of which that is not known."""
+        """Ids of the stages with an unknown value."""
         return [s.stage for s in self.stages if getattr(s, name) is None]
 
 
@@ -295,14 +294,14 @@ def forecast_sweep(
     done: AbstractSet[str],
     canary: Sequence[CanaryMeasure] = (),
 ) -> SweepForecast:
-    """Forecast of what is left to do of a sweep.
+    """Forecast of the unfinished part of a sweep.
 
     Parameters
     ----------
     done
         Ids of finished stages.
     canary
-        What the sweep's own first steps have shown; goes before history.
+        Measurement of the sweep's own first steps; replaces history.
     """
     estimator = _Estimator(history, plan, canary)
     stages: dict[str, StageForecast] = {}
@@ -312,7 +311,7 @@ def forecast_sweep(
                 stages[stage.id] = estimator.forecast(stage, trial.plan, trial.name)
     servers = [i for i in stages if is_service(i)]
     if len(servers) == len(stages):
-        stages = {}  # nobody is left to ask them
+        stages = {}  # they have no users left
     wall, parallel = _wall(plan, {i: s.seconds for i, s in stages.items() if i not in servers})
     if wall is not None and stages:
         basis = "a server: as long as the sweep lasts, at most"
@@ -322,8 +321,8 @@ def forecast_sweep(
 
 
 def _wall(plan: SweepPlan, known: Mapping[str, float | None]) -> tuple[float | None, str]:
-    """The longest chain of stages, or all of them at as many at a time as may run, whichever is
-    more; and how many that supposes."""
+    """The longest chain of stages, or all of them at the allowed concurrency, whichever is more;
+    and that concurrency in words."""
     dispatch, trials = plan.config.dispatch, plan.sweep.limits.concurrency
     jobs = dispatch.max_parallel if dispatch.executor == "local" else None
     words = [f"{trials} trials at a time"] if trials else []
@@ -345,7 +344,7 @@ def _wall(plan: SweepPlan, known: Mapping[str, float | None]) -> tuple[float | N
 
 
 class _Estimator:
-    """Looks up what was measured; stages of one shape are looked up once."""
+    """Looks up measurements; stages of one shape are looked up once."""
 
     def __init__(self, history: History, plan: SweepPlan, canary: Sequence[CanaryMeasure]) -> None:
         self.history = history
@@ -362,11 +361,11 @@ class _Estimator:
         self._known_rate = cache(self._rate)
 
     def forecast(self, stage: PlannedStage, plan: Plan, trial: str) -> StageForecast:
-        """One stage as one of a trial needs it."""
+        """Forecast of a stage for one of its trials."""
         shape, work = _shape(stage), self._work(stage, plan)
         calls, calls_basis = self._judge_calls(stage, work)
         if is_service(stage.id):
-            seconds, basis = None, "a server: as long as somebody asks it"
+            seconds, basis = None, "a server: as long as it is in use"
         else:
             seconds, basis = self._known_seconds(shape, work)
         return StageForecast(
@@ -375,7 +374,7 @@ class _Estimator:
         )
 
     def _by_canary(self, first: CanaryMeasure, stage: PlannedStage, plan: Plan) -> Measured:
-        """What the first steps of a stage say of all of it."""
+        """Extrapolation from the first steps of a stage."""
         work, calls = self._work(stage, plan), first.judge_calls_per_step
         every = int(getattr(getattr(plan.config, stage.kind, None), "save_freq", 0))
         save_s = (first.save_seconds or 0.0) / every if every else 0.0
@@ -404,10 +403,10 @@ class _Estimator:
         if not alike:
             return None, f"unknown: no {shape.kind} stage of this model has been measured"
         if work.units is None:
-            return None, f"unknown: the number of {work.unit}s is not known before its data are"
+            return None, f"unknown: the number of {work.unit}s is unknown before its data are made"
         guesses = [s for m in alike if (s := _by(m, work)) is not None]
         if not guesses:
-            return None, f"unknown: of {len(alike)} earlier {shape.kind} stages no time was noted"
+            return None, f"unknown: {len(alike)} earlier {shape.kind} stages have no recorded time"
         basis = f"measured: {(count := counted(len(guesses), 'stage'))} like it"
         if alike[0].canary:
             basis = f"by canary: {alike[0].canary}"
@@ -417,8 +416,8 @@ class _Estimator:
         return median(guesses), basis
 
     def _like(self, shape: Shape) -> tuple[list[Measured], str]:
-        """Stages of that shape; else those that differ in as little as possible, and in what. Other
-        weights or another number of devices can say nothing about a step; a canary goes first."""
+        """Stages of that shape; else those with the fewest differences, and these. Other weights or
+        device counts cannot predict a step; a canary comes first."""
         of_kind = self.by_kind.get(shape.kind, ())
         names = SHAPE_FIELDS.get(shape.kind, ())
         found = [m for m in of_kind if m.shape[:3] == shape[:3]]
@@ -434,14 +433,14 @@ class _Estimator:
         if work.asked == 0 or stage.identity.get("judge.kind", "lexical") == "lexical":
             return 0, ""
         if work.asked is None:
-            return None, "unknown: the number of prompts is not known before the data are"
+            return None, "unknown: the number of prompts is unknown before the data are made"
         rate = self._known_rate(stage.kind, _values(stage.identity, _JUDGE))
         if rate is None:
             return None, f"unknown: no {stage.kind} stage has asked this judge yet"
         return round(rate * work.asked), f"measured: {rate:.1f} calls a sample"
 
     def _rate(self, kind: str, judge: tuple[object, ...]) -> float | None:
-        """Calls of a judge for each rollout or sample."""
+        """Judge calls per rollout or sample."""
         rates = [
             m.judge_calls / m.work.asked
             for m in self.by_kind.get(kind, ())
@@ -456,8 +455,8 @@ def _shape(stage: PlannedStage) -> Shape:
 
 
 def prompts_of(plan: Plan, stage: PlannedStage, history: History) -> int | None:
-    """Prompts of an evaluation, or that attempts are sampled at: as counted where its data are
-    made, else about as configured for rows that are made on the spot; None where nobody knows."""
+    """Prompts of an evaluation or of sampling: as counted in finished data, else approximately as
+    configured for built-in rows; None if unknown."""
     if stage.kind not in ("evaluate", "sample"):
         return None
     data = plan.by_name.get(stage.inputs.get("data", ""))
@@ -490,16 +489,16 @@ def _by(measured: Measured, work: Work) -> float | None:
 
 @dataclass(frozen=True)
 class Passed:
-    """A limit that the sweep would pass.
+    """A limit that the sweep would exceed.
 
     Attributes
     ----------
     field, unit
         ``gpu_hours`` or ``judge_calls`` of ``limits:``, and its unit for people.
     allowed, needed
-        In that unit; ``needed`` includes what has been used already.
+        In that unit; ``needed`` includes past use.
     at_least
-        Some stages have no number, so more may be needed.
+        True if some stages have no number, so more may be needed.
     what_fits
         ``the first 12 of 20 trials``.
     """
@@ -522,8 +521,8 @@ class Passed:
 def passed_limits(
     forecast: SweepForecast, limits: Limits, used: Mapping[str, float] = {}
 ) -> Iterator[Passed]:
-    """The limits that what is left to do would pass, with what the sweep's stages have ``used`` of
-    them already, in earlier versions of it."""
+    """Limits that the unfinished part would exceed, given what the sweep's stages have ``used``,
+    including earlier versions."""
     for name, unit in (("gpu_hours", "GPU-hours"), ("judge_calls", "judge calls")):
         limit, before = getattr(limits, name), used.get(name) or 0
         needed = before + forecast.total(name)
@@ -537,12 +536,12 @@ def passed_limits(
 
 
 def refuse_what_cannot_fit(passed: Sequence[Passed]) -> None:
-    """Refuse a sweep that would pass a limit (see :func:`passed_limits`).
+    """Refuse a sweep that would exceed a limit (see :func:`passed_limits`).
 
     Raises
     ------
     ConfigurationError
-        Names each limit, what is needed, and what would fit.
+        Names each limit, the needed amount, and what would fit.
     """
     if not passed:
         return
@@ -554,5 +553,5 @@ def refuse_what_cannot_fit(passed: Sequence[Passed]) -> None:
 
 
 def amount(value: float) -> str:
-    """A number of three digits."""
+    """A number with three digits."""
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"

@@ -1,14 +1,13 @@
-"""Planning of a sweep: from its file to arms and trials, each with the plan of its run.
+"""Plans a sweep: from its file to arms and trials, each with the plan of its run.
 
-In: a :class:`~sweeps.values.SweepFile`, the recipe with what holds for every trial, and who knows
-the digests of sources. Out: a :class:`~sweeps.values.SweepPlan`, or a refusal that names what is
-wrong before anything is launched. Pure, and linear in the number of trials: the recipe is merged
-once by the caller, sections of the configuration that arms share are the same objects, and so are
-the stages that plans share.
+In: a :class:`~sweeps.values.SweepFile`, the recipe with the common overrides, and a source of
+digests. Out: a :class:`~sweeps.values.SweepPlan`, or a refusal that names the error before anything
+is launched. Pure, and linear in the number of trials: the caller merges the recipe once; arms share
+equal sections of the configuration, and plans share equal stages, as the same objects.
 
-Arms are grid x groups x named arms, without what is excluded. A name depends on the arm's own
-levels and on which fields the sweep varies, never on which other levels there are or in which order
-the file has its keys: a sweep to which levels, arms or seeds are added calls what it had as before.
+Arms are grid x groups x named arms, without excluded ones. A name depends on the arm's own levels
+and on the varied fields, never on other levels or the order of the file's keys: adding levels, arms
+or seeds to a sweep keeps the existing names.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from sweeps.checks import check_fields, check_trials
 from sweeps.definition import MOST, join, value_text
 from sweeps.values import SweepFile, SweepPlan, Trial
 
-#: The factor that named arms are levels of, in `exclude`, `baseline` and an arm's levels.
+#: Factor whose levels are the named arms, in `exclude`, `baseline` and an arm's levels.
 ARM = "arm"
-#: The one arm of a sweep that varies nothing but the seed.
+#: The only arm of a sweep that varies nothing but the seed.
 ONLY = "recipe"
 
 
 class _Level(NamedTuple):
-    """One place of one dimension: its part of the name, labels and values by field."""
+    """One level of one dimension: its part of the name, labels and values by field."""
 
     part: str
     labels: Mapping[str, str]
@@ -52,14 +51,14 @@ def make_arms(sweep: SweepFile) -> tuple[ArmRecord, ...]:
     Raises
     ------
     ConfigurationError
-        There are none, or far too many, or a rule of `exclude` names a level that is none.
+        There are none, or too many, or a rule of `exclude` names an unknown level.
     """
     dimensions = _dimensions(sweep)
     count = math.prod(len(levels) for levels in dimensions)
     if count * len(sweep.seeds) > MOST:
         sizes = " x ".join([*(str(len(v)) for v in dimensions), f"{len(sweep.seeds)} seeds"])
         raise ConfigurationError(
-            f"Sweep {sweep.name} stands for {count * len(sweep.seeds):,} trials ({sizes}).",
+            f"Sweep {sweep.name} has {count * len(sweep.seeds):,} trials ({sizes}).",
             expected=f"at most {MOST:,}",
             fix="drop factors, levels or seeds, or let fields change together in `zip`",
         )
@@ -81,12 +80,12 @@ def make_arms(sweep: SweepFile) -> tuple[ArmRecord, ...]:
 
 
 def find_baseline(sweep: SweepFile, arms: tuple[ArmRecord, ...]) -> str:
-    """Name of the arm that the others are held against.
+    """Name of the arm that the others are compared with.
 
     Raises
     ------
     ConfigurationError
-        No arm, or more than one, is the one that the file names.
+        The file's baseline matches no arm, or more than one.
     """
     names, wanted = [arm.name for arm in arms], sweep.baseline
     if not wanted:
@@ -107,7 +106,7 @@ def find_baseline(sweep: SweepFile, arms: tuple[ArmRecord, ...]) -> str:
 
 
 def _dimensions(sweep: SweepFile) -> list[list[_Level]]:
-    """Dimensions that are combined, in an order that the order of keys has no part in."""
+    """Dimensions to combine, independent of the order of the file's keys."""
     short = _short_names(sweep)
     dimensions = [[_Level(n, {ARM: n}, values) for n, values in sweep.arms.items()]]
     for field, levels in sorted(sweep.factors.items()):
@@ -135,7 +134,7 @@ def _group(
 
 
 def _short_names(sweep: SweepFile) -> dict[str, str]:
-    """Field -> its last word, or all of them where another field ends in the same."""
+    """Field -> its last word, or its full path if another field ends in the same word."""
     fields = [*sweep.factors, *(field for group in sweep.zipped for field in group)]
     ends = Counter(field.rpartition(".")[2] for field in fields)
     return {f: end if ends[end := f.rpartition(".")[2]] == 1 else f for f in fields}
@@ -144,7 +143,7 @@ def _short_names(sweep: SweepFile) -> dict[str, str]:
 def _matching(
     sweep: SweepFile, arms: Sequence[ArmRecord], rule: Mapping[str, Any], key: str
 ) -> Sequence[ArmRecord]:
-    """The arms that a rule of values or labels means."""
+    """Arms that match a rule of values or labels."""
     found = arms
     for field, wanted in rule.items():
         known = {a.levels[field]: a.changes.get(field) for a in arms if field in a.levels}
@@ -170,7 +169,7 @@ def _matching(
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    """True if a typed value is the one that a file means (1 for 1.0, a list for a tuple)."""
+    """True if a typed value equals the file's (1 and 1.0, a list and a tuple)."""
     if isinstance(wanted, list):
         wanted = tuple(wanted)
     return bool(value == wanted) and isinstance(value, bool) == isinstance(wanted, bool)
@@ -181,7 +180,7 @@ def _unique(sweep: SweepFile, arms: Iterable[ArmRecord]) -> None:
     folded = Counter(name.casefold() for name in counts)
     if twice := [n for n in counts if counts[n] > 1 or folded[n.casefold()] > 1]:
         raise ConfigurationError(
-            f"Two arms of sweep {sweep.name} would be called alike: {_some(twice)}.",
+            f"Two arms of sweep {sweep.name} would have the same name: {_some(twice)}.",
             expected="names that differ in more than upper and lower case",
             fix="give levels labels of their own: {label: value}",
         )
@@ -192,9 +191,9 @@ def _some(names: list[str], most: int = 12) -> str:
     return ", ".join(names[:most]) + more
 
 
-#: Digest by source name, as :func:`refiner_core.contract.plan.make_plan` takes them.
+#: Digest by source name, as taken by :func:`refiner_core.contract.plan.make_plan`.
 Sources = Callable[[RecipeConfig], Mapping[str, str]]
-#: Fields that follow from changed ones, because the recipe says so (``${seed}``).
+#: Fields that depend on changed ones in the recipe (``${seed}``).
 Follow = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -208,14 +207,14 @@ def plan_sweep(
     base
         The recipe with the sweep's ``overrides``, merged and checked for form.
     sources
-        Asked once for each arm, and once more for each seed where ``follow`` is given.
+        Called once for each arm, and once more for each seed if ``follow`` is given.
     follow
-        Where the recipe has interpolations: what else changes when fields do.
+        For recipes with interpolations: further changes that follow from changed fields.
 
     Raises
     ------
     ConfigurationError, DataError
-        The sweep cannot answer anything as it stands; names the field, arm or seed.
+        The sweep cannot answer a question; names the field, arm or seed.
     """
     check_fields(sweep, base)
     arms = make_arms(sweep)
@@ -232,7 +231,7 @@ def plan_sweep(
 
 
 class _Planner:
-    """Makes plans that share what they have in common."""
+    """Makes plans that share equal parts."""
 
     def __init__(
         self, sweep: SweepFile, base: RecipeConfig, sources: Sources, follow: Follow | None
@@ -255,7 +254,7 @@ class _Planner:
         return make_plan(replace(config, seed=seed), sources, self.memo)
 
     def texts(self, arm: ArmRecord, seed: int) -> tuple[str, ...]:
-        """Overrides that one types behind ``refiner run RECIPE`` to get the same run."""
+        """Overrides after ``refiner run RECIPE`` that give the same run."""
         changed = [self._text(field, value) for field, value in arm.changes.items()]
         return (*self.sweep.overrides, *changed, f"seed={seed}")
 
@@ -266,7 +265,7 @@ class _Planner:
         return self._texts[key]
 
     def _config(self, arm: ArmRecord, changes: Mapping[str, Any]) -> RecipeConfig:
-        """The recipe as an arm has it, checked; equal sections are one object."""
+        """An arm's configuration, checked; equal sections are one object."""
         if self.follow is not None:
             changes = {**self.follow(changes), **changes}
         groups: dict[str, dict[str, Any]] = {}

@@ -1,8 +1,8 @@
-"""Power of a planned sweep to answer its question: the smallest effect that it would see.
+"""Statistical power of a planned sweep: the smallest effect that it can detect.
 
-In: a planned sweep, how many prompts it is evaluated on, and what earlier evaluations say about
-spreads (:class:`Evidence`). Out: a :class:`Detectable` with warnings and with what would do. The
-formula is that of the comparison itself (:mod:`refiner_core.evaluation.power`). Pure.
+In: a planned sweep, its number of evaluated prompts, and evidence of spreads from earlier
+evaluations (:class:`Evidence`). Out: a :class:`Detectable` with warnings and sufficient designs.
+The formula is that of the comparison itself (:mod:`refiner_core.evaluation.power`). Pure.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sweeps.forecast import amount
 from sweeps.values import Question, SweepPlan
 
 POWER, ALPHA = 0.8, 0.05
-#: Beyond so many seeds, or so many times the prompts, nobody is sent.
+#: Largest number of seeds, and multiple of the prompts, that is suggested.
 _MOST_SEEDS, _MOST_TIMES = 20, 64
-#: Shares this near to 0 or 1 have no room to move in.
+#: Shares this near to 0 or 1 can hardly change.
 _EDGE = 0.03
 
 Basis = Literal["pairs", "one seed", "assumed", "nothing"]
@@ -38,11 +38,11 @@ class Evidence:
     Attributes
     ----------
     components
-        Of the paired difference of two arms; None where not even an assumption makes sense.
+        Of the paired difference of two arms; None if not even an assumption makes sense.
     basis, text
-        What they rest on: a word for scripts, a sentence for people.
+        Basis of the components: a word for scripts, a sentence for people.
     mean
-        Where the metric stood in these evaluations; None where there were none.
+        Mean of the metric in these evaluations; None if there were none.
     """
 
     components: Components | None
@@ -53,26 +53,26 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Detectable:
-    """Detectability: what the sweep can see.
+    """Smallest effects that the sweep can detect.
 
     Attributes
     ----------
     aim
-        Which number, and the smallest change of it that would matter.
+        The metric, and its smallest change that would matter.
     effect
         The smallest difference to the baseline that is found in 80 % of such sweeps, by the
-        strictest of all arms' comparisons (Holm). None: unknown.
+        strictest comparison of all arms (Holm). None: unknown.
     effect_range
-        Its likely range (80 %), where few seeds say how far seeds differ; None where none do.
+        Its likely range (80 %), if the spread of seeds comes from few seeds; else None.
     seeds, prompts, arms
-        As planned; ``arms`` are those compared with the baseline, ``prompts`` None is not known.
+        As planned; ``arms`` are those compared with the baseline; ``prompts`` is None if unknown.
     power_for_wanted
-        How often the smallest effect that would matter would be found.
+        Probability of finding the smallest effect that matters.
     would_do
-        Where this does not: so many ``seeds`` with the prompts as they are, or ``prompts`` with
-        the seeds as they are. None: no reasonable number would.
+        If the sweep is too small: sufficient ``seeds`` with the planned prompts, or sufficient
+        ``prompts`` with the planned seeds. None: no reasonable number suffices.
     warnings
-        Why the sweep may not answer its question.
+        Reasons why the sweep may not answer its question.
     """
 
     aim: Question
@@ -88,9 +88,9 @@ class Detectable:
 
 
 def aim_of(plan: SweepPlan) -> Question:
-    """The question with its blanks filled in, so the number that decides: the last model,
-    ``oracle`` where answers have a known truth and else ``rubric_score`` (of agents ``pass@1``),
-    and the sampled decoding."""
+    """The question with defaults filled in, that is the deciding metric: the last model, ``oracle``
+    if answers have a known truth, else ``rubric_score`` (for agents ``pass@1``), and the sampled
+    decoding."""
     question, stages = plan.sweep.question, plan.trials[0].plan.stages
     found = [s for s in stages if s.kind == "evaluate"]
     model = question.model or (found[-1].model if found else "")
@@ -105,12 +105,11 @@ def aim_of(plan: SweepPlan) -> Question:
 
 
 def assumed(metric: str) -> Evidence:
-    """Evidence where nothing was measured: the most that shares can spread; nothing for other
-    numbers."""
+    """Evidence without measurements: the largest spread of shares; none for other metrics."""
     if is_number(metric):
         text = f"nothing: {metric} has no bounds, and no earlier evaluation of it was found"
         return Evidence(None, "nothing", text)
-    # Two independent coins: no paired difference of shares whose noise is their own spreads more.
+    # Two independent coins: no paired difference of shares with independent noise spreads more.
     text = (
         "an assumption: every answer is a coin of its own, the most that a share can spread; no "
         "earlier evaluation was found"
@@ -119,12 +118,12 @@ def assumed(metric: str) -> Evidence:
 
 
 def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Detectable:
-    """Detectability of effects by a sweep.
+    """Smallest effects that a sweep can detect.
 
     Parameters
     ----------
     prompts
-        Held-out prompts that the deciding number is taken over; None where nobody knows.
+        Held-out prompts of the deciding metric; None if unknown.
     """
     aim = aim_of(plan)
     seeds = len({t.seed for t in plan.trials})
@@ -158,7 +157,7 @@ def _would_do(
 
 
 def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The smallest number from ``low`` to ``high`` that is enough; more is never less."""
+    """The smallest sufficient number from ``low`` to ``high``; ``enough`` is monotonic."""
     found = low + bisect_left(range(low, high + 1), True, key=enough)
     return found if found <= high else None
 

@@ -1,7 +1,7 @@
-"""The values that rooms exchange about sweeps. Data only.
+"""Values shared between packages about sweeps. Data only.
 
-:class:`SweepFile` is what a person has written, checked for form; arms and :class:`Trial` values
-are what it stands for; :class:`SweepPlan` is all of it with the stages, each known by fingerprint.
+:class:`SweepFile` is the checked content of a file; arms and :class:`Trial` values follow from it;
+:class:`SweepPlan` has them with all stages, each identified by fingerprint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import ArmRecord
 
-#: A whole number stays one: what was recorded before is the same sweep.
+#: An integer stays one, so that records of the same sweep stay equal.
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Annotated[int, Field(ge=0)]
 
 
@@ -32,11 +32,11 @@ class Limits:
     concurrency
         Trials at a time.
     gpu_hours
-        Of all attempts at stages of this sweep; no trial is begun that would pass it.
+        Limit of all attempts at stages of this sweep; no trial begins that would exceed it.
     disk_gb
-        Without effect: ``disk.limit_gb`` limits the whole workspace.
+        No effect: ``disk.limit_gb`` limits the whole workspace.
     judge_calls
-        Calls of a judge, training and evaluations together.
+        Judge calls, training and evaluations together.
     """
 
     concurrency: Annotated[int, Field(ge=1)] | None = None
@@ -47,20 +47,20 @@ class Limits:
 
 @section(frozen=True, config=STRICT)
 class Question:
-    """Question that the sweep is to answer: which number decides, and how small a change matters.
+    """Question of a sweep: the deciding metric, and the smallest change that matters.
 
     Attributes
     ----------
     text
-        In words, for the report.
+        Text for the report.
     metric, decoding
-        The number that arms are compared on first, e.g. ``oracle`` under ``sampled``.
+        The metric that arms are first compared on, e.g. ``oracle`` under ``sampled``.
     protocol
-        Name of the evaluation protocol that it is taken from; empty: the recipe's own.
+        Name of its evaluation protocol; empty: the recipe's own.
     model
-        Which model of the recipe; empty: the last that it trains.
+        Model of the recipe; empty: the last that it trains.
     smallest_effect
-        The smallest change that would matter, in units of the metric; None: nobody has said.
+        The smallest change that would matter, in units of the metric; None: not given.
     """
 
     text: str = ""
@@ -75,33 +75,33 @@ class Question:
 
 @dataclass(frozen=True)
 class SweepFile:
-    """A sweep as it was written.
+    """A sweep as written in its file.
 
     Attributes
     ----------
     name
-        The file's stem, or ``name:``; the sweep's name in the workspace.
+        The file's stem, or ``name:``; its name in the workspace.
     recipe, overrides
-        What every trial starts from.
+        Common base of all trials.
     factors
         Grid: field -> {label: value}. A list in the file has its values as labels.
     labelled
-        The factors whose labels a person has chosen; they stand in names of arms as they are.
+        Factors with labels chosen in the file; names of arms contain them unchanged.
     zipped
-        Groups of fields that change together: each group is field -> values, all of one length.
+        Groups of fields that change together: each group is field -> values, of equal lengths.
     zip_labels
-        For each group its labels; none: its values as text.
+        Labels of each group; none: its values as text.
     arms
-        Named settings: name -> {field: value}; together with factors each is combined with all.
+        Named settings: name -> {field: value}; each is combined with all factors.
     exclude
-        Settings that are left out: {field: value or label}, all must match.
+        Excluded settings: {field: value or label}, all must match.
     baseline
-        Name of the arm that the others are held against, or {field: value or label} that only
-        that arm has; empty: the first.
+        Name of the arm that the others are compared with, or {field: value or label} of only that
+        arm; empty: the first.
     seeds
-        Run seeds; each arm is tried with each.
+        Run seeds; each arm runs with each.
     text, origin
-        The file, word for word, and its path.
+        The file's exact text, and its path.
     """
 
     name: str
@@ -132,14 +132,14 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Unique in its sweep: ``citation-0.2/seed1``."""
+        """Name within its sweep: ``citation-0.2/seed1``."""
         return f"{self.arm}/seed{self.seed}"
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """A sweep with all its trials, seeds first: all arms of the first seed, then of the next, so
-    that a sweep that ends early can still be compared in pairs."""
+    """A sweep with all its trials, ordered by seed: all arms of the first seed, then of the next,
+    so that a sweep that ends early can still be compared in pairs."""
 
     sweep: SweepFile
     arms: tuple[ArmRecord, ...]
@@ -149,10 +149,9 @@ class SweepPlan:
 
     @property
     def config(self) -> RecipeConfig:
-        """Settings that all trials have in common: where and how they run."""
+        """Common settings of all trials: where and how they run."""
         return self.trials[0].plan.config
 
     def stages(self) -> dict[str, PlannedStage]:
-        """Every stage by id, each once however many trials share it, in an order in which inputs
-        come first."""
+        """Every stage by id, each once, inputs first."""
         return {s.id: s for trial in self.trials for s in trial.plan.stages}

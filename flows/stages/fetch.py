@@ -1,9 +1,8 @@
-"""The `fetch` stage: what a recipe names on a Hub comes into the Hub client's own cache.
+"""The `fetch` stage: downloads a recipe's Hub repositories into the Hub client's cache.
 
 In: the sources of a plan that begin with ``hub:``. Out: snapshots at the wanted revisions in the
-normal cache (``HF_HOME``), which the stages after it read with the network switched off, and a
-report of what is there and how large it is. Files that are there already are not fetched again, and
-one that was cut off goes on where it was: run it as often as you like.
+normal cache (``HF_HOME``), which the stages after it read offline, and a report with their sizes.
+Existing files are not downloaded again, and a partial one is resumed, so it may be repeated.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from refiner_core.generation.load import resolve_ref
 log = logging.getLogger(__name__)
 
 _REPORT = "fetched.json"
-#: The same weights in formats that are not read here.
+#: The same weights in formats that are not used here.
 _NOT_READ = ("*.onnx", "*.msgpack", "*.h5", "*.ot", "*.gguf", "original/*", "onnx/*", "flax_*")
 
 
 class FetchFailed(RefinerError, RuntimeError):
-    """The Hub did not deliver; the next attempt goes on with what is missing."""
+    """A download failed; the next attempt continues with the missing files."""
 
     resumable = True
 
@@ -49,16 +48,16 @@ class _Wanted:
 
 
 def run_fetch(work: StageWork) -> dict[str, Any]:
-    """Models and data sets of a Hub into this machine's cache.
+    """Download models and data sets of a Hub into this machine's cache.
 
     Raises
     ------
     ConfigurationError
-        There is no such repository or revision, or it is not open to this user.
+        There is no such repository or revision, or this user has no access.
     NoSpaceError
-        The cache's disk is full; what is there stays, and the next attempt goes on.
+        The cache's disk is full; downloaded files are kept, and the next attempt continues.
     Interrupted
-        Somebody asked to stop between two repositories.
+        A stop was requested between two repositories.
     """
     io, wanted = work.io, [_wanted(work.config, role) for role in work.spec.sources]
     fetched: list[dict[str, Any]] = []
@@ -66,7 +65,7 @@ def run_fetch(work: StageWork) -> dict[str, Any]:
         if io.should_stop():
             raise Interrupted(
                 f"Fetching stopped on request after {number} of {len(wanted)} repositories",
-                fix="run the same command again; what has come stays",
+                fix="run the same command again; downloaded files are kept",
             )
         io.progress(Progress(number, len(wanted), f"fetching {repository.repo_id}"))
         log.info("fetching %s %s@%s", repository.kind, repository.repo_id, repository.revision)
@@ -79,7 +78,7 @@ def run_fetch(work: StageWork) -> dict[str, Any]:
 
 
 def local_model(config: ModelConfig) -> str:
-    """The folder of the recipe's base model; of a Hub's, the snapshot in the cache.
+    """Folder of the recipe's base model; for one of a Hub, the snapshot in the cache.
 
     Raises
     ------
@@ -97,20 +96,20 @@ def local_model(config: ModelConfig) -> str:
                 resolved,
                 revision=config.revision,
                 local_files_only=True,
-                ignore_patterns=list(_NOT_READ),  # else what was left out counts as missing
+                ignore_patterns=list(_NOT_READ),  # else the ignored files count as missing
             )
         )
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"The model {resolved}@{config.revision} is not in the Hub cache of this machine",
-            expected="what the `fetch` stage has brought there",
+            expected="the download of the `fetch` stage",
             fix="set HF_HOME to the cache that it used, or run "
             f"`hf download {resolved} --revision {config.revision}`",
         ) from error
 
 
 def _wanted(config: RecipeConfig, source: str) -> _Wanted:
-    """The repository that a source (``model``, ``data.rl@held-out-v1``) stands for."""
+    """Repository of a source (``model``, ``data.rl@held-out-v1``)."""
     role, protocol = without_protocol(source), protocol_name(source)
     if protocol:
         config = configs_under(config)[protocol]
@@ -144,7 +143,7 @@ def _snapshot(wanted: _Wanted) -> Path:
                 ignore_patterns=list(_NOT_READ) if wanted.kind == "model" else None,
             )
         )
-        if wanted.kind == "dataset":  # `datasets` keeps a cache of its own: fill that, too
+        if wanted.kind == "dataset":  # `datasets` has a cache of its own: fill it, too
             from datasets import load_dataset
 
             load_dataset(wanted.repo_id, split=wanted.split, revision=wanted.revision)
@@ -165,7 +164,7 @@ def _snapshot(wanted: _Wanted) -> Path:
             f"{wanted.repo_id}@{wanted.revision} could not be fetched ({type(error).__name__}: "
             f"{why})",
             expected="a node that reaches the Hub",
-            fix="run the same command again where there is a network; what has come stays",
+            fix="run the same command again with a network; downloaded files are kept",
         ) from error
     return folder
 

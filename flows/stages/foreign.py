@@ -1,8 +1,8 @@
-"""The `command` stage: from a recipe's section to a trainer under care, and its export.
+"""The `command` stage: runs and supervises a foreign trainer, and exports its model.
 
 In: the work of a ``command`` stage. Out: ``output/model``, and a report with the steps, the command
-and the last numbers that it printed. Its own checkpoints stay in ``work/`` of the stage's folder,
-which all attempts share.
+and its last printed metrics. Its own checkpoints stay in ``work/`` of the stage's folder, which all
+attempts share.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ log = logging.getLogger(__name__)
 
 
 def run_foreign(work: StageWork) -> dict[str, Any]:
-    """Run the trainer from its newest checkpoint to its end, and export what it made.
+    """Run the trainer from its newest checkpoint to its end, and export its model.
 
     Raises
     ------
     RefinerError
-        Why it ended; see :func:`infra.foreign.runner.run_trainer`.
+        The reason of its end; see :func:`infra.foreign.runner.run_trainer`.
     """
     command = work.config.command
     if command.adopted:
         raise WorkspaceError(
-            f"The weights of {work.stage_id} were adopted, and are not in this workspace any more",
-            expected="the stage as `refiner adopt` has left it",
+            f"The weights of {work.stage_id} were adopted, and are no longer in this workspace",
+            expected="the stage as written by `refiner adopt`",
             fix=f"adopt them again: `refiner adopt DIR workspace={work.workspace.root}`",
         )
     job = _job(work)
     found, told = run_trainer(job, _io(work))
     source = find_export(job.call.output, command.exports, found)
-    # Sizes and shards were looked at; the fence once more, before anything is made of them.
+    # Sizes and shards have been checked; check the fence once more before the export.
     job.check_fence()
     made, text = work.output_dir / "model", command.companions
     companions = Path(fill(text, job.call.values())).expanduser() if text else None
@@ -62,7 +62,7 @@ def run_foreign(work: StageWork) -> dict[str, Any]:
         "steps_planned": max(told.total, steps),
         "remark": remark,
         "command": command.run,
-        # Empty where only the trainer knows.
+        # Empty if only the trainer knows them.
         "base_model": work.config.model.name_or_path if uses(command, "model") else "",
         "version": command.version,
         "export": source.relative_to(job.call.output).as_posix(),
@@ -73,11 +73,11 @@ def run_foreign(work: StageWork) -> dict[str, Any]:
 
 
 def _remark(told: Progress, steps: int) -> str:
-    """Remark on weights that fall short of what the trainer had spoken of; empty: they do not."""
+    """Remark on weights from fewer steps than the trainer had announced; empty otherwise."""
     if told.done < told.total:
         end = f"the trainer ended by itself at step {told.done} of {told.total}"
     elif steps < told.done:
-        end = f"the trainer came to step {told.done}"
+        end = f"the trainer reached step {told.done}"
     else:
         return ""
     more = "" if steps == told.done else f", and its newest complete checkpoint is step {steps}"

@@ -1,14 +1,13 @@
-"""A judge put together from what surrounds it, and the judge as a service.
+"""A judge with its store and servers, and the judge as a service.
 
-In: a stage's work, or a configuration and a workspace. Out: the judge, for the time of a block. It
-asks the workspace's store before it asks a server, so that a step that is repeated after a crash
-costs no calls; while all servers are gone it says so, and ends when somebody wants the stage to
-end. That prompts and rubrics are those of the plan is the worker's business; keys stay in the
-environment, where the judge looks for them itself.
+In: a stage's work, or a configuration and a workspace. Out: the judge, within a block. It looks
+into the workspace's store before it asks a server, so a step repeated after a crash makes no calls;
+while all servers are gone it reports that, and stops waiting when the stage is asked to end. The
+worker checks that prompts and rubrics are those of the plan; the judge reads keys from the
+environment.
 
-:func:`run_serve` is the worker that serves a judge, as long as somebody holds a lease;
-:func:`judge_endpoints` says where to ask, while a lease is held. Where refiner starts no server,
-the addresses are those of the recipe.
+:func:`run_serve` is the worker that serves a judge while there is a lease; :func:`judge_endpoints`
+holds a lease and returns the addresses. Without a server of refiner, these are the recipe's.
 """
 
 from __future__ import annotations
@@ -49,18 +48,18 @@ _LEASES_EVERY_S = 2.0
 
 
 def run_serve(work: StageWork) -> dict[str, Any]:
-    """Start the judge's server, say where it answers, and keep it while it is needed.
+    """Start the judge's server, publish its address, and keep it while it is needed.
 
     Returns
     -------
     dict
-        ``ended``: why nobody needs it any more, in words. A service has no result: its attempt
-        ends, and the next one that wants it starts another.
+        ``ended``: the reason of its end, in words. A service has no result: its attempt ends, and
+        its next user starts another.
 
     Raises
     ------
     RefinerError
-        It could not be started, or has ended by itself; or somebody wanted it to.
+        It could not be started, has ended by itself, or was asked to end.
     """
     judge, ref = work.config.judge, AttemptRef(work.stage_id, work.attempt)
     folder = work.workspace.layout.service(work.stage_id)
@@ -69,7 +68,7 @@ def run_serve(work: StageWork) -> dict[str, Any]:
     with Server(
         *(judge, folder),
         key=key,
-        # Jobs on a cluster are on other nodes.
+        # Jobs of a cluster run on other nodes.
         host=node_address() if work.spec.identity["serve.reach"] == "cluster" else "127.0.0.1",
         weights=_weights(judge.model),
         log=str(work.workspace.layout.attempt(*ref).log),
@@ -80,13 +79,13 @@ def run_serve(work: StageWork) -> dict[str, Any]:
         named = {"model": judge.model, "process": process, "key_from": source}
         write_endpoint(work.workspace, ref, server.endpoint, **named)
         idle_s = _serve(work, server)
-    why = f"nobody needed it for {idle_s:.0f} s"
+    why = f"it was idle for {idle_s:.0f} s"
     log.info("the server has ended: %s", why)
     return {"ended": why}
 
 
 def _key(judge: JudgeConfig, folder: Path) -> tuple[str, str]:
-    """A server's key, and where it comes from; one over transformers has none."""
+    """A server's key and its origin; a server of transformers has none."""
     return ("", "none") if engine_of(judge) == "transformers" else service_key(folder)
 
 
@@ -95,7 +94,7 @@ def _weights(model: str) -> str | None:
 
 
 def _serve(work: StageWork, server: Server) -> float:
-    """Watch the server and its leases; returns for how long nobody has held one, seconds."""
+    """Watch the server and its leases; returns the time without a lease, seconds."""
     limit_s = work.config.judge.serve.idle_timeout_s
     leases = LeaseWatch(work.workspace, work.stage_id)
     looked = asked = time.monotonic()
@@ -106,7 +105,7 @@ def _serve(work: StageWork, server: Server) -> float:
         if work.io.should_stop():
             raise Interrupted(
                 "The judge's server was asked to end",
-                fix="nothing; who needs it next starts it again",
+                fix="nothing; its next user starts it again",
             )
         server.check_alive(ask=now - asked >= _ASK_EVERY_S)
         asked = now if now - asked >= _ASK_EVERY_S else asked
@@ -121,17 +120,17 @@ def _serve(work: StageWork, server: Server) -> float:
         time.sleep(_LOOK_S)
 
 
-# ---------------------------------------------------------------- those who ask
+# ---------------------------------------------------------------- clients
 
 
 @contextlib.contextmanager
 def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
-    """Addresses at which a stage asks its judge, for as long as it works; None where refiner serves
-    none.
+    """Addresses of a stage's judge, within the block; None without a server of refiner.
 
-    A shared server is kept by a lease, and looked up anew at each call: it may have been replaced
-    elsewhere, and while it is there is no address. One beside the stage is started here and ended
-    afterwards.
+
+    A shared server is kept by a lease, and looked up at each call: while it is being replaced there
+    is no address. A server beside the stage is started here and stopped afterwards.
+
 
     Raises
     ------
@@ -165,8 +164,8 @@ def _server_beside(work: StageWork) -> Server:
 
 
 def _endpoint_of(server: Server) -> list[Endpoint]:
-    """The server's address. One that has died ends the attempt: the next one starts another, which
-    is sooner than to wait for this one with the GPUs held."""
+    """The server's address. The death of the server ends the attempt: the next one starts another,
+    which is faster than waiting with the GPUs held."""
     server.check_alive(ask=False)
     return [server.endpoint]
 
@@ -178,14 +177,14 @@ WAITING = "waits for the judge"
 
 @contextlib.contextmanager
 def judge_for(work: StageWork) -> Iterator[tuple[Judge, StageIO]]:
-    """The judge of a stage, and the stage's IO, through which the judge's pauses are told too. A
-    server that refiner starts is kept as long as the block lasts, and all that was judged is on the
-    disk when it ends. A stage that asks none is given a judge that needs no server.
+    """The judge of a stage, and the stage's IO with the judge's pauses. A server of refiner is kept
+    within the block, and at its end all judgements are on the disk. A stage without questions gets
+    a judge that needs no server.
 
     Raises
     ------
     ConfigurationError
-        Nothing says where the judge is, or its prompts cannot be read.
+        The judge has no address, or its prompts cannot be read.
     RefinerError
         Its server could not be started.
     """
@@ -202,8 +201,8 @@ def judge_for(work: StageWork) -> Iterator[tuple[Judge, StageIO]]:
         should_stop=work.io.should_stop,
         on_pause=noted.pause,
     ) as judge:
-        # An evaluation of an occasion of its own is judged afresh; what its attempts have been
-        # answered before it keeps.
+        # An evaluation with an occasion of its own is judged again; its attempts share their
+        # judgements.
         if work.config.evaluate.occasion and work.spec.kind == "evaluate":
             judge = judge.fresh(work.stage_id) if isinstance(judge, FreshJudge) else judge
         yield judge, io
@@ -217,7 +216,7 @@ def _asking(
     addresses: AbstractContextManager[Endpoints | None],
     **more: Any,
 ) -> Iterator[Judge]:
-    """A judge behind the workspace's store, for the time of a block."""
+    """A judge behind the workspace's store, within a block."""
     from refiner_core.judges import build_judge
     from refiner_core.judges.surroundings import Surroundings
 
@@ -232,14 +231,13 @@ def _asking(
 def judge_by_hand(
     config: JudgeConfig, workspace: Workspace, *, writer: str = "by-hand", calls: bool = True
 ) -> AbstractContextManager[Judge]:
-    """A judge for commands outside of stages, with the same store behind it. A server that a run
-    has started is kept as long as the block lasts. Without ``calls`` the store is known to answer
-    everything, and no server need run.
+    """A judge for commands outside of stages, with the same store. A server started by a run is
+    kept within the block. Without ``calls`` the store answers everything, and no server is needed.
 
     Raises
     ------
     ConfigurationError
-        Nothing says where the judge is, or its prompts cannot be read.
+        The judge has no address, or its prompts cannot be read.
     """
     return _asking(config, workspace, writer, endpoints_by_hand(workspace, config, calls=calls))
 
@@ -248,13 +246,13 @@ def judge_by_hand(
 def endpoints_by_hand(
     workspace: Workspace, config: JudgeConfig, *, calls: bool = True
 ) -> Iterator[Endpoints | None]:
-    """Addresses of a server that a run has started, which is kept meanwhile; None where the
-    configuration says where to ask.
+    """Addresses of a server started by a run, kept within the block; None if the configuration has
+    an address.
 
     Raises
     ------
     ConfigurationError
-        No such server runs, and there will be ``calls``.
+        No such server is running, and there will be ``calls``.
     """
 
     service = judge_service(replace(RecipeConfig(), judge=config))
@@ -266,7 +264,7 @@ def endpoints_by_hand(
             yield tuple
             return
         raise ConfigurationError(
-            f"No server of the judge {config.model} runs in {workspace.root}",
+            f"No server of the judge {config.model} is running in {workspace.root}",
             expected="a server that a run has started (see `refiner judge servers`), or an address",
             fix="set judge.base_url to a server that answers, or start a run that needs this one",
         )
@@ -278,8 +276,8 @@ def endpoints_by_hand(
 def stored(
     config: JudgeConfig, workspace: Workspace, writer: str
 ) -> Iterator[WorkspaceStore | None]:
-    """The workspace's store of judgements; None for a judge that costs nothing, and where
-    ``judge.cache_gb`` is 0."""
+    """The workspace's store of judgements; None for a judge without cost, and if ``judge.cache_gb``
+    is 0."""
     limit_bytes = int(config.cache_gb * _GIB)
     if config.kind == "lexical" or limit_bytes <= 0:
         yield None
@@ -292,14 +290,14 @@ def stored(
 
 
 class _NotedIO:
-    """A stage's IO that knows how far the stage said it was, so that a pause can say so too."""
+    """A stage's IO that remembers the last progress, to report it with a pause."""
 
     def __init__(self, io: StageIO) -> None:
         self._io = io
         self._last = Progress(0, 0)
 
     def pause(self, why: str) -> None:
-        """All servers are gone, or (empty) one is back."""
+        """Report that all servers are gone, or (empty) that one is back."""
         last = self._last
         self._io.progress(Progress(last.done, last.total, WAITING, last.values) if why else last)
 

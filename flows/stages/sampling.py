@@ -1,4 +1,4 @@
-"""``sample``: a model's attempts at the training prompts, and those that are worth learning."""
+"""``sample``: a model's attempts at the training prompts, and the selected ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from refiner_core.contract.types import Generator
 
 
 def run_sample(work: StageWork) -> dict[str, Any]:
-    """A model's attempts at the training prompts, and those of them that are worth learning."""
+    """Sample a model's attempts at the training prompts, and select those worth learning."""
     from refiner_core.rejection.stage import sample_attempts
 
     as_planned(work.spec.sources, work.config)
@@ -33,7 +33,7 @@ def run_sample(work: StageWork) -> dict[str, Any]:
 def _sampling_servers(
     work: StageWork, tokenizer: Any, on_step: Callable[[int, int], None]
 ) -> AbstractContextManager[Generator]:
-    """The stage's own vLLM servers, as children of this process, on a model that does not move."""
+    """The stage's own vLLM servers, as children of this process, with a fixed model."""
     from infra.rollouts.servers import open_sampler
 
     return open_sampler(

@@ -1,13 +1,13 @@
-"""The work of a stage, how it is carried out, and what it was planned with.
+"""The work of a stage, its execution, and the inputs that it was planned with.
 
-A stage function gets a :class:`StageWork` (what it is, where its inputs lie, where to write) and
-returns a JSON-ready report; outputs are whatever files it leaves in ``output_dir``. No stage calls
-another. Each kind names its function, and a function imports what it needs, so that a publish job
-does not pay for torch.
+A stage function gets a :class:`StageWork` (specification, input folders, output folder) and returns
+a JSON-ready report; its outputs are the files in ``output_dir``. No stage calls another. Each kind
+names its function, and a function imports what it needs, so that a publish job does not import
+torch.
 
-An environment, rubrics or prompts of one's own are files that may be edited between plan and job:
-they are those of the plan from a stage's beginning to its end, or the stage is refused. Half a run
-under other rules is worse than none.
+Own environments, rubrics and prompts are files that may be edited between plan and job: they must
+be those of the plan from a stage's beginning to its end, or the stage is refused. Half a run under
+other rules is worse than none.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from refiner_core.contract.types import Progress, StageIO
 
 @dataclass(frozen=True)
 class StageWork:
-    """All that a stage may use.
+    """Everything that a stage may use.
 
-    ``inputs`` maps a role (``data``, ``policy``, ``weights`` …) to the output folder of the
-    finished stage that fills it, ``input_stages`` to its id. ``workspace`` is for cards, which
-    describe a whole run, and for what is shared: servers and the store of judgements. ``attempt``
-    is the number of this try.
+    ``inputs`` maps a role (``data``, ``policy``, ``weights`` …) to the output folder of its
+    finished stage, ``input_stages`` to the stage's id. ``workspace`` is for cards, which describe a
+    whole run, and for shared servers and the store of judgements. ``attempt`` is the number of this
+    attempt.
     """
 
     spec: StageSpec
@@ -50,46 +50,46 @@ class StageWork:
 
     @property
     def model_ref(self) -> str:
-        """The model that this stage starts from or measures: a folder, or a reference to the
-        recipe's base."""
+        """Model that this stage starts from or measures: a folder, or a reference to the recipe's
+        base."""
         for role in ("policy", "weights"):
             if role in self.inputs:
                 return str(self.inputs[role] / "model")
         return self.config.model.name_or_path
 
     def starts(self, what: str) -> Callable[[float], None]:
-        """Tells as progress for how many seconds something has been starting."""
+        """Callback that reports as progress for how many seconds something has been starting."""
         return lambda s: self.io.progress(Progress(0, 0, what, {"seconds": round(s)}))
 
     def check_fence(self, what: str) -> None:
-        """Refuse to go on where a newer attempt does; ``what`` ends then.
+        """Refuse to continue if there is a newer attempt; ``what`` ends then.
 
         Raises
         ------
         AttemptClosed
-            It is so.
+            There is a newer attempt.
         """
         if self.workspace.is_stale(self.stage_id, self.attempt):
             raise AttemptClosed(
                 f"Attempt {self.attempt} of {self.stage_id} is no longer the newest, so its {what}",
-                fix="nothing; the newer attempt goes on",
+                fix="nothing; the newer attempt continues",
             )
 
 
 def run_stage(work: StageWork) -> dict[str, Any]:
-    """Carry out a stage by the function that its kind names; its report."""
+    """Run the function of a stage's kind; returns its report."""
     module, _, function = KINDS[work.spec.kind].run.partition(":")
     report: dict[str, Any] = getattr(importlib.import_module(module), function)(work)
     return report
 
 
 def as_planned(sources: Mapping[str, str], config: RecipeConfig) -> str:
-    """The digest of a stage's environment; empty where it has none. ``sources`` are the stage's.
+    """Digest of a stage's environment; empty without one. ``sources`` are the stage's.
 
     Raises
     ------
     ConfigurationError
-        Its tasks or rules are not those that the stage was planned with.
+        Its tasks or rules differ from the stage's plan.
     """
     if not config.environment.name:
         return ""
@@ -101,21 +101,20 @@ def as_planned(sources: Mapping[str, str], config: RecipeConfig) -> str:
             f"The environment {config.environment.name} is not what this stage was planned with: "
             f"its digest is {found[:24]}, and was {planned[:24]}.",
             expected="the same tasks and rules from the plan to the last attempt",
-            fix="put the file back as it was, or run the recipe again, which plans it anew",
+            fix="put the file back as it was, or run the recipe again, which plans it again",
         )
     return found
 
 
 @contextlib.contextmanager
 def judged_as_planned(spec: StageSpec, config: RecipeConfig) -> Iterator[None]:
-    """Judge by the static rubrics of the plan, and ask the judge as planned. Stages that do neither
-    are left alone.
+    """Judge with the static rubrics and prompts of the plan. Does nothing for stages without
+    judgements.
 
     Raises
     ------
     ConfigurationError
-        The file of the set, or the folder of the prompts, is gone, or says something else than when
-        the stage was planned.
+        The file of the set, or the folder of the prompts, is gone or has changed since the plan.
     """
     with contextlib.ExitStack() as stack:
         if (digest := spec.sources.get("rubrics")) is not None:

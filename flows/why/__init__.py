@@ -1,1 +1,1 @@
-"""`refiner why`: from a printed number to what it was made of, in :mod:`flows.why.explanation`."""
+"""`refiner why`: from a printed number to its origin, in :mod:`flows.why.explanation`."""

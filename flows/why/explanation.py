@@ -1,9 +1,9 @@
-"""A number's explanation: which recorded numbers a person means, and what lies behind one.
+"""Explanation of a number: find the recorded value, and everything behind it.
 
-In: words of a person, and a workspace. Out: :class:`Figure` values (numbers of evaluations, logged
-numbers of training steps), and of one of them a document, as ``refiner why --json`` has it, and its
-text for a terminal. A number is meant if it is printed as the person has it: ``0.512`` means
-0.51234 and not 0.5131. It is computed again from its samples; what has been deleted since is said.
+In: words of a user, and a workspace. Out: :class:`Figure` values (metrics of evaluations and of
+training steps), and for one of them a document (``refiner why --json``) and its text for a
+terminal. A number matches a value that is printed in the same way: ``0.512`` matches 0.51234, not
+0.5131. The value is recomputed from its samples; deleted files are reported.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from refiner_core.report.printing import measured
 
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?\s*%?", re.IGNORECASE)
 _INTERVAL = re.compile(r"\[[^\]]*\]")
-#: What is looked at in training where nobody names a metric: the mean reward of a step.
+#: Default metric of training: the mean reward of a step.
 _REWARD = "scores"
 
 
 class Query(NamedTuple):
-    """Question for a number: as it was printed, and names of it."""
+    """Query for a number: its printed form, and names of it."""
 
     number: str = ""
     names: tuple[str, ...] = ()
 
     def means(self, value: float) -> bool:
-        """Yes for a value that is printed as the number."""
+        """True for a value that is printed as the number."""
         text = self.number.rstrip("% ").lower()
         if not text:
             return True
@@ -61,13 +61,13 @@ class Figure:
     Attributes
     ----------
     kind
-        ``evaluation`` or ``training`` (a number of a step).
+        ``evaluation`` or ``training`` (a metric of a step).
     model, metric, decoding, step
-        What it is; decoding of evaluations, step of training.
+        Its names; the decoding is for evaluations, the step for training.
     entry, protocol
-        All that is recorded of it, and what its protocol's fingerprint stands for.
+        Its complete record, and the content of its protocol's fingerprint.
     record, stage_id
-        Where it stands: a path in the workspace with its place in that file, and the stage.
+        Its place: a path in the workspace with the position in that file, and the stage.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Figure:
 
     @property
     def words(self) -> list[str]:
-        """The words that mean it, and no other."""
+        """Words that match only this value."""
         step = "" if self.step is None else f"step{self.step}"
         under = str(self.entry.get("under") or "")
         words = (self.metric, self.model, self.decoding, under, step, self.stage_id)
@@ -91,12 +91,12 @@ class Figure:
 
 
 def parse_query(words: Sequence[str]) -> Query:
-    """Question in the words; an interval that was copied along with its number is passed over.
+    """Query from words; an interval copied with its number is ignored.
 
     Raises
     ------
     ConfigurationError
-        There are none, or two numbers.
+        There are no words, or two numbers.
     """
     text = _INTERVAL.sub("", "\n".join(words)).split("\n")
     numbers = [word.strip() for word in text if _NUMBER.fullmatch(word.strip())]
@@ -112,8 +112,8 @@ def parse_query(words: Sequence[str]) -> Query:
 
 
 def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[str]) -> list[Figure]:
-    """The numbers of some stages that are meant, each once; where no protocol file is named, of the
-    recipe's own protocol first."""
+    """Matching values of some stages, each once; unless a protocol file is named, the recipe's own
+    protocol comes first."""
     found: dict[tuple[Any, ...], Figure] = {}
     for stage_id in stage_ids:
         for figure in _figures(workspace, stage_id, query.names):
@@ -154,7 +154,7 @@ def _figures(workspace: Workspace, stage_id: str, names: Sequence[str]) -> Itera
 def find_numbers(
     words: Sequence[str], workspace: str | Path = RecipeConfig.workspace
 ) -> list[Figure]:
-    """The recorded numbers that words mean.
+    """Recorded values that match words.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def find_numbers(
         A number as it was printed (``["0.512"]``), or names (``["citation_f1", "grpo", "greedy"]``)
         and perhaps a run.
     workspace
-        The folder that is looked through.
+        The folder to search.
 
     Returns
     -------
@@ -172,7 +172,7 @@ def find_numbers(
     Raises
     ------
     ConfigurationError
-        None fits; says what there is.
+        No value matches; the message lists the known names.
     """
     room = Workspace.read_only(workspace)
     known = room.run_ids()
@@ -204,24 +204,24 @@ def find_numbers(
 def explain_number(
     figure: Figure, workspace: str | Path = RecipeConfig.workspace, *, sample: str | None = None
 ) -> dict[str, Any]:
-    """What a number was made of: its protocol, samples, answers and judgements.
+    """Origin of a number: its protocol, samples, answers and judgements.
 
     Parameters
     ----------
     figure
-        One of :func:`flows.api.find_numbers`.
+        From :func:`flows.api.find_numbers`.
     workspace
-        The folder that its records lie in.
+        The folder that has its records.
     sample
         The sample to show in full (default: a typical one).
 
     Returns
     -------
     dict
-        What the figure has, and ``recomputed`` (the number from its samples; None where they are
-        not there or it is no mean of samples), ``agrees`` (whether that is what is recorded,
-        interval included), ``samples`` (all of them, lowest first; those that do not count last),
-        ``sample`` (one in full), ``files`` (in words -> path), ``notes`` (what could not be shown).
+        The fields of the figure, and ``recomputed`` (the value from its samples; None if they are
+        gone or it is no mean of samples), ``agrees`` (True if that equals the record, including the
+        interval), ``samples`` (all of them, lowest first; those that do not count last), ``sample``
+        (one in full), ``files`` (description -> path), ``notes`` (missing parts).
 
     Raises
     ------
@@ -270,7 +270,7 @@ def explain_number(
 def _add_samples(
     found: dict[str, Any], rows: Sequence[Mapping[str, Any]], column: str, wanted: str | None
 ) -> None:
-    """All samples, and one in full: that which was asked for, else that of the median."""
+    """All samples, and one in full: the requested one, else the median."""
     by_name: dict[str, Any] = {f"{row['sample_id']}#{row['sample_index']}": row for row in rows}
     samples: list[dict[str, Any]] = [
         {"name": name, "sample_id": str(row["sample_id"]), "number": int(row["sample_index"])}
@@ -303,7 +303,7 @@ OUTPUT_VERSION = 1
 
 
 def one_line(figure: Figure) -> str:
-    """A number with what it is: ``0.512 [0.480, 0.543]  citation_f1 of grpo, greedy, n = 64``."""
+    """A value with its names: ``0.512 [0.480, 0.543]  citation_f1 of grpo, greedy, n = 64``."""
     said = f"{measured(figure.entry)}  {figure.metric} of {figure.model}"
     if figure.step is not None:
         return f"{said} at step {figure.step}, in training"
@@ -312,7 +312,7 @@ def one_line(figure: Figure) -> str:
 
 
 def candidate_lines(figures: Sequence[Figure], asked: str) -> list[str]:
-    """Several numbers that may be meant, with the stages that tell them apart."""
+    """Several matching values, with the stages that distinguish them."""
     lines = (f"  {one_line(figure)}  {figure.stage_id}" for figure in figures)
     return [f"{asked} is {len(figures)} recorded numbers:", "", *lines]
 
