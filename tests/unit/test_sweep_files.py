@@ -126,11 +126,11 @@ def test_shipped_sweeps_are_found_by_name_and_say_what_they_ask(name: str) -> No
         ({"zip": {"labels": ["a"]}}, r"at least one field beside `labels`"),
         (
             {"factors": {"grpo.beta": [0, 1]}, "zip": {"grpo.beta": [0, 1]}},
-            r"`grpo.beta` stands in `factors` and in `zip`",
+            r"`grpo.beta` is in `factors` and in `zip`",
         ),
         (
             {"factors": {"grpo.beta": [0, 1]}, "arms": {"a": ["grpo.beta=2"]}},
-            r"`grpo.beta` stands in `factors` and in `arms`",
+            r"`grpo.beta` is in `factors` and in `arms`",
         ),
         ({"arms": {"a": ["grpo.beta"]}}, r"not of the form key=value"),
         ({"arms": {"a": ["grpo.bta=1"]}}, r"no field 'grpo.bta'.*arms: a.*'grpo.beta'"),

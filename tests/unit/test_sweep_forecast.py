@@ -101,7 +101,7 @@ def test_what_nobody_has_measured_has_no_number_and_says_so(plan: SweepPlan) -> 
     assert forecast.wall_seconds is None
     assert len(forecast.unknown()) == len(forecast.stages)
     text = "\n".join(forecast_lines(forecast))
-    assert "not known" in text
+    assert "unknown" in text
     assert "unknown: no grpo stage of this model has been measured" in text
     one = plan.trials[0].plan
     # Other devices say nothing about these.
