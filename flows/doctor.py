@@ -204,7 +204,7 @@ def _forecast(plan: Plan, look: Look) -> Finding:
     needed, free = room.forecast.needed_bytes, room.free_bytes
     what = f"takes up to {gib(needed)}; {gib(free)} are free"
     if room.forecast.unknown:
-        what += f"; of {', '.join(room.forecast.unknown)} the size is unknown"
+        what += f"; unknown: {', '.join(room.forecast.unknown)}"
     if not room.forecast.stages:
         what = f"nothing is left to write; {gib(free)} are free"
     why = "the run pauses when the disk is full, and continues when there is space"
@@ -231,7 +231,7 @@ def _judge(look: Look) -> Iterator[Finding]:
     else:
         yield found(
             absent(look.recipe),
-            f"nothing says where {judge.model} answers",
+            f"{judge.model} has no address",
             f"{look.command('run')} judge.base_url=http://HOST:8000/v1",
             "rubrics and citations are scored by it",
         )

@@ -355,7 +355,7 @@ class _Follow:
             text = markdown(make_sweep_report(self._call.name, self._call.room.root))
             if len(text) > _MOST_MARKDOWN:
                 text = f"{text[:_MOST_MARKDOWN]}\n\nThe rest: `refiner report {self._call.name}`.\n"
-            self._put(text, "report", f"What the arms of {self._call.name} have shown")
+            self._put(text, "report", f"Results of {self._call.name}")
 
     def _until_over(self) -> str:
         """Follow until the end. Returns the reason if the call recorded no end, else empty."""
@@ -420,8 +420,8 @@ class _Follow:
             time.sleep(0.2)
         self._views = self._follower.look()
         saves = orchestrator_of(self._call.room, self._call.id).works
-        head = "Stages still save." if saves else "All stages have saved and ended."
-        self._put(head, "cancelled", "What was saved")
+        head = "Stages are still saving." if saves else "All stages have saved and ended."
+        self._put(head, "cancelled", "Saved stages")
 
     # ------------------------------------------------------------ display
 
@@ -430,7 +430,7 @@ class _Follow:
         with TagsContext(current_tags=set()):  # each tag costs a request for a concurrency slot
             for name in self._call.follower.nodes:
                 self._submit(name, views)
-        with warned(self._log, "what else has happened"):
+        with warned(self._log, "other events"):
             self._tell_news()
 
     def _submit(self, name: str, views: Mapping[str, StageView]) -> None:
@@ -440,7 +440,7 @@ class _Follow:
         if name in self._futures or not (begun and (view.attempt or not node.id)):
             return
         inputs: list[str] = []
-        with warned(self._log, f"what {name} is made from"):
+        with warned(self._log, f"the inputs of {name}"):
             inputs = inputs_of(self._call.room, self._call.follower.nodes, name)
         for before in inputs:
             self._submit(before, views)
@@ -474,16 +474,16 @@ class _Follow:
                 self._emit("incident", {**to_json(incident), "line": incident.line}, of=_EVENTS)
         if found and found != self._incidents:
             self._incidents = found
-            title = f"What went wrong in {self._call.name}, and what it cost"
+            title = f"Incidents of {self._call.name}, with their costs"
             text = "\n".join(f"- {incident.line}" for incident in found)
             self._put(text, "incidents", title)
 
     def _last_word(self, views: Mapping[str, StageView], lost: str) -> State[Any]:
         rows = [{"stage": v.name, "state": v.state, "what": v.message} for v in views.values()]
-        self._put(markdown_table(rows), "stages", "How each stage stands")
+        self._put(markdown_table(rows), "stages", "State of each stage")
         more = (
-            f"Retry goes on from here where a `refiner serve` runs, and `refiner resume "
-            f"{self._call.name} workspace={self._call.room.root}` does anywhere."
+            "Retry continues from here if `refiner serve` is running; from any shell: "
+            f"`refiner resume {self._call.name} workspace={self._call.room.root}`."
         )
         states = [view.state for view in views.values()]
         words = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))

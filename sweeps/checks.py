@@ -150,9 +150,9 @@ def _check_yardstick(
     free = f"protocol {protocol.name} leaves to the recipe" if protocol else "no protocol fixes"
     raise ConfigurationError(
         f"Arms of sweep {plan.sweep.name} differ in {', '.join(f'`{f}`' for f in fields)}, which "
-        f"{free}, and which is part of how {aim.metric} is measured: each would be measured by a "
-        "yardstick of its own, and the numbers could not be compared.",
-        expected="one yardstick for all arms",
+        f"{free}, and which is part of how {aim.metric} is measured: each would be measured "
+        "differently, and the values could not be compared.",
+        expected="the same measurement for all arms",
         fix="write it into the protocol's file"
         if protocol
         else "name a protocol file that fixes it, e.g. `overrides: ['evaluate.protocols="
@@ -190,7 +190,7 @@ def _check_models(plan: SweepPlan, aim: Question) -> None:
         raise ConfigurationError(
             f"Arm {same[0]} of sweep {plan.sweep.name} has the same model {model} as the baseline "
             f"{plan.baseline}, and {aim.metric} is measured alike: they cannot differ.",
-            expected="arms that train other models, measured by one yardstick",
+            expected="arms that train other models, measured in the same way",
             fix="vary what the model is trained with, or ask about another model; "
             "`refiner rescore` compares judges and rubrics on existing answers",
         )

@@ -94,7 +94,7 @@ def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
         if finding.why:
             yield f"{indent}for: {finding.why}"
         if finding.mend:
-            yield f"{indent}mend: {finding.mend}"
+            yield f"{indent}fix: {finding.mend}"
 
 
 def _what_next(
@@ -342,7 +342,7 @@ def _lines(used: Sequence[Row], found: dict[str, Any]) -> Iterator[str]:
     from infra.disk.keeper import gib
 
     room, inodes = found["room"], found["room"]["free_inodes"]
-    more = "" if inodes is None else f"; room for {inodes:,} more files"
+    more = "" if inodes is None else f"; {inodes:,} more files fit"
     yield f"{found['data']}: {found['status']}"
     yield f"  {gib(room['free_bytes'])} free, by {room['source']}{more}"
     for entry in found["reservations"]:

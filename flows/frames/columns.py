@@ -49,7 +49,7 @@ _PROTOCOL = {
 _ANSWER = {
     "sample_index": Column("whole", "place among the samples of its prompt, from 0"),
     "response_text": Column("text", "the answer"),
-    "finish_reason": Column("text", "stop, or length where it was cut"),
+    "finish_reason": Column("text", "stop, or length if it was cut"),
     "status": Column("text", "scored, malformed (0 by rule) or unscored (the judge failed)"),
 }
 _ENDS = {

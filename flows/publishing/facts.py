@@ -224,8 +224,8 @@ def collect(subject: Subject) -> Collected:
 def _evaluations(
     subject: Subject,
 ) -> tuple[list[Mapping[str, Any]], dict[str, Any], dict[str, str]]:
-    """Every number of the evaluations among the inputs, the protocols behind them, and where each
-    number was read. All of them bring the random copier's floor along; it is said once."""
+    """Every metric of the input evaluations, their protocols, and the source of each. All
+    include the random copier's floor; it is listed once."""
     entries: dict[tuple[str, ...], Mapping[str, Any]] = {}
     protocols: dict[str, Any] = {}
     places: dict[tuple[str, ...], str] = {}
@@ -246,7 +246,7 @@ def _evaluations(
 
 
 def _rank(role: str) -> tuple[str, tuple[int, int, str]]:
-    """The recipe's own protocol first; models in the order in which they were made."""
+    """Sort key: the recipe's own protocol first, then models in the order of their training."""
     measured = without_protocol(role).removeprefix("evaluation-")
     return protocol_name(role), model_order(measured)
 
@@ -323,7 +323,7 @@ def _config_path(subject: Subject, stage_id: str, attempt: int) -> str:
 def _record_paths(
     subject: Subject, made: Behind, runs: tuple[RunRecord | None, RunRecord | None]
 ) -> dict[str, str]:
-    """Places where facts were read (numbers aside), by the front of its dotted path."""
+    """Sources of the facts (except metrics), by the beginning of their dotted paths."""
     asked, began = runs
     trained, name, last = made.trained, made.model.spec.name, made.last_attempt
     found = {

@@ -251,8 +251,8 @@ def warn_of_silence(config: RecipeConfig) -> None:
 
         if alarm.channel == "url" and not addresses(alarm.what):
             say(
-                f"Nobody will be told of this run by notify.urls: {alarm.what} holds no address. "
-                "Export it where you call `refiner`, and look with `refiner notify test "
+                f"No messages will be sent by notify.urls: {alarm.what} holds no address. "
+                "Export it in the shell of `refiner`, and check it with `refiner notify test "
                 f"notify.urls=[{alarm.what}]`"
             )
 

@@ -286,7 +286,7 @@ def test_an_address_that_is_not_there_is_said_before_the_run(
     notify = NotifyConfig(urls=("TEAM_HOOK", str(tmp_path / "none")))
     warn_of_silence(replace(RecipeConfig(), notify=notify))
     said = capsys.readouterr().err
-    assert said.count("Nobody will be told") == 1
+    assert said.count("No messages will be sent") == 1
     assert f"notify.urls=[{tmp_path}/none]" in said
 
 

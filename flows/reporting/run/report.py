@@ -149,7 +149,7 @@ def cost_of_run(reading: RunReading, rows: Sequence[StageRow]) -> Row:
     lost_seconds, lost_steps = 0.0, 0
     for row in own:
         history = reading.histories[row.name]
-        every = reading.tried(f"What {row.name} has lost", incidents_of, [history]) or []
+        every = reading.tried(f"The lost work of {row.name}", incidents_of, [history]) or []
         since = [i for i in every if i.at >= began_at]
         lost, of_all = (sum(i.lost_seconds or 0.0 for i in some) for some in (since, every))
         lost_seconds += row.lost_seconds * (lost / of_all if of_all else 1.0)
@@ -186,11 +186,11 @@ def _judge_use(reading: RunReading) -> dict[str, float]:
 
 def disk_of_run(reading: RunReading) -> Row:
     """Files in the folders of the run's stages by kind, and free space."""
-    used = reading.tried("What the run takes on the disk", _used, reading) or {}
+    used = reading.tried("The disk use of the run", _used, reading) or {}
     events = (e for e in reading.events if e.get("event") == "reclaimed")
     reclaimed = sum(int(e.get("bytes") or 0) for e in events)
     room = reading.tried(
-        "The room on the disk", lambda: DiskKeeper(reading.workspace, reading.config.disk).room()
+        "The free disk space", lambda: DiskKeeper(reading.workspace, reading.config.disk).room()
     )
     left = {} if room is None else picked(room, "free_bytes", "limit_bytes", "source")
     return {**NO_DISK, "used": used, **left, "reclaimed_bytes": reclaimed}

@@ -145,7 +145,7 @@ def look(reading: RunReading) -> RunStatus | None:
     readable = {n: i for n, i in reading.run.stages.items() if n not in reading.unreadable}
     run = replace(reading.run, stages=readable)
     return reading.tried(
-        "How the run stands", lambda: Watcher(reading.workspace, run, ask=False).look()
+        "The state of the run", lambda: Watcher(reading.workspace, run, ask=False).look()
     )
 
 
@@ -155,7 +155,7 @@ def stage_rows(reading: RunReading, status: RunStatus | None) -> tuple[StageRow,
     reader = UseReader(reading.workspace)
     makers = _makers(reading)
     ids = {i: n for n, i in reading.run.stages.items()}
-    edges = reading.tried("Which stages need which", edges_of, reading.run) or {}
+    edges = reading.tried("The dependencies of the stages", edges_of, reading.run) or {}
     rows = []
     for name in reading.names:
         row = replace(
@@ -165,7 +165,7 @@ def stage_rows(reading: RunReading, status: RunStatus | None) -> tuple[StageRow,
         )
         history = reading.histories.get(name)
         if history is not None and history.record.attempts:
-            use = reading.tried(f"What {name} has used", reader.of, reading.run.stages[name])
+            use = reading.tried(f"The resource use of {name}", reader.of, reading.run.stages[name])
             row = row if use is None else _with_use(row, use, history)
         rows.append(row)
     return tuple(rows)
@@ -279,7 +279,7 @@ def _makers(reading: RunReading) -> dict[str, str]:
 def incident_lines(reading: RunReading) -> tuple[Row, ...]:
     """Incidents of the stages that this run has worked on, oldest first."""
     histories = [reading.histories[name] for name in reading.own()]
-    found = reading.tried("What went wrong in the run", incidents_of, histories, reading.events)
+    found = reading.tried("The incidents of the run", incidents_of, histories, reading.events)
     return tuple(
         {"at": i.at, "stage": i.stage, "text": masked(i.text), "resolved": i.resolved}
         for i in found or ()
