@@ -180,7 +180,7 @@ def state_of(view: StageView) -> State[Any]:
         case "done" | "skipped":
             return Completed(message=view.message or f"done in {view.seconds:.0f} s")
         case "failed":
-            return Failed(message=view.message or "failed; its log says why")
+            return Failed(message=view.message or "failed; see its log")
         case _:
             return Cancelled(message=f"stopped: {view.message}; a retry continues from here")
 

@@ -249,7 +249,7 @@ def check_fields(sweep: SweepFile, base: RecipeConfig) -> None:
         if info.mark == "execution" and field not in _COMPUTES:
             why = "changes where or how something runs, never what is computed"
         elif field in _FOR_ALL:
-            why = "says what is measured: arms that are not measured alike cannot be compared"
+            why = "selects the measurement: arms that are not measured alike cannot be compared"
         if why:
             raise ConfigurationError(
                 f"`{key}` of sweep {sweep.name} varies `{field}`, which {why}.",
@@ -334,7 +334,7 @@ def _same(
     varied: Iterable[str],
 ) -> ConfigurationError:
     """Refusal of two equal arms, with the reason why their differences have no effect."""
-    idle = "is read by no stage that trains or measures, or names the same content twice"
+    idle = "is read by no stage that trains or measures, or has names for the same content"
     differ = [f for f in varied if get_field(config, f) != get_field(known, f)]
     whys = [f"`{f}` {_why_dormant(f, config) or _why_dormant(f, known) or idle}" for f in differ]
     because = "; ".join(whys) or "they set the same fields to the same values"

@@ -111,7 +111,7 @@ def assumed(metric: str) -> Evidence:
         return Evidence(None, "nothing", text)
     # Two independent coins: no paired difference of shares with independent noise spreads more.
     text = (
-        "an assumption: every answer is a coin of its own, the most that a share can spread; no "
+        "an assumption: independent answers, the largest spread of a share; no "
         "earlier evaluation was found"
     )
     return Evidence(Components(None, 0.0, 0.5), "assumed", text)
@@ -189,11 +189,8 @@ def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
     if mean is not None and not is_number(aim.metric) and not _EDGE < mean < 1 - _EDGE:
         how = "better; choose another metric or harder prompts"
         if mean <= _EDGE:
-            how = "worse, and little that it learns from; look at the samples first"
-        texts.append(
-            f"{aim.metric} has stood at {mean:.2f} so far: there is hardly room for an arm to be "
-            f"{how}"
-        )
+            how = "worse, and has little to learn from; look at the samples first"
+        texts.append(f"{aim.metric} was {mean:.2f} so far: an arm can hardly be {how}")
     power, wanted = found.power_for_wanted, aim.smallest_effect
     if wanted is not None and power is not None and power < POWER:
         ways = [f"{number} {what}" for what, number in (found.would_do or {}).items() if number]
@@ -201,8 +198,8 @@ def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
         if not ways:
             would_do = f"neither {_MOST_SEEDS} seeds nor {_MOST_TIMES} times the prompts would do"
         texts.append(
-            f"The smallest effect that matters ({amount(wanted)}) is less than what this "
-            f"sweep can see ({amount(found.effect or 0.0)}): it would be found in "
+            f"The smallest effect that matters ({amount(wanted)}) is smaller than the "
+            f"detectable effect ({amount(found.effect or 0.0)}): it would be found in "
             f"{100 * power:.0f} of 100 such sweeps; {would_do}"
         )
     return texts

@@ -287,7 +287,7 @@ def _run_and_stage(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecor
         raise ConfigurationError(
             f"card show was given {len(words)} words: {' '.join(words)}.",
             expected="a run and a stage, or one of them, or none",
-            fix="drop what is too much",
+            fix="remove the extra words",
         )
     published = (run for run in newest_runs(workspace, models=True) if _finished(workspace, run))
     newest = next(published, None) or find_run(workspace)

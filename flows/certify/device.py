@@ -137,7 +137,7 @@ def kernel_check(
     if kernel == "flex_attention" and not order.gpus:
         return absent(name, "it has no backward pass on a CPU")
     if kernel == "flash_attention_2" and dtype == "float32":
-        return absent(name, "it computes in 16 bits alone")
+        return absent(name, "it only computes in 16 bits")
     try:
         found = score_packs(_load(order, kernel, dtype), samples)
     except UnsupportedError as error:

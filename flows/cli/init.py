@@ -27,7 +27,7 @@ def _flags(command: Any) -> Any:
 @argument("folder", metavar="[DIR]", default=".")
 @_flags
 @former_option("--sweep", "Copy a shipped one: `refiner sweep` lists them.")
-@click.option("--yes", "-y", is_flag=True, hidden=True, help="nothing is asked any more")
+@click.option("--yes", "-y", is_flag=True, hidden=True, help="no effect any more")
 @json_option
 def init_command(folder: str, yes: bool, as_json: bool, **flags: str | None) -> None:
     """Start a recipe of your own in DIR (default: here), ready to plan.

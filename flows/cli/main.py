@@ -199,7 +199,7 @@ def _usage_error(error: click.ClickException) -> str:
     """Click's message on a command line, with what was expected and how to get help."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "refiner"
-    what, expected = error.format_message(), "options and arguments that the command has"
+    what, expected = error.format_message(), "valid options and arguments"
     if isinstance(error, click.exceptions.NoArgsIsHelpError) and context is not None:
         what = f"`{path}` was given no command."
         expected = "one of: " + ", ".join(context.command.list_commands(context))

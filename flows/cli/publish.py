@@ -83,7 +83,7 @@ _WRONG = 3
 
 @click.group(
     "card",
-    epilog="A card that `refiner publish` makes is checked before it leaves, by the same rules.",
+    epilog="`refiner publish` checks its cards by the same rules.",
 )
 def card_command() -> None:
     """Check or print model cards."""
@@ -135,10 +135,10 @@ def _checked_lines(checked: Checked) -> Iterator[str]:
     found = wrong_text(checked.errors, checked.warnings)
     compared = checked.has_evidence and all(f.rule != "evidence" for f in checked.findings)
     if not checked.errors and compared:
-        good = "the card is what its evidence gives, number by number"
+        good = "the card matches its evidence, number by number"
         yield f"{checked.name}: {good}{f'; {found}' if found else ''}"
     else:
-        yield f"{checked.name}: {found or 'nothing wrong was found'}"
+        yield f"{checked.name}: {found or 'no errors were found'}"
 
 
 @card_command.command("show", short_help="Print the card of a publication, rendered from records.")

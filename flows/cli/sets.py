@@ -161,7 +161,7 @@ def _checked_lines(checked: Checked, show_all: bool) -> Iterator[str]:
         size += f" in {counted(checked.rows, 'row')}"
         if checked.rows_without:
             size += f" ({checked.rows_without:,} without: no judge term under `instance`)"
-    yield f"{checked.name}: {size}; {total or 'nothing wrong was found'}"
+    yield f"{checked.name}: {size}; {total or 'no errors were found'}"
 
 
 # ---------------------------------------------------------------- protocols

@@ -438,11 +438,11 @@ def difference_lines(found: Difference) -> Iterator[str]:
 def verdict(found: Difference) -> str:
     """Verdict on the outputs: equal, or the first difference."""
     if found["stages"] and all(s["relation"] == "same" for s in found["stages"]):
-        return "The same stages: whatever they made is one and the same."
+        return "The same stages, so the same outputs."
     if found["equal"]:
-        return "What came out is bitwise the same on both sides."
+        return "The outputs are bitwise the same on both sides."
     if found["equal"] is None:
-        return "Not all of it is done; what is done is the same on both sides."
+        return "Some stages are not done; the finished ones are the same on both sides."
     first = _first(found)
     return f"They differ{': first in ' + first if first else ''}."
 
@@ -453,7 +453,7 @@ def _first(found: Difference) -> str:
     for training in (t for t in found["training"] if t["step"] is not None):
         return f"step {training['step']} of {training['stage']}"
     for alone in (s for s in found["stages"] if s["relation"] in ("only a", "only b")):
-        return f"that only {alone['relation'][-1].upper()} has {alone['stage']}"
+        return f"{alone['stage']}, which only {alone['relation'][-1].upper()} has"
     return ""
 
 

@@ -119,8 +119,8 @@ def _prove(
     made = as_they_were(other, one.short.id, hits.result())
     if not made:
         raise StageFailed(
-            f"{one.kind} was over before it could be interrupted",
-            expected=f"a training that takes longer than {plans.steps} of these steps do",
+            f"{one.kind} ended before it could be interrupted",
+            expected=f"a training longer than {plans.steps} of these steps",
             fix="use more --steps",
         )
     tell(f"comparing {one.kind}")

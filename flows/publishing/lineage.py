@@ -200,7 +200,7 @@ def need_result(workspace: Workspace, stage_id: str) -> StageResult:
         raise WorkspaceError(
             f"{stage_id} is not done, but stages made from it are",
             expected="all records of a run in one workspace",
-            fix="bring its folder back, or run the recipe again",
+            fix="restore its folder, or run the recipe again",
         )
     return result
 
@@ -350,7 +350,7 @@ def _template(config: RecipeConfig, digest: str | None) -> str | None:
         raise StageFailed(
             f"publish.card_template {path} cannot be read ({error})",
             expected="a Jinja file in UTF-8",
-            fix="bring it back, and run the same command again",
+            fix="restore it, and run the same command again",
         ) from error
     if digest is not None and hashlib.sha256(data).hexdigest() != digest:
         raise StageFailed(

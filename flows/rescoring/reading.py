@@ -246,7 +246,7 @@ def _policy(
             f"The prompts of the rollouts are gone: {data_id} has no {file}"
             + (f" ({why})" if why else ""),
             expected="the output of the run's data stage, which has questions, evidence, rubrics",
-            fix="run the recipe with stages=[data] again in this workspace, or bring the file back",
+            fix="run the recipe with stages=[data] again in this workspace, or restore the file",
         )
     policy = Policy(
         name=model,

@@ -238,8 +238,8 @@ def refuse_what_never_fits(plan: Plan) -> PlannedRoom:
             f"{plan.config.workspace} can never hold more than {gib(room.limit_bytes)} (by "
             f"{room.source})",
             expected="a disk and a quota that hold two checkpoints and the weights",
-            fix="name another `workspace=`, have the limit raised, or begin it all the same and "
-            "let it wait with `disk.too_small=wait`",
+            fix="name another `workspace=`, have the limit raised, or start it anyway and wait "
+            "with `disk.too_small=wait`",
         )
     return room
 
@@ -293,7 +293,7 @@ def run_to_resume(workspace: Workspace, run_id: str | None = None) -> RunRecord:
     raise ConfigurationError(
         f"Nothing to resume in {workspace.root}: "
         + (f"all of its {count} runs are finished." if count else "it has no run."),
-        expected="a run of which a stage is not done",
+        expected="a run with an unfinished stage",
         fix="name another workspace=DIR, or begin one with `refiner run RECIPE`",
     )
 
@@ -316,14 +316,14 @@ def plan_of_run(workspace: Workspace, run: RunRecord) -> Plan:
     other = [s.name for s in plan.stages if run.stages.get(s.name) != s.id]
     if other or len(plan.stages) != len(run.stages):
         changed = _done_otherwise(workspace, run, plan)
-        why = f"this version of refiner does {'; '.join(changed)}"
+        why = f"this version of refiner differs in {'; '.join(changed)}"
         if not changed:
             names = ", ".join(other) or "their number"
             why = f"the inputs of its stages have changed ({names})"
         raise ConfigurationError(
             f"Run {run.run} cannot be resumed as it was: {why}.",
-            expected="the version of refiner, rows, weights, rubrics and prompts of before",
-            fix=f"bring these back, or begin a new run: {shlex.join(run.command)}",
+            expected="the original version of refiner, rows, weights, rubrics and prompts",
+            fix=f"restore these, or begin a new run: {shlex.join(run.command)}",
         )
     return plan
 
@@ -335,7 +335,7 @@ def _done_otherwise(workspace: Workspace, run: RunRecord, plan: Plan) -> list[st
         record = workspace.read_record(run.stages.get(stage.name, stage.id))
         if record is not None and record.spec.stage_version < stage.version:
             what = stage_changes(stage.kind, stage.version, since=record.spec.stage_version)
-            found.append(f"{stage.name} otherwise ({what})")
+            found.append(f"{stage.name} ({what})")
     return found
 
 

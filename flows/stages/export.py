@@ -40,6 +40,6 @@ def _trained_from(work: StageWork, stage_id: str) -> str:
         raise WorkspaceError(
             f"{inputs['policy']}, the base of {stage_id}, is not recorded any more",
             expected="the records of all stages behind a model",
-            fix="put its folder back, or train again",
+            fix="restore its folder, or train again",
         )
     return str(folder / "model")

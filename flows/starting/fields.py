@@ -129,9 +129,9 @@ def _type(facts: FieldFacts) -> str:
 
 def _meaning(facts: FieldFacts, found: InRecipe | None) -> str:
     if facts.mark == "execution":
-        return "where or how it runs; with another value nothing that is done runs again"
+        return "where or how it runs; another value runs no finished stage again"
     if not facts.kinds:
-        return "it enters no fingerprint; with another value nothing that is done runs again"
+        return "it enters no fingerprint; another value runs no finished stage again"
     kinds = facts.kinds if found is None else found.kinds_of(facts)
     if not kinds:
         return f"of {_listed(facts.kinds)} only, which are not stages of this recipe"

@@ -65,7 +65,7 @@ FLAGS: Mapping[str, _Flag] = {
         "`tiny`, OWNER/NAME on the Hub, or a folder with a config.json",
     ),
     "environment": _Flag(
-        "World of an agent. desk (default): shipped, runs anywhere; tau2: tau2-bench, where it is "
+        "Environment of an agent. desk (default): shipped, runs anywhere; tau2: tau2-bench, if "
         "installed; FILE.py:NAME: your own",
         (DESK, TAU2),
         r".+\.py:\w+",
@@ -111,7 +111,7 @@ FLAGS: Mapping[str, _Flag] = {
         "Model that judges, its name on the server; for vllm its name on the Hub", tasks=OF_REFINER
     ),
     "where": _Flag(
-        "local: on this machine; slurm: as jobs of a cluster (default where Slurm answers)",
+        "local: on this machine; slurm: as jobs of a cluster (default if Slurm answers)",
         ("local", "slurm"),
     ),
     "partition": _Flag("Partition for jobs with GPUs (default: the cluster's, or one with GPUs)"),

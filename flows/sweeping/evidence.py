@@ -63,7 +63,7 @@ def read_evidence(workspace: Workspace, aim: Question) -> Evidence:
     if not groups:
         return evidence
     # One evaluation shows the level of the metric, but not the spread of a difference.
-    none, some = "no earlier evaluation was found", "earlier ones say nothing of it"
+    none, some = "no earlier evaluation was found", "earlier ones do not show it"
     mean = float(np.mean(groups[0].values))
     return replace(evidence, text=evidence.text.replace(none, some), mean=mean)
 
@@ -125,7 +125,7 @@ def _of_group(group: _Group, metric: str) -> Evidence | None:
         return None  # all at the floor or the ceiling: the spread is unknown
     text = (
         f"measured: {counted(len(layouts), 'pair')} of earlier arms, {counted(seeds, 'seed')}, "
-        f"{known.prompts} prompts; how far seeds differ is {'hardly' if seeds > 1 else 'not'} known"
+        f"{known.prompts} prompts; the spread of seeds is {'hardly' if seeds > 1 else 'not'} known"
     )
     return Evidence(known, "pairs" if seeds > 1 else "one seed", text, mean)
 

@@ -184,7 +184,7 @@ def forecast_of(
     disk = forecast_disk([t.plan for t in plan.trials], Knowledge(workspace, size_of_model))
     if (most := plan.sweep.limits.concurrency) is not None:
         disk = replace(disk, parallel=min(disk.parallel, most))
-    basis = f"not known of {len(disk.unknown)} stages" if disk.unknown else ""
+    basis = f"unknown for {len(disk.unknown)} stages" if disk.unknown else ""
     forecast = forecast_sweep(plan, known, done, canary)
     return replace(forecast, disk_bytes=disk.needed_bytes, disk_basis=basis)
 

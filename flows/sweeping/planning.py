@@ -136,8 +136,8 @@ def detectable_lines(found: Detectable) -> list[str]:
     if found.effect_range is not None and known is not None:
         low, high = found.effect_range
         lines.append(
-            f"  likely between {low:.3f} and {high:.3f}: {known.seeds} seeds say little of how far "
-            "seeds differ"
+            f"  likely between {low:.3f} and {high:.3f}: {known.seeds} seeds say little about "
+            "their spread"
         )
     lines.append(f"  by {found.evidence.text}")
     return lines + [f"Warning: {text}." for text in found.warnings]

@@ -73,7 +73,7 @@ Captured = pytest.CaptureFixture[str]
 def test_what_was_published_is_clean(folder: Path) -> None:
     done = refiner("card", "check", str(folder))
     assert done.code == 0, done.stdout + done.stderr
-    assert "is what its evidence gives, number by number" in done.stdout
+    assert "matches its evidence, number by number" in done.stdout
 
 
 def test_a_number_that_somebody_changed_is_traced_to_its_record(
@@ -142,7 +142,7 @@ def test_without_evidence_a_card_of_ours_says_what_could_not_be_checked(
     assert done.code == 0
     assert "evidence-missing (warning): its evidence (refiner.json) is not here" in done.stdout
     again = call(capsys, "check", str(folder), "--evidence", str(elsewhere))
-    assert "is what its evidence gives" in again.stdout
+    assert "matches its evidence" in again.stdout
     elsewhere.write_bytes(b"\xff\xfe")
     junk = call(capsys, "check", str(folder), "--evidence", str(elsewhere))
     assert junk.code == 3

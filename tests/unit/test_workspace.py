@@ -660,7 +660,5 @@ def test_a_run_of_an_older_version_opens_and_says_why_it_cannot_go_on(
     rows = {s.name: s for s in Watcher(workspace, older.run, ask=False).look().stages}
     assert (rows["grpo"].state, rows["evaluate-grpo"].state) == ("done", "waiting")
     assert workspace.read_record(older.stage("grpo").id) is not None
-    with pytest.raises(
-        ConfigurationError, match=r"this version of refiner does .*grpo otherwise \(a"
-    ):
+    with pytest.raises(ConfigurationError, match=r"this version of refiner differs in .*grpo \(a"):
         plan_of_run(workspace, older.run)
