@@ -9,12 +9,12 @@ when the sweep is planned.
 
     recipe: tiny                        # a shipped name, or a file (beside this one)
     overrides: [sft.max_train_steps=60] # for every trial; or a mapping of fields
-    factors:                            # a grid: all levels of each with all of the others
+    factors:                            # a grid: all combinations of levels
       reward.paper_citation_weight: [0, 0.2, 0.5]
       judge.model: {lenient: lexical-1, strict: lexical-strict-1}     # label: value
     zip:                                # fields that change together, by position
       {grpo.learning_rate: [1e-4, 3e-4], grpo.beta: [0.01, 0.001], labels: [slow, fast]}
-    arms:                               # named settings; [] is the recipe as it is
+    arms:                               # named settings; [] is the recipe unchanged
       recipe: []
       masked: [grpo.mask_truncated_completions=true]
     exclude: [{judge.model: strict, reward.paper_citation_weight: 0.5}]

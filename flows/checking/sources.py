@@ -1,6 +1,6 @@
 """Digests of a plan's external inputs: data, model weights, rubrics, prompts.
 
-Runs on a login node at plan time: reads files, needs neither network nor torch. Local content is
+Runs on a login node at plan time: reads files, without network or torch. Local content is
 hashed; content of a Hub is identified by its pinned revision.
 """
 

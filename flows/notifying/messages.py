@@ -134,7 +134,7 @@ def what(cause: str) -> str:
 def finished(
     topic: Topic, views: Mapping[str, StageView], numbers: Sequence[Mapping[str, Any]]
 ) -> Message:
-    """Every stage is done: numbers before and after, and where the models lie."""
+    """Every stage is done: metrics before and after, and paths of the models."""
     done = [view for view in views.values() if view.state == "done"]
     text = f"{counted(len(done), 'stage')} done, {rough(sum(v.seconds for v in done))} of work."
     targets = (v.report["target"] for v in done if v.kind == "publish" and "target" in v.report)
@@ -144,7 +144,7 @@ def finished(
 
 def number_lines(numbers: Sequence[Mapping[str, Any]]) -> list[str]:
     """``reward: 0.000 (base) -> 8.633 [8.324, 8.896] (grpo)``, by the main decoding."""
-    from refiner_core.evaluation.metrics import main_metrics  # brings numpy: 0.3 s
+    from refiner_core.evaluation.metrics import main_metrics  # imports numpy: 0.3 s
 
     known = [n for n in numbers if n["stage"] != "random_copier" and n["value"] is not None]
     main = [n for n in known if n["decoding"] == "sampled" and not n["under"]] or known

@@ -251,7 +251,7 @@ def _rank(role: str) -> tuple[str, tuple[int, int, str]]:
     return protocol_name(role), model_order(measured)
 
 
-# ---------------------------------------------------------------- how it was made
+# ---------------------------------------------------------------- training
 
 
 def _provenance(workspace: Workspace, made: Behind, began: RunRecord | None) -> dict[str, Any]:

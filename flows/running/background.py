@@ -70,7 +70,7 @@ def detach_run(
     Parameters
     ----------
     run
-        What :func:`flows.api.begin_run` has recorded, or a run of the workspace.
+        From :func:`flows.api.begin_run`, or a run of the workspace.
     workspace
         The folder that it is recorded in.
     where

@@ -570,7 +570,7 @@ def run_json(outcome: RunOutcome, workspace: Workspace | None = None) -> dict[st
     Returns
     -------
     dict
-        What ``refiner run --json`` prints.
+        The content of ``refiner run --json``.
 
     Raises
     ------

@@ -171,7 +171,7 @@ def _endpoint_of(server: Server) -> list[Endpoint]:
 
 
 _GIB = 2**30
-#: What `refiner status` shows of a stage while all servers are gone.
+#: State in `refiner status` while all servers are gone.
 WAITING = "waits for the judge"
 
 

@@ -329,7 +329,7 @@ def _stage_json(name: str, found: StageForecast) -> dict[str, str]:
 
 
 class ShippedSweep(NamedTuple):
-    """A sweep that comes with refiner."""
+    """A shipped sweep."""
 
     name: str
     recipe: str

@@ -306,7 +306,7 @@ def standing_of(status: RunStatus | None, rows: Sequence[StageRow]) -> tuple[Run
         return "done", f"{text}."
     failed = [r for r in working if r.state in ("failed", "unreadable")]
     if failed:
-        # A row's reason is cut to the width of a table; what its attempt has said is longer.
+        # A row's reason is cut to the width of a table; the message of its attempt is longer.
         told = [a["text"] for a in failed[0].attempts if a["text"]]
         said = told[-1] if told else failed[0].reason
         names = ", ".join(r.name for r in failed)
