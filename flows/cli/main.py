@@ -124,7 +124,7 @@ def _main(argv: Sequence[str] | None) -> int:
         where = f" {error.filename}" if error.filename else ""
         said = (
             f"The system refused: {error.strerror or error}{where}. Expected to read and write "
-            "there. To mend it: check the path, its permissions and the room left on its disk, "
+            "there. To fix it: check the path, its permissions and the room left on its disk, "
             "then run the same command again."
         )
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -134,7 +134,7 @@ def _main(argv: Sequence[str] | None) -> int:
             raise
         return _say(
             f"A bug in refiner: {type(error).__name__}: {error}. Nothing that was finished is "
-            "lost. To mend it: run the same command with --debug and report the traceback.",
+            "lost. To fix it: run the same command with --debug and report the traceback.",
             70,
             as_json,
         )

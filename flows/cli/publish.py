@@ -129,7 +129,7 @@ def _checked_lines(checked: Checked) -> Iterator[str]:
     """Each finding, and one line that sums up."""
     for f in checked.findings:
         kind = "" if f.is_error else " (warning)"
-        fix = f" To mend it: {f.fix}." if f.fix else ""
+        fix = f" To fix it: {f.fix}." if f.fix else ""
         message = f.message if f.message.endswith((".", "…")) else f"{f.message}."
         yield f"{checked.name}:{f.line}: {f.rule}{kind}: {message}{fix}"
     found = wrong_text(checked.errors, checked.warnings)

@@ -147,7 +147,7 @@ def _checked_lines(checked: Checked, show_all: bool) -> Iterator[str]:
     for rule, found in checked.by_rule().items():
         known = RULES[rule]
         yield f"{known.severity} {rule}: {len(found)}"
-        yield folded(f"Why: {known.why}. To mend it: {known.fix}.", "  ")
+        yield folded(f"Why: {known.why}. To fix it: {known.fix}.", "  ")
         shown = found if show_all else found[:_SHOWN_FINDINGS]
         for finding in shown:
             place = f" {finding.place}" if finding.place else ""

@@ -477,7 +477,7 @@ class _Step:
             why = (
                 f"The checkpoint of step {step} of {name} ({before.stage.id}) is not there: "
                 "training is over, and checkpoints that nothing waits for are not kept. Expected: "
-                "it is asked for by publish.which or publish.steps before training ends. To mend "
+                "it is asked for by publish.which or publish.steps before training ends. To fix "
                 "it: take the step out of what is published; the last one always can be"
             )
             return Fail(stage, outcome_of("bad_configuration", why), "failed")

@@ -308,8 +308,9 @@ def _before_any_attempt(stage: StageHistory, events: Sequence[Event]) -> list[In
 
 
 def first_line(text: str, limit: int = 100) -> str:
-    """Beginning of a message, without the way out of it, cut to ``limit`` characters."""
-    line = text.strip().partition("\n")[0].partition(" To mend it: ")[0]
+    """First line of a message without its fix, cut to ``limit`` characters."""
+    line = text.strip().partition("\n")[0].partition(" To fix it: ")[0]
+    line = line.partition(" To mend it: ")[0]  # as records made before 2026-12 have it
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 

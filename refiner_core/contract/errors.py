@@ -57,7 +57,7 @@ class RefinerError(Exception):
         if self.expected:
             parts.append(f"Expected {self.expected.rstrip()}")
         if self.fix:
-            parts.append(f"To mend it: {self.fix.rstrip()}")
+            parts.append(f"To fix it: {self.fix.rstrip()}")
         ended = [p if p.endswith((".", "!", "?")) else p + "." for p in parts]
         if parts[-1].endswith("`"):
             ended[-1] = parts[-1]  # a command at the very end is copied without a full stop

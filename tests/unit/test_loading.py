@@ -244,7 +244,7 @@ def test_a_configuration_survives_its_record() -> None:
 
 def test_a_command_in_an_error_is_a_sentence_unless_it_comes_last() -> None:
     error = ConfigurationError("There is no `sbatch`", expected="it on PATH", fix="run `refiner`")
-    assert str(error) == "There is no `sbatch`. Expected it on PATH. To mend it: run `refiner`"
+    assert str(error) == "There is no `sbatch`. Expected it on PATH. To fix it: run `refiner`"
 
 
 @pytest.mark.parametrize(
