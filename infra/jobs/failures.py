@@ -32,7 +32,7 @@ Remedy = Literal[
     "resume",  # another attempt goes on from the last checkpoint
     "resume elsewhere",  # the same, and the node is avoided
     "pause, then resume",  # the same, after a pause that doubles each time
-    "make room, then resume",  # reclaim what the policy allows, wait for room, go on
+    "free space, then resume",  # reclaim what the policy allows, wait for room, go on
     "stop",  # another attempt would only repeat it
 ]
 
@@ -76,7 +76,7 @@ CLASSES: dict[FailureClass, _ClassRule] = {
     "out_of_memory": _ClassRule("resume", 1, "failed"),
     "gpu_out_of_memory": _ClassRule("resume", 1, "failed"),
     "gpu_error": _ClassRule("resume elsewhere", 1, "failed"),
-    "disk_full": _ClassRule("make room, then resume", 5, "interrupted"),
+    "disk_full": _ClassRule("free space, then resume", 5, "interrupted"),
     "hung": _ClassRule("resume", 1, "failed"),
     "judge_outage": _ClassRule("pause, then resume", 7, "interrupted"),
     "judge_unusable": _ClassRule("resume", 7, "failed"),

@@ -514,7 +514,7 @@ def test_a_stage_that_meets_a_full_disk_pauses_and_goes_on_by_itself(small_disk:
     campaign = campaign_on(workspace, plan)
     campaign.start()
     until(lambda: campaign.views()["data"].state == "paused", "the pause")
-    assert "waits for room" in campaign.views()["data"].message
+    assert "waits for space" in campaign.views()["data"].message
     filler.unlink()
     view = campaign.join()["data"]
     assert (view.state, view.exit_code) == ("done", 0)

@@ -129,7 +129,7 @@ def test_an_end_on_a_full_disk_counts_as_it_was_found_and_is_complained_of_once(
     for _ in range(5):
         campaign.step()
         assert campaign.views()["data"].state in ("running", "reattached", "paused")
-    assert sum("cannot be kept" in r.message for r in caplog.records) == 1
+    assert sum("cannot be recorded" in r.message for r in caplog.records) == 1
     full.clear()
     for _ in range(2):
         campaign.step()
