@@ -533,7 +533,7 @@ def test_a_disk_that_is_full_from_the_start_is_said_at_once(small_disk: Path) ->
     with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(os.urandom(4096))
-    with pytest.raises(NoSpaceError, match="No room left"):
+    with pytest.raises(NoSpaceError, match="No space left"):
         Workspace.open(small_disk / "ws")
     campaign = orchestrator_on(plan, workspace, fake_router(workspace), run=run)
     with pytest.raises(NoSpaceError, match="recording the run"):

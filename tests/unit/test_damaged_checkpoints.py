@@ -146,7 +146,7 @@ def test_with_none_left_the_stage_starts_anew_and_says_so(
         flip_a_bit(folder)
     io = make_io(workspace, stage, 2)
     assert io.latest_checkpoint() is None
-    assert "starts anew" in caplog.text
+    assert "starts again" in caplog.text
     train(io, 3)
     lines = read_metrics(workspace.layout.attempt(stage.id, 2).metrics)
     assert [line.step for line in lines] == list(range(1, 4))

@@ -44,7 +44,7 @@ NOT_BEGUN = replace(SECOND, resumed_from_step=None, started_at=None)
 QUOTA = Outcome(
     "disk_full",
     "resume",
-    "No room left in /scratch/checkpoints while saving the checkpoint of step 100: 122",
+    "No space left in /scratch/checkpoints while saving the checkpoint of step 100: 122",
     5,
     step=100,
     errno=122,
@@ -106,7 +106,7 @@ def test_the_step_100_story_reads_as_one_line() -> None:
             "killed: Rank 1 (process 7) was ended by SIGKILL after step 3 on n3",
         ),
         (
-            ended("killed", None, "the worker is gone and left no word (killed, or a reboot)"),
+            ended("killed", None, "the worker ended without a message (killed, or a reboot)"),
             "killed without a message on n3",
         ),
         (ended("hung", 60), "hung after step 60 on n3"),
