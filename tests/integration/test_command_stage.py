@@ -210,7 +210,7 @@ def test_one_that_ends_well_before_its_last_step_is_asked_to_go_on(
     """Half a training would else be published as a whole one, of an older step even."""
     story = Story(tmp_path / "ws", " --leave_at 7")
     assert story.attempt().failure == "none", story.log
-    assert "ended well at step 6 of 16; it is started again from the checkpoint of step 4" in (
+    assert "ended well at step 6 of 16; it is restarted from the checkpoint of step 4" in (
         story.log
     )
     assert story.weights() == undisturbed
@@ -390,7 +390,7 @@ def test_older_checkpoints_make_room_while_it_runs(quota_disk: Callable[..., Pat
     left = sorted(int(p.name.removeprefix("ckpt_")) for p in story.work.iterdir())
     assert left[-1] == 48
     assert len(left) < 12
-    assert "to make room" in story.log
+    assert "to free space" in story.log
 
 
 def fill(path: Path, leave: int) -> None:

@@ -141,7 +141,7 @@ def test_interrupted_at_any_request_and_repeated_it_ends_as_if_nothing_had_happe
             last = begin(f"me/{kind}-{index}")
             start = len(hub.log)
             hub.faults = [Fault(kind, at=start + index)]
-            with pytest.raises(HubOutage, match="goes on with what is not there yet"):
+            with pytest.raises(HubOutage, match="continues with the missing parts"):
                 hasty.publish(last)
             assert len(hub.log) == start + index + 1, "the client tries nothing behind our back"
             published = sure.publish(last)
@@ -370,7 +370,7 @@ def test_a_token_that_expires_on_the_way_is_refused_and_another_goes_on(
 
 def test_a_full_storage_is_refused_until_there_is_room(hub: LoopbackHub, tmp_path: Path) -> None:
     hub.quota = 10
-    with pytest.raises(HubRefused, match="storage of me on the Hub has no room for me/model"):
+    with pytest.raises(HubRefused, match="storage of me on the Hub has no space for me/model"):
         target(hub).publish(publication(tmp_path, 50))
     hub.quota = None
     target(hub).publish(publication(tmp_path, 50))

@@ -54,7 +54,7 @@ def full_until_said(disk: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[
     def clear() -> None:
         while not over.wait(0.1):
             said.append(capsys.readouterr().err)
-            if "aiting for room" in said[-1]:
+            if "aiting for disk space" in said[-1]:
                 break
         (disk / "filler").unlink()
 
@@ -94,7 +94,7 @@ def test_a_sweep_is_recorded_and_taken_up_as_soon_as_there_is_room(
     workspace = workspace_of(plan, to_write=True)
     with full_until_said(disk, capsys) as said:
         record = begin_sweep(plan, [f"workspace={disk / 'runs'}"])
-    assert "aiting for room" in "".join(said)
+    assert "aiting for disk space" in "".join(said)
     launch = Launch(use_server=False, quiet=True)
     with full_until_said(disk, capsys) as said:
         outcome = work_on_sweep(plan, workspace, record, launch)
