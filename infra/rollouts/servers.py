@@ -464,10 +464,10 @@ def open_sampler(
     tell: Callable[[float], None] = lambda seconds: None,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Iterator[VllmGenerator]:
-    """Servers for a ``sample`` stage: a model that does not move, nobody who trains, and all GPUs
-    of ``sample.resources`` for the servers.
+    """Servers for a ``sample`` stage: a fixed model, no training, and all GPUs of
+    ``sample.resources`` for the servers.
 
-    They are started on a copy of the model in memory, and proven by a canary that this process
+    They are started on a copy of the model in memory, and verified by a canary that this process
     scores on the CPU. See :func:`open_vllm` for the rest.
     """
     view = sampling_view(config)
