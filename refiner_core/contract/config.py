@@ -1,15 +1,15 @@
 """The configuration of a run: pydantic dataclasses, frozen, every field marked and documented.
 
-One section per stage (`data`, `sft`, `grpo`, `publish`, `evaluate`) plus what several stages share
-(`model`, `reward`, `judge`) and what only steers the run (`tracking`, `dispatch`, `disk`,
-`notify`). Field names of training are those of the reference trainer (open-instruct's GRPO), so
-that a seed card's flags read the same here. Values at class level are the defaults of a full-size
-run; recipes set the rest.
+One section per stage (`data`, `sft`, `grpo`, `publish`, `evaluate`) plus those shared by several
+stages (`model`, `reward`, `judge`) and those that only control the run (`tracking`, `dispatch`,
+`disk`, `notify`). Field names of training are those of the reference trainer (open-instruct's
+GRPO), so that a seed card's flags read the same here. Values at class level are the defaults of a
+full-size run; recipes set the rest.
 
-Sections stand in :mod:`refiner_core.contract.sections`, each with the checks of its own fields;
-checks across sections in :mod:`refiner_core.contract.checks`. Text comes in through
-:mod:`refiner_core.contract.loading`, which turns YAML and overrides into these classes and refuses
-what does not fit.
+Sections are in :mod:`refiner_core.contract.sections`, each with the checks of its own fields;
+checks across sections in :mod:`refiner_core.contract.checks`.
+:mod:`refiner_core.contract.loading` turns YAML and overrides into these classes and refuses what
+does not fit.
 """
 
 from __future__ import annotations

@@ -205,13 +205,13 @@ def test_a_list_that_cannot_be_meant_is_refused(given: str, said: str) -> None:
 
 def test_a_copy_that_kept_the_shipped_name_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "evaluate: {num_samples: 2}", "held-out-greedy-v1")
-    with pytest.raises(ConfigurationError, match="as a shipped one"):
+    with pytest.raises(ConfigurationError, match="of a shipped one"):
         load_protocol(file)
 
 
 def test_a_name_that_nobody_has_read_is_no_protocol() -> None:
     config = replace_fields(RecipeConfig(), {"evaluate.protocols": ["held-out-greedy-v1"]})
-    with pytest.raises(ConfigurationError, match="no protocol that was read"):
+    with pytest.raises(ConfigurationError, match="not a protocol that was read"):
         check_config(config)
 
 

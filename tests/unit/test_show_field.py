@@ -129,7 +129,7 @@ def test_a_last_part_or_a_section_will_do(capsys: pytest.CaptureFixture[str]) ->
     [
         (["gropo.beta"], "Did you mean 'grpo.beta'?"),
         (["environmnt"], "Did you mean 'environment'?"),
-        (["--search", "xyzzy"], "No field speaks of 'xyzzy'"),
+        (["--search", "xyzzy"], "No field mentions 'xyzzy'"),
         (["grpo.beta", "tini"], "Did you mean 'tiny'?"),
         (["grpo.beta", "tiny", "more"], "overrides follow a recipe"),
         (["grpo.beta", "seed=3"], "overrides follow a recipe"),
