@@ -16,21 +16,21 @@ PLACEHOLDER = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{(?P<name>[A-Za-z_]+)\}")
 
 @dataclass(frozen=True, config=STRICT)
 class CommandConfig:
-    """A training script of somebody else's, run under the same care (stage `command`).
+    """Another trainer's script, run under the same care (stage `command`).
 
-    ``run``, ``resume_arguments`` and the values of ``env`` may use these placeholders, which come
-    quoted for the shell (in ``env`` as they are). ``{{`` and ``}}`` stand for single braces.
+    ``run``, ``resume_arguments`` and the values of ``env`` may use these placeholders, quoted
+    for the shell (unquoted in ``env``). ``{{`` and ``}}`` stand for single braces.
 
     ``{output}``
-        folder for what it makes; the same one in all attempts.
+        its output folder; the same one in all attempts.
     ``{seed}``, ``{workdir}``
-        run seed; folder it starts in.
+        run seed; its working directory.
     ``{data}``
         output folder of the `data` stage.
     ``{model}``
         folder of the model that it starts from: the recipe's newest one, else the base model.
     ``{resume}``
-        ``resume_arguments``; nothing as long as there is no complete checkpoint.
+        ``resume_arguments``; empty until there is a complete checkpoint.
     ``{checkpoint}``
         the newest complete checkpoint (in ``resume_arguments`` only).
     """
@@ -81,11 +81,11 @@ class CommandConfig:
 
 
 def uses(command: CommandConfig, placeholder: str) -> bool:
-    """Say whether a command's texts name ``{placeholder}``."""
+    """Tell whether a command's texts name ``{placeholder}``."""
     texts = (command.run, command.resume_arguments, command.companions, *command.env)
     return any(placeholder in placeholders(text) for text in texts)
 
 
 def placeholders(text: str) -> list[str]:
-    """The names in single braces, in order: ``{{x}}`` and the shell's ``${x}`` are none."""
+    """The names in single braces, in order, without ``{{x}}`` and the shell's ``${x}``."""
     return [m.group("name") for m in PLACEHOLDER.finditer(text) if m.group("name")]

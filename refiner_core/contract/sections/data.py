@@ -1,4 +1,4 @@
-"""Sections `model` and `data`: what training starts from."""
+"""Sections `model` and `data`: the inputs of training."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Section `environment`: what an agent with tools works in, its user, partial credit as numbers.
+"""Section `environment`: an agent's environment and tools, its user, and partial credit.
 
-A recipe whose ``environment.name`` is empty is the refiner's: one prompt, one answer. With a name,
-every prompt is a *task* and every rollout an *episode*: turns of the model, answered by tools and a
-user. Formulas stand in ``refiner_core/environments/README.md``. Three fields of GRPO then mean
+A recipe with an empty ``environment.name`` has refiner's own task: one prompt, one answer. With a
+name, every prompt is a *task* and every rollout an *episode*: turns of the model, answered by tools
+and a user. Formulas are in ``refiner_core/environments/README.md``. Three fields of GRPO then mean
 this: ``grpo.response_length`` is the largest number of sampled tokens of *one turn*,
 ``grpo.max_token_length`` the context limit of the whole episode, and ``grpo.stop_strings`` are not
 used (a turn ends at ``</tool_call>``).
@@ -23,7 +23,7 @@ from refiner_core.contract.marks import STRICT, added, execution, section
 
 @dataclass(frozen=True, config=STRICT)
 class UserConfig:
-    """The user whom an agent talks to, where it is a model (environments may bring their own)."""
+    """The simulated user of an agent, if it is a model (environments may have their own)."""
 
     model: str = added(
         "",
@@ -60,7 +60,7 @@ class ShapingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class EnvironmentConfig:
-    """What an agent works in; see :mod:`refiner_core.environments`."""
+    """An agent's environment; see :mod:`refiner_core.environments`."""
 
     name: str = added(
         "",
@@ -126,7 +126,7 @@ class EnvironmentConfig:
 
 
 _SHAPING = "environment.shaping"
-#: How each setting of partial credit is written.
+#: Form of each setting of partial credit.
 _FORMS = {
     "alpha_by_domain": "NAME=FACTOR",
     "weights": "KIND=WEIGHT",
@@ -135,13 +135,13 @@ _FORMS = {
 
 
 def check_shaping(shaping: ShapingConfig) -> None:
-    """Refuse partial credit that cannot be meant.
+    """Refuse impossible partial credit.
 
     Raises
     ------
     ConfigurationError
-        A setting is not ``NAME=VALUE``, stands twice, is negative or not finite, or all weights of
-        a domain are 0.
+        A setting is not ``NAME=VALUE``, is duplicate, negative or not finite, or all weights of a
+        domain are 0.
     """
     _settings(shaping, "alpha_by_domain")
     for domain in ("", *_own_weights(shaping)):
@@ -155,27 +155,27 @@ def check_shaping(shaping: ShapingConfig) -> None:
 
 
 def alpha_of(shaping: ShapingConfig, domain: str) -> float:
-    """How much a domain's partial score counts: ``alpha`` times the domain's factor, 1 where it has
+    """Weight of a domain's partial score: ``alpha`` times the domain's factor, 1 if it has
     none."""
     return shaping.alpha * _settings(shaping, "alpha_by_domain").get(domain, 1.0)
 
 
 def check_weights(shaping: ShapingConfig, domain: str) -> Mapping[str, float]:
-    """Weights of the kinds of checks in a domain. A kind that ``weights_by_domain`` does not name
-    for it has the weight that it has everywhere."""
+    """Weights of the kinds of checks in a domain. Kinds without an entry in ``weights_by_domain``
+    have their general weight."""
     return _settings(shaping, "weights") | _own_weights(shaping).get(domain, {})
 
 
 def check_settings(
     shaping: ShapingConfig, domains: Collection[str], kinds: Collection[str] | None = None
 ) -> None:
-    """Refuse settings of domains, and weights of kinds of checks, that an environment does not
-    have: they would count for nothing, and nobody would see it.
+    """Refuse settings of unknown domains, and weights of unknown kinds of checks: they would have
+    no effect, unnoticed.
 
     Raises
     ------
     ConfigurationError
-        Names the field, and what there is.
+        Names the field, and the known names.
     """
     own, everywhere = _own_weights(shaping), _settings(shaping, "weights")
     named = [("alpha_by_domain", name) for name in _settings(shaping, "alpha_by_domain")]
@@ -183,7 +183,7 @@ def check_settings(
     for field, name in named:
         if name not in domains:
             raise _refused(
-                f"{field}` names {name!r}, which is no domain of the environment",
+                f"{field}` names {name!r}, which is not a domain of the environment",
                 f"one of: {', '.join(domains)}",
             )
     named = [("weights", k) for k in everywhere.keys() - _settings(ShapingConfig(), "weights")]
@@ -191,9 +191,9 @@ def check_settings(
     for field, name in named:
         if kinds is not None and name not in kinds:
             raise _refused(
-                f"{field}` names {name!r}, which is no kind of check of the environment",
+                f"{field}` names {name!r}, which is not a kind of check of the environment",
                 f"kinds among {', '.join(kinds)}; a weight for one of its domains "
-                f"({', '.join(domains)}) stands in {_SHAPING}.weights_by_domain, as "
+                f"({', '.join(domains)}) belongs in {_SHAPING}.weights_by_domain, as "
                 "DOMAIN.KIND=WEIGHT",
             )
 
@@ -230,12 +230,12 @@ def _refused(what: str, expected: str) -> ConfigurationError:
     return ConfigurationError(f"`{_SHAPING}.{what}.", expected=expected, fix=fix)
 
 
-#: Environments that go by a name alone.
+#: Environments with a name alone.
 SHIPPED = ("desk", "tau2")
 
 
 def check_name(name: str) -> None:
-    """Refuse what ``environment.name`` cannot be; whether there is such a file is seen later.
+    """Refuse an impossible ``environment.name``; whether the file exists is checked later.
 
     Raises
     ------

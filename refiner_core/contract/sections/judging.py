@@ -1,4 +1,4 @@
-"""Sections `reward` and `judge`: how an answer becomes a number, and who scores it."""
+"""Sections `reward` and `judge`: the score of an answer, and its judge."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from refiner_core.contract.marks import STRICT, added, execution, identity, section
 from refiner_core.contract.sections.steering import Resources
 
-#: Judges that are word overlap, the default first: see :mod:`refiner_core.judges.lexical`.
+#: Judges by word overlap, the default first: see :mod:`refiner_core.judges.lexical`.
 LEXICAL_MODELS = ("lexical-1", "lexical-loose-1")
 
 
@@ -49,8 +49,8 @@ class RewardConfig:
 class ServeConfig:
     """A judge's server that refiner starts, shares and ends by itself.
 
-    Nothing here changes what a judgement is, so that stages do not run again because their judge is
-    served elsewhere; servers are shared by those who would start the same one.
+    None of its fields changes a judgement, so stages do not run again because their judge is
+    served elsewhere; runs that would start the same server share one.
     """
 
     engine: Literal["none", "vllm", "transformers", "command"] = execution(

@@ -1,4 +1,4 @@
-"""Section `publish`: which checkpoints go where, and with what card."""
+"""Section `publish`: which checkpoints are published where, and with what card."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from refiner_core.contract.sections.steering import Resources
 
 @dataclass(frozen=True, config=STRICT)
 class PublishConfig:
-    """Which checkpoints go where, and with what card.
+    """Which checkpoints are published where, and with what card.
 
-    `which`, `steps` and `evaluate` say which publications there are, not what one of them is, so
-    they invalidate nothing that is published already.
+    `which`, `steps` and `evaluate` determine which publications exist, not their definitions, so
+    they invalidate no existing publication.
     """
 
     target: Literal["folder", "hub"] = identity("folder", doc="a folder in Hub layout, or the Hub")
@@ -70,8 +70,8 @@ class PublishConfig:
     resources: Resources = section(Resources, doc="resources of the publish job")
 
 
-#: Licences that the Hub knows; it refuses a card with another. One that is not on its list is
-#: ``other``, and its text stands in the card (``publish.card_template``).
+#: Licences known to the Hub; it refuses a card with another one. A licence that is not listed is
+#: ``other``, with its text in the card (``publish.card_template``).
 _OF_THE_HUB = (
     "apache-2.0 mit afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear "
     "ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0 isc "

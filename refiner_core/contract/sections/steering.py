@@ -1,4 +1,4 @@
-"""Sections that only steer a run: jobs and their resources, tracking, disk, notifications.
+"""Sections that only control a run: jobs and their resources, tracking, disk, notifications.
 
 Every field is execution: none changes what is computed.
 """
@@ -29,7 +29,7 @@ class Resources:
 
 @dataclass(frozen=True, config=STRICT)
 class TrackingConfig:
-    """W&B as a sink; our own JSON lines are the truth."""
+    """W&B as a sink; our own JSON lines are authoritative."""
 
     wandb: Literal["offline", "online", "disabled"] = execution("offline", doc="W&B mode")
     project: str = execution("refiner", doc="W&B project")
@@ -42,11 +42,11 @@ class TrackingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class RetryConfig:
-    """How many attempts in a row may end in a failure class without getting further.
+    """How many attempts in a row may end in a failure class without progress.
 
-    An attempt that got further (the next one went on from a later checkpoint) clears the count; -1
+    An attempt with progress (the next one resumed from a later checkpoint) resets the count; -1
     is no limit. Classes that are not named here (bad configuration, bad data, not finite,
-    cancelled) are never tried again.
+    cancelled) are never retried.
     """
 
     preempted: int = execution(-1, ge=-1, doc="the scheduler gave the node to somebody else")
@@ -193,10 +193,9 @@ Channel = Literal["command", "url"]
 
 @plain_dataclass(frozen=True)
 class Alarm:
-    """One way in which a message goes out.
+    """One channel of a message.
 
-    ``what`` is a shell command, or the name of the environment variable or the path of the file
-    that holds addresses.
+    ``what`` is a shell command, or the environment variable or file that holds addresses.
     """
 
     channel: Channel
@@ -204,12 +203,12 @@ class Alarm:
 
     @property
     def name(self) -> str:
-        """In records and messages."""
+        """Name in records and messages."""
         return self.channel if self.channel == "command" else self.what
 
 
 def alarms_of(notify: NotifyConfig) -> tuple[Alarm, ...]:
-    """The channels of a recipe; none where it is quiet."""
+    """The channels of a recipe; none if it sends no notifications."""
     command = [Alarm("command", notify.command)] if notify.command is not None else []
     names = [*notify.urls, *([notify.webhook] if notify.webhook is not None else [])]
     return (*command, *(Alarm("url", name) for name in dict.fromkeys(names)))
@@ -219,20 +218,20 @@ _ADDRESS = re.compile(r"(?i)\bhttps?://")
 
 
 def check_places(field: str, names: Iterable[str]) -> None:
-    """Refuse an address where the place that holds it is to be named."""
+    """Refuse an address in place of the name of its variable or file."""
     if not all(map(is_place, names)):
         raise ConfigurationError(
-            f"`{field}` has an address in it, or something else that is no name of a variable.",
+            f"`{field}` has an address in it, or something else that is no variable name.",
             expected="the name of the environment variable, or the path (from / or ~/) of the "
-            "file, that holds the address: it is often a secret, and would stand in every "
+            "file, that holds the address: it is often a secret, and would be part of every "
             "record of the run",
             fix="export MY_HOOK=…, and name MY_HOOK here",
         )
 
 
 def check_notify(notify: NotifyConfig) -> None:
-    """Refuse a `notify` section that cannot work, or that would put an address into records. What
-    is wrong with it is not repeated: it may be a secret."""
+    """Refuse an invalid `notify` section, or one that would put an address into records. The value
+    is not repeated: it may be a secret."""
     check_places("notify.urls", notify.urls)
     check_places("notify.webhook", (notify.webhook or "URL",))
     command = notify.command
@@ -240,7 +239,7 @@ def check_notify(notify: NotifyConfig) -> None:
         raise ConfigurationError(
             "`notify.command` is empty, or has an address in it.",
             expected="a shell command, which gets the message as JSON on its standard input, and "
-            "no address: it stands in every record of the run, and who reads it can often post",
+            "no address: it is part of every record of the run, and its readers could often post",
             fix="set e.g. notify.command='cat >> ~/told.jsonl', or export MY_WEBHOOK=…, and write "
             '"$MY_WEBHOOK" in the command, in single quotes',
         )
@@ -253,5 +252,5 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 def is_place(name: str) -> bool:
     """Whether this names a variable or, from the root or home, a file: addresses are often secrets,
-    and stand in no recipe."""
+    and do not belong into a recipe."""
     return bool(VARIABLE.fullmatch(name)) or (name.startswith(("/", "~/")) and "://" not in name)

@@ -1,7 +1,7 @@
 """Sections of the stages that sample and train: `sft`, `rft`, `sample`, `grpo`.
 
-Names are those of the reference trainer where it has one (open-instruct's GRPO), and of torchrun
-and DeepSpeed where those are meant.
+Names are those of the reference trainer (open-instruct's GRPO) where it has one, and of torchrun
+and DeepSpeed for their settings.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pydantic.dataclasses import dataclass
 from refiner_core.contract.marks import OFF, STRICT, added, execution, identity, section
 from refiner_core.contract.sections.steering import Resources
 
-#: What follows from a finding: a line in the log and the metrics; the update is not made; the stage
+#: Reaction to a finding: a line in the log and the metrics; the update is skipped; the stage
 #: ends, and can be resumed from the checkpoint before the step.
 HealthPolicy = Annotated[Literal["off", "warn", "skip", "stop"], OFF]
 
 
 @dataclass(frozen=True, config=STRICT)
 class HealthConfig:
-    """What is watched at every step, and what follows: `off`, `warn`, `skip` (the update is not
-    made), `stop` (resumable). A check's policy and limits are part of what a stage is only where
-    the policy is `skip`: a skipped update is another result, a warning or a stop is none.
+    """Checks of every step, and their reaction: `off`, `warn`, `skip` (the update is skipped),
+    `stop` (resumable). A check's policy and limits are part of a stage's identity only if the
+    policy is `skip`: a skipped update changes the result, a warning or a stop does not.
     """
 
     not_finite: Literal["skip", "stop"] = added(
@@ -61,8 +61,8 @@ class HealthConfig:
 class RolloutServerConfig:
     """vLLM servers that a GRPO stage starts on its own nodes, as children of its attempt.
 
-    They are reached over HTTP and live in an environment of their own; weights go to them at every
-    step. How many there are is `grpo.vllm_num_engines`.
+    They are reached over HTTP and have an environment of their own; they get new weights at every
+    step. `grpo.vllm_num_engines` is their number.
     """
 
     python: str | None = execution(
@@ -108,7 +108,7 @@ class RolloutServerConfig:
     )
 
 
-#: Fields of more than one section.
+#: Fields shared by several sections.
 _FIRST_SAVE = execution(
     None, ge=1, doc="save after this step, too: a sweep's first trial shows early what a save takes"
 )
@@ -205,7 +205,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class CurriculumConfig:
-    """Advantages of tasks that teach little weigh less, by the success seen so far in training."""
+    """Lower weights for the advantages of tasks that teach little, by their success so far."""
 
     enabled: bool = added(False, doc="weigh tasks by their success rate")
     min_attempts: int = added(5, ge=1, doc="attempts at a task before it is weighed")
