@@ -250,7 +250,7 @@ def test_a_checkpoint_that_it_cannot_go_on_from_is_named_and_stays(tmp_path: Pat
     )
     outcome = story.attempt()
     assert outcome.failure == "bug", story.log
-    assert "if it cannot go on from" in story.log
+    assert "if it cannot resume from" in story.log
     assert sorted(p.name for p in story.work.iterdir()) == before
 
 
@@ -282,7 +282,7 @@ def test_what_an_earlier_trainer_left_running_is_ended_before_the_next_one_start
     stale = subprocess.Popen(["sleep", "600"], env=settings, start_new_session=True)
     assert story.attempt().failure == "none", story.log
     assert stale.wait(5) == -signal.SIGKILL
-    assert "had left" in story.log
+    assert "left by an earlier" in story.log
 
 
 def test_a_stop_is_passed_on_and_the_trainer_saves(tmp_path: Path, undisturbed: str) -> None:

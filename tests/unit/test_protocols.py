@@ -163,9 +163,9 @@ def test_text_of_a_shell_comes_through_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("grpo: {beta: 0.1}", "`grpo.beta`, which is no matter of measuring"),
-        ("sft: {learning_rate: 1.0}", "`sft.learning_rate`, which is no matter of measuring"),
-        ("evaluate: {models: [sft]}", "`evaluate.models`, which is no matter of measuring"),
+        ("grpo: {beta: 0.1}", "`grpo.beta`, which does not concern measuring"),
+        ("sft: {learning_rate: 1.0}", "`sft.learning_rate`, which does not concern measuring"),
+        ("evaluate: {models: [sft]}", "`evaluate.models`, which does not concern measuring"),
         ("evaluate: {decodng: [greedy]}", "Did you mean 'evaluate.decoding'"),
         ("evaluate: {num_samples: many}", "Under protocol mine: `evaluate.num_samples` is 'many'"),
         ("evaluate: {num_samples: 0}", "Under protocol mine: `evaluate.num_samples` is 0"),
