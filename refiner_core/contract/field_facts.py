@@ -106,7 +106,7 @@ def field_paths() -> tuple[str, ...]:
 @functools.cache
 def sections() -> dict[str, str]:
     """Every section, nested ones included, with its documentation; :data:`TOP` first."""
-    return {TOP: "what belongs to no section", **dict(_sections(RecipeConfig, ""))}
+    return {TOP: "fields outside of sections", **dict(_sections(RecipeConfig, ""))}
 
 
 def _sections(kind: type, prefix: str) -> Iterable[tuple[str, str]]:
@@ -222,15 +222,15 @@ def _notes(path: str) -> tuple[str, ...]:
     checks = " or ".join(f"{section}.{name}" for name in HEALTH_CHECKS_OF.get(leaf, (leaf,)))
     of_episodes, of_agents = _is_of_episodes(path), path.startswith("environment.")
     notes = {
-        "it says which stages there are, not what one of them is": path in NOT_IN_A_STAGE,
+        "it determines which stages exist, not their identity": path in NOT_IN_A_STAGE,
         "of the stage `publish-best` only": path in ONLY_OF_THE_BEST,
-        "what counts is the content that it names, not where that lies": path in NAMED_BY_SOURCE,
-        "of a file, its content counts, not where it lies": path in SHIPPED_OR_FILE,
+        "only the content that it names counts, not its place": path in NAMED_BY_SOURCE,
+        "of a file, only its content counts, not its place": path in SHIPPED_OR_FILE,
         "with judge.kind=openai only": path in ONLY_OF_A_SERVED_JUDGE,
         f"only where {checks} is `skip`: nothing else changes what is trained": section.endswith(
             ".health"
         ),
-        "an evaluation's only where it is of episodes, with environment.name": of_episodes,
+        "in an evaluation only if it is of episodes, with environment.name": of_episodes,
         "only where environment.name is set": of_agents
         and not of_episodes
         and path != "environment.name",

@@ -38,12 +38,14 @@ class CommandConfig:
     run: str = identity("", doc="the shell command that trains")
     version: str = identity("", doc="a name for the script's state, when its text is not in `run`")
     adopted: str = identity(
-        "", doc="digest of the weights that `refiner adopt` has taken over, in the place of `run`"
+        "", doc="digest of the weights adopted by `refiner adopt`, instead of `run`"
     )
-    env: tuple[str, ...] = identity((), doc="settings for it, `NAME=VALUE` each; no secrets")
-    workdir: str | None = execution(None, doc="folder it starts in; none is where `refiner` ran")
+    env: tuple[str, ...] = identity(
+        (), doc="its environment variables, `NAME=VALUE` each; no secrets"
+    )
+    workdir: str | None = execution(None, doc="its working directory; none is that of `refiner`")
     resume_arguments: str = execution(
-        "", doc="what `{resume}` becomes from the second start on, e.g. `--resume {checkpoint}`"
+        "", doc="value of `{resume}` from the second start on, e.g. `--resume {checkpoint}`"
     )
     checkpoints: str = execution(
         "checkpoint-*", doc="pattern of its checkpoint folders or files, below `{output}`"
@@ -53,13 +55,13 @@ class CommandConfig:
     )
     complete: str = execution(
         "weights",
-        doc="when a checkpoint counts: `weights` (every shard can be read, and it has what its "
-        "siblings have), `file:NAME` (that file is there), or `quiet:SECONDS` (unchanged for so "
+        doc="when a checkpoint counts: `weights` (all shards are readable, and it has the files of its "
+        "siblings), `file:NAME` (that file exists), or `quiet:SECONDS` (unchanged for so "
         "long)",
     )
-    keep: int = execution(2, ge=1, doc="complete checkpoints kept when room is short, at least 1")
+    keep: int = execution(2, ge=1, doc="complete checkpoints kept when space is short, at least 1")
     heartbeat: Literal["output", "files"] = execution(
-        "output", doc="sign of life: something printed, or something written below `{output}`"
+        "output", doc="sign of life: printed output, or a write below `{output}`"
     )
     progress_pattern: str = execution(
         r"[Ss]tep[ :=]+(?P<step>\d+)(?:\s*/\s*(?P<total>\d+))?",
@@ -71,12 +73,12 @@ class CommandConfig:
     companions: str = identity(
         "",
         doc="folder with the config and tokenizer that exports lack; `{model}` is the model that "
-        "it starts from",
+        "training starts from",
     )
     stop_signal: Literal["TERM", "INT", "USR1", "USR2"] = execution(
         "TERM", doc="signal that asks it to save and end"
     )
-    needs_network: bool = execution(False, doc="whether it must run where the internet is")
+    needs_network: bool = execution(False, doc="whether it needs the internet")
     resources: Resources = section(Resources, doc="resources of its job")
 
 

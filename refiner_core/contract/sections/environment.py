@@ -28,16 +28,16 @@ class UserConfig:
     model: str = added(
         "",
         doc="model of the simulated user at an OpenAI-compatible endpoint; empty is the "
-        "environment's own scripted user, where it has one",
+        "environment's own scripted user, if it has one",
     )
     base_url: str = execution("", doc="its endpoint, e.g. `http://127.0.0.1:8000/v1`")
     api_key_env: str = execution(
-        "OPENAI_API_KEY", doc="environment variable that holds its key; a key stands nowhere else"
+        "OPENAI_API_KEY", doc="environment variable with its key; the only place for a key"
     )
     temperature: float = added(0.7, ge=0, le=10, doc="its sampling temperature")
     max_tokens: int = added(512, ge=1, doc="longest message of the user (tokens)")
-    timeout_s: float = execution(60.0, gt=0, doc="how long one request may take, seconds")
-    max_retries: int = execution(5, ge=0, doc="tries after a first one that failed")
+    timeout_s: float = execution(60.0, gt=0, doc="deadline of one request, seconds")
+    max_retries: int = execution(5, ge=0, doc="retries of a failed request")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -47,7 +47,7 @@ class ShapingConfig:
 
     alpha: float = added(0.25, ge=0, doc="weight of partial credit in training")
     alpha_by_domain: tuple[str, ...] = added(
-        (), doc="factors on alpha by domain, `NAME=FACTOR` each; 1 where none"
+        (), doc="factors on alpha by domain, `NAME=FACTOR` each; default 1"
     )
     weights: tuple[str, ...] = added(
         ("action=0.5", "communicate=0.15", "environment=0.35"),
@@ -64,18 +64,18 @@ class EnvironmentConfig:
 
     name: str = added(
         "",
-        doc="`desk` (shipped), `tau2` (where it is installed), or FILE.py:NAME of your own; empty "
-        "is the refiner's task without tools",
+        doc="`desk` (shipped), `tau2` (if installed), or FILE.py:NAME of your own; empty is "
+        "refiner's task without tools",
     )
-    domains: tuple[str, ...] = added((), doc="domains that are used; none is all")
+    domains: tuple[str, ...] = added((), doc="domains in use; none is all")
     train_split: str = added("train", doc="split of the training tasks")
     test_split: str = added("test", doc="split of the held-out tasks")
-    tasks: str | None = added(None, doc="file of tasks in the place of the environment's own")
+    tasks: str | None = added(None, doc="file of tasks instead of the environment's own")
     max_train_tasks: int | None = added(None, ge=1, doc="use at most this many training tasks")
     demonstrations: int = added(
         0,
         ge=0,
-        doc="demonstrations that the environment's own expert makes for SFT, where it has one and "
+        doc="demonstrations by the environment's own expert for SFT, if it has one and "
         "data.sft_path names no file",
     )
     flawed_demonstrations: float = added(
@@ -83,43 +83,43 @@ class EnvironmentConfig:
     )
     max_turns: int = added(100, ge=1, doc="turns of the agent in an episode")
     repairs: Literal[0, 1] = added(
-        1, doc="further attempts, at temperature 0, at a turn that is no tool call"
+        1, doc="retries, at temperature 0, of a turn that is not a tool call"
     )
     unparsable: Literal["failure", "exclude"] = added(
         "failure",
-        doc="an episode that ends with a turn that is no tool call: a failure, or left out of "
-        "training as the reference does (survivorship bias); in evaluation it is a failure",
+        doc="an episode that ends with a turn that is not a tool call: a failure, or left out of "
+        "training as in the reference (survivorship bias); in evaluation it is a failure",
     )
     max_argument_bytes: int = added(
         65536, ge=16, doc="a tool call with longer arguments is refused, bytes"
     )
     nl_assertions: Literal["exclude", "judge"] = added(
         "exclude",
-        doc="assertions in plain language: left out of the reward, which is said, or asked of the "
+        doc="assertions in plain language: left out of the reward, with a note, or decided by the "
         "recipe's judge",
     )
     schedule: Literal["auto", "ordered", "eager"] = added(
         "auto",
-        doc="when a turn begins: `ordered`, at a step of decoding that the episodes alone decide "
-        "(bitwise repeatable); `eager`, as soon as its tools have answered; `auto`: ordered where "
+        doc="when a turn begins: `ordered`, at a step of decoding that only the episodes determine "
+        "(bitwise repeatable); `eager`, as soon as its tools have answered; `auto`: ordered if "
         "the environment is deterministic",
     )
     turn_timeout_s: float = execution(
         300.0,
         gt=0,
-        doc="how long tools and user may take over one turn before that is an error of the "
+        doc="limit for tools and user in one turn, beyond which it is an error of the "
         "infrastructure, seconds",
     )
     episode_timeout_s: float = execution(
-        3600.0, gt=0, doc="the same of a whole episode, without the model's own turns, seconds"
+        3600.0, gt=0, doc="limit for a whole episode, without the model's own turns, seconds"
     )
-    workers: int = execution(16, ge=1, le=4096, doc="tools and users that are at work at a time")
+    workers: int = execution(16, ge=1, le=4096, doc="tools and users that run at a time")
     max_error_share: float = execution(
         0.5,
         ge=0,
         le=1,
-        doc="share of a step's (or an evaluation's) episodes that errors of the infrastructure may "
-        "end before the stage stops, resumable",
+        doc="largest share of a step's (or an evaluation's) episodes that end by errors of the "
+        "infrastructure, before the stage stops, resumable",
     )
     user: UserConfig = section(UserConfig, doc="the user in training")
     shaping: ShapingConfig = section(ShapingConfig, doc="partial credit")

@@ -27,44 +27,41 @@ class PublishConfig:
     )
     which: Literal["final", "every-save", "best", "listed"] = added(
         "final",
-        doc="checkpoints that are published: the last, every saved one, the best by an evaluation, "
-        "or `steps`; all but the last while training goes on",
+        doc="checkpoints to publish: the last, every saved one, the best by an evaluation, or "
+        "`steps`; all but the last during training",
     )
     steps: tuple[int, ...] = added((), doc="with which=listed: the steps")
     evaluate: bool = added(True, doc="evaluate each published step for its card")
     best_metric: str = added("reward", doc="with which=best: the metric that decides")
     best_decoding: Literal["greedy", "sampled"] = added(
-        "greedy", doc="with which=best: the decoding that it is taken from"
+        "greedy", doc="with which=best: the decoding of that metric"
     )
     per_step: Literal["tag", "branch", "repository"] = added(
         "tag",
-        doc="how steps share a repository: `tag` (main moves on, each step keeps a tag), `branch` "
-        "(each step has one), `repository` (each has its own: {step} in repo_id)",
+        doc="how steps share a repository: `tag` (main moves forward, each step has a tag), "
+        "`branch` (each step has one), `repository` (each has its own: {step} in repo_id)",
     )
-    replace: bool = execution(
-        False, doc="put this run's weights in the place of another run's in the same repository"
-    )
+    replace: bool = execution(False, doc="replace another run's weights in the same repository")
     malformed: bool = execution(
-        False, doc="publish a trained model none of whose answers was well formed, too"
+        False, doc="publish a trained model even if none of its answers was well formed"
     )
     private: bool = identity(True, doc="Hub only: create the repository private")
     license: str = identity("apache-2.0", doc="licence in the card's front matter")
     files: tuple[str, ...] = added(
         (),
-        doc="patterns of the exported files that go along (README.md always does); none: all that "
-        "a model needs",
+        doc="patterns of the exported files to publish (README.md always is); none: all that a "
+        "model needs",
     )
     card_template: str | None = added(
         None,
-        doc="a Jinja file to make the card from, which goes along in refiner.json; none is the "
-        "shipped one",
+        doc="a Jinja file to make the card from, stored in refiner.json; none is the shipped one",
     )
     request_timeout_s: float = execution(60.0, doc="Hub only: deadline of one small request")
     patience_s: float = execution(
-        300.0, doc="Hub only: how long one attempt bears rate limits and outages before it pauses"
+        300.0, doc="Hub only: limit of waiting for rate limits and outages in one attempt, seconds"
     )
     price_per_gpu_hour: float | None = execution(
-        None, doc="what a GPU costs an hour, for the card's cost; none: GPU-hours alone"
+        None, doc="price of a GPU-hour, for the card's cost; none: GPU-hours alone"
     )
     currency: str = execution("USD", doc="currency of `price_per_gpu_hour`")
     resources: Resources = section(Resources, doc="resources of the publish job")

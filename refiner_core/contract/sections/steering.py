@@ -35,9 +35,9 @@ class TrackingConfig:
     project: str = execution("refiner", doc="W&B project")
     entity: str | None = execution(None, doc="W&B entity; none is your default")
     group: str | None = execution(
-        None, doc="W&B group; none is the recipe, and of a sweep's trials the sweep"
+        None, doc="W&B group; none is the recipe, or for a sweep's trials the sweep"
     )
-    notes: str = execution("", doc="what to remember of the run: `refiner status` and W&B show it")
+    notes: str = execution("", doc="notes on the run, shown by `refiner status` and W&B")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -49,12 +49,12 @@ class RetryConfig:
     cancelled) are never retried.
     """
 
-    preempted: int = execution(-1, ge=-1, doc="the scheduler gave the node to somebody else")
+    preempted: int = execution(-1, ge=-1, doc="the scheduler gave the node to another job")
     time_limit: int = execution(2, ge=-1, doc="the job's time was up")
     node_failure: int = execution(10, ge=-1, doc="the node died; it is avoided from then on")
     launch_failure: int = execution(5, ge=-1, doc="the scheduler could not start the job")
     system_outage: int = execution(-1, ge=-1, doc="the scheduler or the file system did not answer")
-    killed: int = execution(2, ge=-1, doc="the worker was gone without a word")
+    killed: int = execution(2, ge=-1, doc="the worker was gone without an outcome")
     hung: int = execution(2, ge=-1, doc="no progress for `dispatch.hung_after_s`")
     out_of_memory: int = execution(1, ge=-1, doc="the host's memory did not suffice")
     gpu_out_of_memory: int = execution(1, ge=-1, doc="the GPU's memory did not suffice")
@@ -62,13 +62,13 @@ class RetryConfig:
         3, ge=-1, doc="CUDA or NCCL failed; the node is avoided from then on"
     )
     disk_full: int = execution(
-        -1, ge=-1, doc="no room (it waits for room first, see `disk.wait_min`)"
+        -1, ge=-1, doc="no space (it waits for space first, see `disk.wait_min`)"
     )
     judge_outage: int = execution(20, ge=-1, doc="the judge did not answer often enough")
     judge_unusable: int = execution(
         1,
         ge=-1,
-        doc="the judge's answers were no judgements (another scale, no score, cut by length)",
+        doc="the judge's answers were not judgements (another scale, no score, cut by length)",
     )
     environment_outage: int = execution(
         20, ge=-1, doc="an environment or its user failed in too many episodes"
@@ -76,9 +76,7 @@ class RetryConfig:
     hub_outage: int = execution(
         20, ge=-1, doc="the Hub did not answer, or asked to wait for too long"
     )
-    bug: int = execution(
-        1, ge=-1, doc="an error that no rule knows; the same one at one step stops"
-    )
+    bug: int = execution(1, ge=-1, doc="an unknown error; the same one twice at one step stops")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -91,7 +89,7 @@ class DispatchConfig:
     profile: str | None = execution(
         None, doc="the cluster: a shipped profile's name or a YAML file (with executor=slurm)"
     )
-    poll_s: float = execution(0.5, ge=0, doc="seconds between looks at the workspace, at least")
+    poll_s: float = execution(0.5, ge=0, doc="least seconds between checks of the workspace")
     scheduler_poll_s: float = execution(10.0, gt=0, doc="seconds between queries to the scheduler")
     grace_s: float = execution(60.0, ge=0, doc="seconds a job gets to save after a request to stop")
     heartbeat_timeout_s: float = execution(
@@ -104,8 +102,8 @@ class DispatchConfig:
     nice: int = execution(
         10,
         ge=0,
-        doc="how far local jobs that export, publish, or evaluate a step give way to training "
-        "(0: not at all, 19: most)",
+        doc="niceness of local jobs that export, publish, or evaluate a step, in favour of "
+        "training (0: none, 19: most)",
     )
     backoff_s: float = execution(
         30.0, ge=0, doc="pause before an attempt after a judge outage or launch failure; doubles"
@@ -119,7 +117,7 @@ class DiskConfig:
 
     probe: str = execution(
         "auto",
-        doc="how room is measured: `auto`, `statvfs`, `quota`, `xfs`, `btrfs`, "
+        doc="how free space is measured: `auto`, `statvfs`, `quota`, `xfs`, `btrfs`, "
         "`lustre`, `gpfs`, or `command:PROGRAM ARGUMENTS`",
     )
     pattern: str | None = execution(
@@ -129,31 +127,31 @@ class DiskConfig:
     )
     limit_gb: float | None = execution(None, doc="a limit of your own for the workspace, GiB")
     inode_limit: int | None = execution(None, doc="a limit of your own on files and folders")
-    margin_gb: float = execution(0.0, ge=0, doc="room that is always left free, GiB")
-    watch_s: float = execution(30.0, gt=0, doc="seconds between looks at the room that is left")
+    margin_gb: float = execution(0.0, ge=0, doc="space that is always left free, GiB")
+    watch_s: float = execution(30.0, gt=0, doc="seconds between checks of free space")
     warn_share: float = execution(0.9, ge=0, le=1, doc="warn when more than this share is used")
-    reclaim: bool = execution(True, doc="delete what the policy allows when there is too little")
+    reclaim: bool = execution(True, doc="delete what the policy allows when space is short")
     wait_min: float = execution(
         1440.0,
         ge=0,
-        doc="minutes that a paused stage waits for room before it is given up (resumable)",
+        doc="minutes that a paused stage waits for space before it is given up (resumable)",
     )
     too_small: Literal["refuse", "wait"] = execution(
         "refuse",
-        doc="a run whose checkpoints an empty disk or quota would not hold: `refuse` it before "
-        "anything starts, or let it `wait` for a larger one",
+        doc="a run whose checkpoints exceed an empty disk or quota: `refuse` it before anything "
+        "starts, or let it `wait` for a larger one",
     )
     hold_s: float = execution(
         60.0,
         ge=0,
-        doc="seconds that a running job waits for room before a save, then it ends resumable",
+        doc="seconds that a running job waits for space before a save, then it ends resumable",
     )
     ledger: str | None = execution(
         None, doc="folder of the reservations, to share it between workspaces on one quota"
     )
     watch_caches: tuple[str, ...] = execution(
         ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "WANDB_DIR"),
-        doc="environment variables (or paths) of caches that fill the same quota; `refiner disk` "
+        doc="environment variables (or paths) of caches on the same quota; `refiner disk` "
         "shows them, their own tools empty them (`hf cache prune`)",
     )
 
@@ -164,8 +162,8 @@ class NotifyConfig:
 
     on: tuple[Literal["finished", "failed", "paused", "stopped"], ...] = execution(
         ("finished", "failed", "paused"),
-        doc="what is told of: it is `finished`; it has `failed`; a stage is `paused` (no room, "
-        "an outage); it was `stopped` on request",
+        doc="events to report: the run is `finished`; it has `failed`; a stage is `paused` (no "
+        "space, an outage); it was `stopped` on request",
     )
     urls: tuple[str, ...] = execution(
         (),
@@ -178,13 +176,13 @@ class NotifyConfig:
         "REFINER_TITLE, REFINER_TEXT, …",
     )
     webhook: str | None = execution(
-        None, doc="former name of `urls`, for one variable; goes with the next version"
+        None, doc="former name of `urls`, for one variable; removed in the next version"
     )
     after_min: float = execution(
-        0.0, ge=0, doc="stay quiet about what ends within so many minutes: somebody watches it"
+        0.0, ge=0, doc="send nothing for runs that end within so many minutes (being watched)"
     )
     pause_min: float = execution(
-        1.0, ge=0, doc="stay quiet about a pause that is over within so many minutes"
+        1.0, ge=0, doc="send nothing for pauses that end within so many minutes"
     )
 
 
