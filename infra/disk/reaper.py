@@ -299,7 +299,7 @@ def _delete_weights(workspace: Workspace, stage_id: str, weights: Weights, look:
     write_reclaimed(
         workspace.layout.stage(stage_id),
         weights.files,
-        why="room was short",
+        why="space was short",
         copy=copy.text,
         way_back=copy.way_back(weights.files, weights.folder),
     )

@@ -163,7 +163,7 @@ _KINDS = ("fetch", "export", "publish", "card")
 
 def gives_way(plan: Plan, stage: PlannedStage) -> bool:
     """Tell whether a stage's job gives way: it only moves bytes, or it evaluates a checkpoint that
-    was exported while training goes on."""
+    was exported during training."""
     if stage.kind in _KINDS:
         return True
     source = plan.by_name.get(stage.inputs.get("weights", ""))

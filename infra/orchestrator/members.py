@@ -101,7 +101,7 @@ class Member(Diary):
         self.holds = Holds(plan, workspace.layout)
         self.leases = CallLeases(workspace, run.run, clock)
         self.outage = Outage(plan.config.dispatch.poll_s, clock, self.note)
-        #: What was done when it began; None before the first look.
+        #: What was done when it began; None before the first round.
         self.done_before: frozenset[str] | None = None
         #: Stages that a user has cancelled, by id.
         self.cancelled: dict[str, StopWish] = {}

@@ -366,7 +366,7 @@ class _Step:
     def _open_attempt(self, stage: PlannedStage, last: Attempt) -> Action:
         seen = self.observed.attempts.get(stage.id)
         if seen is None or seen.number != last.number:
-            return Wait(stage, "not looked at yet", last.number)
+            return Wait(stage, "not observed yet", last.number)
         if seen.sight == "unknown":
             return Wait(stage, seen.note or "its state is not known", last.number, unseen=True)
         if seen.sight == "live" and seen.held:

@@ -46,7 +46,7 @@ _OURS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Place of jobs in the cluster; Slurm decides what is none.
+    """Place of jobs in the cluster; Slurm chooses what is not set.
 
     Attributes
     ----------

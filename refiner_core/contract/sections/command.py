@@ -43,7 +43,7 @@ class CommandConfig:
     env: tuple[str, ...] = identity(
         (), doc="its environment variables, `NAME=VALUE` each; no secrets"
     )
-    workdir: str | None = execution(None, doc="its working directory; none is that of `refiner`")
+    workdir: str | None = execution(None, doc="its working directory; default: that of `refiner`")
     resume_arguments: str = execution(
         "", doc="value of `{resume}` from the second start on, e.g. `--resume {checkpoint}`"
     )
@@ -55,7 +55,7 @@ class CommandConfig:
     )
     complete: str = execution(
         "weights",
-        doc="when a checkpoint counts: `weights` (all shards are readable, and it has the files of its "
+        doc="when a checkpoint counts: `weights` (readable shards, and the files of its "
         "siblings), `file:NAME` (that file exists), or `quiet:SECONDS` (unchanged for so "
         "long)",
     )

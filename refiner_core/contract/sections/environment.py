@@ -67,7 +67,7 @@ class EnvironmentConfig:
         doc="`desk` (shipped), `tau2` (if installed), or FILE.py:NAME of your own; empty is "
         "refiner's task without tools",
     )
-    domains: tuple[str, ...] = added((), doc="domains in use; none is all")
+    domains: tuple[str, ...] = added((), doc="domains in use; default: all")
     train_split: str = added("train", doc="split of the training tasks")
     test_split: str = added("test", doc="split of the held-out tasks")
     tasks: str | None = added(None, doc="file of tasks instead of the environment's own")

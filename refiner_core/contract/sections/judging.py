@@ -65,7 +65,7 @@ class ServeConfig:
     )
     python: str | None = execution(
         None,
-        doc="interpreter of the engine's environment; none is the first `vllm` (or "
+        doc="interpreter of the engine's environment; default: the first `vllm` (or "
         "`transformers`) command on PATH after `setup`",
     )
     setup: tuple[str, ...] = execution(

@@ -19,7 +19,7 @@ class PublishConfig:
     """
 
     target: Literal["folder", "hub"] = identity("folder", doc="a folder in Hub layout, or the Hub")
-    path: str | None = identity(None, doc="folder target; none is WORKSPACE/published")
+    path: str | None = identity(None, doc="folder target; default: WORKSPACE/published")
     repo_id: str = identity(
         "refiner/{recipe}-seed{seed}-{fingerprint}",
         doc="repository, OWNER/NAME on the Hub; may use {recipe}, {seed}, {step} and {fingerprint} "
@@ -54,7 +54,7 @@ class PublishConfig:
     )
     card_template: str | None = added(
         None,
-        doc="a Jinja file to make the card from, stored in refiner.json; none is the shipped one",
+        doc="a Jinja file to make the card from, stored in refiner.json; default: the shipped one",
     )
     request_timeout_s: float = execution(60.0, doc="Hub only: deadline of one small request")
     patience_s: float = execution(

@@ -33,9 +33,9 @@ class TrackingConfig:
 
     wandb: Literal["offline", "online", "disabled"] = execution("offline", doc="W&B mode")
     project: str = execution("refiner", doc="W&B project")
-    entity: str | None = execution(None, doc="W&B entity; none is your default")
+    entity: str | None = execution(None, doc="W&B entity; default: that of your account")
     group: str | None = execution(
-        None, doc="W&B group; none is the recipe, or for a sweep's trials the sweep"
+        None, doc="W&B group; default: the recipe, or for a sweep's trials the sweep"
     )
     notes: str = execution("", doc="notes on the run, shown by `refiner status` and W&B")
 

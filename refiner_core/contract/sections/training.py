@@ -67,7 +67,7 @@ class RolloutServerConfig:
 
     python: str | None = execution(
         None,
-        doc="interpreter of vLLM's environment; none is the first `vllm` command on "
+        doc="interpreter of vLLM's environment; default: the first `vllm` command on "
         "PATH after `setup`",
     )
     setup: tuple[str, ...] = execution(
@@ -99,7 +99,7 @@ class RolloutServerConfig:
         None,
         gt=0,
         doc="largest difference of a fixed prompt's log-probabilities between server and trainer "
-        "after new weights; none is 1e-3 in float32 and 0.1 in bfloat16",
+        "after new weights; default: 1e-3 in float32 and 0.1 in bfloat16",
     )
     max_restarts: int = execution(
         3,
@@ -121,7 +121,7 @@ _ZERO_STAGE = execution(
 _PROCESSES = execution(
     None,
     ge=1,
-    doc="training processes per node (torchrun); none is one per GPU without a rollout server, "
+    doc="training processes per node (torchrun); default: one per GPU without a rollout server, "
     "and one on the CPU",
 )
 _OFFLOAD = execution(False, doc="keep optimiser state in host memory (ZeRO-1 to 3)")
