@@ -270,7 +270,7 @@ def _checked(
         whole[path] = now
     is_trainers = rule != "file" and (path / "training_args.bin").exists()
     if is_trainers and not (path / _TRAINER_STATE).exists():
-        return ForeignCheckpoint(step, path, f"there is no {_TRAINER_STATE}, which is saved last")
+        return ForeignCheckpoint(step, path, f"{_TRAINER_STATE} is missing, which is saved last")
     if rule == "file" and not signature(path / value)[1]:
         return ForeignCheckpoint(step, path, f"{value} is missing")
     if rule == "quiet" and (age := _age_s(path)) < float(value):

@@ -152,7 +152,7 @@ def refused(status: int, said: str, doing: str, repo_id: str) -> RefinerError:
     return HubRefused(
         what,
         expected="the Hub to accept the request",
-        fix="fix what it names; the same command tries again",
+        fix="correct what it names; the same command tries again",
     )
 
 

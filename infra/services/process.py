@@ -389,7 +389,7 @@ class ServerProcess(abc.ABC):
         if class_of_text(said) is not None and not (early and code in CANNOT_START):
             # Memory, a GPU, a full disk: classified by these words, so the rest names none of them.
             kind, expected = StageFailed, "a server that keeps running"
-            fix = "fix what its words name; then run the same command again"
+            fix = "correct what its words name; then run the same command again"
         elif early and (code in CANNOT_START or _MISTAKE.search(said)):
             kind, fix = ConfigurationError, f"correct {self.section}: python, setup or args"
             expected = "an existing command, arguments and model, with its weights on "

@@ -232,7 +232,7 @@ def test_a_stop_leaves_the_job_of_another_living_call_alone(workspace: Workspace
     campaign.request_stop("Ctrl-C")
     view = campaign.join()["data"]
     assert (view.state, view.exit_code) == ("interrupted", 6)
-    assert "goes on" in view.message
+    assert "continues" in view.message
     assert json.loads(other.communicate(timeout=PATIENCE_S)[0])["data"]["state"] == "done"
 
 

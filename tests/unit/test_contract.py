@@ -268,7 +268,7 @@ def test_inputs_come_before_the_stages_that_read_them() -> None:
         (("sft",), "`data` first"),
         (("data", "publish"), "beside `publish`"),
         (("command", "evaluate"), "`data` first"),
-        (("data", "sft", "command"), "starts from the model"),
+        (("data", "sft", "command"), "starts from the recipe"),
     ],
 )
 def test_impossible_stage_lists_are_refused(stages: Any, says: str) -> None:

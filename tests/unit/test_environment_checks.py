@@ -54,7 +54,7 @@ DESK = {"environment.name": "desk", "environment.demonstrations": 10}
         ({"environment.user.api_key_env": "sk-abc"}, "never the key itself"),
         ({"environment.name": "desks"}, r"There is no environment 'desks'.*`desk`, `tau2`"),
         ({"environment.name": "mine.py"}, "There is no environment"),
-        ({"environment.test_split": "train"}, r"`environment\.test_split` is 'train'.*share no"),
+        ({"environment.test_split": "train"}, r"`environment\.test_split` is 'train'.*without a common"),
         ({"evaluate.top_k": -1}, r"evaluate\.top_k"),
     ],
 )

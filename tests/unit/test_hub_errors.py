@@ -97,7 +97,7 @@ def test_a_stop_ends_a_wait() -> None:
         (409, "already exists", HubRefused, "409: already exists"),
         (422, "bad", HubRefused, "422: bad"),
         (499, "client closed", HubRefused, "499: client closed"),
-        (400, "bad", HubRefused, "fix what it names"),
+        (400, "bad", HubRefused, "correct what it names"),
         (408, "slow", HubOutage, "continues with the missing parts"),
         (425, "early", HubOutage, "continues with the missing parts"),
         (429, "too many", HubOutage, "continues with the missing parts"),
