@@ -170,7 +170,7 @@ _TOKEN_BYTES, _ROLLOUT_BYTES = 12, 2048
 _ROW_BYTES = 8 << 10  # of a prepared row
 #: Bytes of a parameter in the model's own type.
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
-#: Muon keeps one moment of hidden matrices where AdamW keeps two; the others are about an eighth.
+#: Muon keeps one moment of hidden matrices where AdamW keeps two; the rest is about an eighth.
 _MUON_SAVES = 3.5
 
 

@@ -172,7 +172,7 @@ _FLOAT = 4  # gradients are added up in float32, whatever the weights are
 _MOMENTS, _MASTERS = 8, 4
 #: Numbers exchanged at once by processes, in plain torch and under DeepSpeed.
 _BUCKET, _ZERO_BUCKET = 1 << 26, 200_000_000
-#: Muon keeps one moment of hidden matrices where AdamW keeps two; the others are about an eighth.
+#: Muon keeps one moment of hidden matrices where AdamW keeps two; the rest is about an eighth.
 _MUON_SAVES = 3.5
 #: Numbers kept per token and layer for the gradient: of the hidden and of the inner width.
 _KEPT_HIDDEN, _KEPT_INNER = 10, 4
