@@ -1,22 +1,23 @@
 """One local Prefect server per user and node: found, or started once, and reused by every run.
 
 In: the environment. Out: a :class:`ServerInfo` whose ``client_env`` lets a process that has *not
-yet imported Prefect* talk to it; or one clear refusal before anything is begun on it: it does not
-answer, wants another key, is of another major version, or is none. Only the last check imports
+yet imported Prefect* talk to it; or one clear refusal before it is used: it does not answer, wants
+another key, is of another major version, or is no Prefect server. Only the last check imports
 Prefect, whose client knows the user's profile, headers and certificates.
 
 Starting a server takes some ten seconds, so it outlives the run that started it. It listens on
-loopback only and asks for a key, because loopback is no protection on a shared node; the key is in
-a file of mode 0600, in the environment of the processes that need it, and in the link that a
-terminal is shown (:func:`terminal_link`), never in an argument list, a log or ``server.json``. Who
-has set ``PREFECT_API_URL`` gets that server and no other.
+loopback only and asks for a key, because loopback is no protection on a shared node. The key is in
+a file of mode 0600, in the environment of the processes that need it, and in the link printed on a
+terminal (:func:`terminal_link`), never in an argument list, a log or ``server.json``. With
+``PREFECT_API_URL``, that server is used and no other.
 
-Files in the state folder (:func:`state_dir`): ``server.json`` (which process, where), ``auth``
+Files in the state folder (:func:`state_dir`): ``server.json`` (process and address), ``auth``
 (the key), ``start.lock``, ``server.log``, ``prefect/`` (``PREFECT_HOME`` with the SQLite
-database). A database of SQLite must not live on a network file system (locking lies there, and its
-write-ahead log ends processes with SIGBUS when a quota is full). A home directory often is on one,
-so the default moves to ``/var/tmp`` then; a folder named by ``REFINER_STATE_DIR`` is taken as it
-is. Every node has a folder of its own below it, because a server answers only on its own loopback.
+database). An SQLite database must not be on a network file system (locking is unreliable there, and
+its write-ahead log ends processes with SIGBUS when a quota is full). A home directory often is on
+one, so the default moves to ``/var/tmp`` then; a folder named by ``REFINER_STATE_DIR`` is used as
+it is. Every node has a folder of its own below it, because a server answers only on its own
+loopback.
 """
 
 from __future__ import annotations
@@ -54,20 +55,20 @@ _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "afs", "panfs", "wekafs"}
 )
 
-#: Below ``PREFECT_HOME``: where a server of ours copies the files of its pages to.
+#: Below ``PREFECT_HOME``: the server's copy of the files of its pages.
 UI = "ui"
 _LOG_LIMIT_BYTES = 5_000_000
 _GRACE_S = 8.0
-#: A server that ends at once (its port was taken meanwhile) is started once more, not for ever.
+#: Limit of starts of a server that ends at once (its port was taken meanwhile).
 _STARTS = 2
-#: What a server needs of our environment. Tokens of ours are none of its business.
+#: Variables that a server needs. It gets none of our tokens.
 _PASSED_ON = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
     *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "SSL_CERT_FILE"),
 )
 _NO_ANALYTICS = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 _NAME = "open.html"
-#: Prefect's UI takes the key from this place of its origin's storage.
+#: Prefect's UI reads the key from this place of its origin's storage.
 _PAGE = """<!DOCTYPE html>
 <meta charset="utf-8">
 <meta name="referrer" content="no-referrer">
@@ -85,17 +86,17 @@ if (said[0] && target.origin === location.origin) {
 """
 _ANSWER_S = 6.0
 _START_S = 120.0
-#: Has no such address, and its client looks after versions.
+#: Prefect Cloud has no such address, and its client checks versions itself.
 _CLOUD = "https://api.prefect.cloud/"
 
 
 def state_dir(env: Mapping[str, str] | None = None) -> Path:
-    """This user's state folder on this node; made with mode 0700 where it is missing.
+    """This user's state folder on this node; created with mode 0700 if it is missing.
 
     Raises
     ------
     WorkspaceError
-        It cannot be made, or it belongs to somebody else.
+        It cannot be created, or it belongs to another user.
     """
     env = os.environ if env is None else env
     base = _base_dir(env)
@@ -104,7 +105,7 @@ def state_dir(env: Mapping[str, str] | None = None) -> Path:
         for path in (base, folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-        # Whoever owns the parent could put another folder in the place of ours.
+        # The owner of the parent could replace our folder by another one.
         if found.st_uid != os.getuid() or base.stat().st_uid not in (os.getuid(), 0):
             raise PermissionError("it or its parent belongs to another user")
         if stat.S_IMODE(found.st_mode) != 0o700:
@@ -128,14 +129,14 @@ def _base_dir(env: Mapping[str, str]) -> Path:
 
 
 class ServerError(RefinerError, RuntimeError):
-    """The local Prefect server cannot be had. Runs go on without it."""
+    """The local Prefect server is not available. Runs continue without it."""
 
     resumable = True
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """A server that answers. ``auth`` is left out of ``repr`` and of every file but its own."""
+    """A server that answers. ``auth`` is not part of ``repr``, and in no file but its own."""
 
     url: str  # of the UI: http://127.0.0.1:PORT
     api_url: str
@@ -162,7 +163,7 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """Status that ``refiner server`` tells: ``starting`` means alive, but not answering yet."""
+    """Status shown by ``refiner server``; ``starting``: alive, but not answering yet."""
 
     state: Literal["running", "starting", "stopped", "yours"]
     info: ServerInfo | None
@@ -183,7 +184,7 @@ class _Files:
 
 
 def ensure_server(wait_s: float = 60.0, *, env: Mapping[str, str] | None = None) -> ServerInfo:
-    """A server that answers: the user's own, the one that runs already, or a new one.
+    """A server that answers: the user's own, a running one, or a new one.
 
     Two callers at once start one server: the second waits for the first.
 
@@ -213,19 +214,19 @@ def ensure_server(wait_s: float = 60.0, *, env: Mapping[str, str] | None = None)
             time.sleep(0.1)
     raise ServerError(
         f"Prefect's server did not answer within {wait_s:.0f} s.",
-        expected="it to answer; work goes on without it",
+        expected="it to answer; work continues without it",
         fix=f"see {files.log}, or run `refiner server stop`",
     )
 
 
 def server_status(*, env: Mapping[str, str] | None = None) -> ServerStatus:
-    """State and address of the local Prefect server, and where its key and its log lie. Starts
+    """State and address of the local Prefect server, and the places of its key and log. Starts
     nothing.
 
     Parameters
     ----------
     env
-        Variables that say where to look (default: this process's).
+        Variables that locate it (default: this process's).
 
     Raises
     ------
@@ -244,19 +245,19 @@ def server_status(*, env: Mapping[str, str] | None = None) -> ServerStatus:
 
 
 def stop_server(*, env: Mapping[str, str] | None = None, grace_s: float = _GRACE_S) -> bool:
-    """End the server that we started, and only that process: TERM, a while, KILL of its group.
+    """End our server, and only that process: TERM, a grace period, KILL of its group.
 
     Parameters
     ----------
     env
-        As of :func:`server_status`.
+        As in :func:`server_status`.
     grace_s
-        Seconds that it gets to end by itself.
+        Its grace period, seconds.
 
     Returns
     -------
     bool
-        False where there is none of ours.
+        False if there is none of ours.
 
     Raises
     ------
@@ -274,7 +275,7 @@ def stop_server(*, env: Mapping[str, str] | None = None, grace_s: float = _GRACE
 
 
 def passed_on(env: Mapping[str, str]) -> dict[str, str]:
-    """Settings of ours that a client process needs; with the user's own server, its, too."""
+    """Our settings for a client process; with the user's own server, its settings, too."""
     names = {*_PASSED_ON, "REFINER_STATE_DIR", "XDG_STATE_HOME"}
     if _users_server(env):
         proxies = ("http_proxy", "https_proxy", "no_proxy", "all_proxy")
@@ -298,16 +299,16 @@ def _recorded(files: _Files) -> ProcessId | None:
 
 
 def _running(files: _Files) -> ServerInfo | None:
-    """The recorded server, if it lives, holds its port and answers."""
+    """The recorded server, if it is alive, holds its port and answers."""
     found, process = read_json(files.json), _recorded(files)
     if not found or process is None:
         return None
     port = int(found["port"])
     url = f"http://127.0.0.1:{port}"
-    # This very process has to listen there, so that no stranger is sent our key.
+    # This very process has to listen there, so that our key is sent to no other.
     if not (process.alive and listens(process.pid, port)):
         return None
-    if http_status(f"{url}/api/health") != 200:  # not up yet; whoever asks decides how long to wait
+    if http_status(f"{url}/api/health") != 200:  # not up yet; the caller decides how long to wait
         return None
     return ServerInfo(
         url=url,
@@ -323,7 +324,7 @@ def _running(files: _Files) -> ServerInfo | None:
 
 
 def http_status(url: str, timeout_s: float = 5.0) -> int | str:
-    """The status of a GET without a key, or why there is none; proxies are for other hosts."""
+    """The status of a GET without a key, or an error text; proxies are for other hosts."""
     proxies = urllib.request.ProxyHandler({} if url.startswith("http://127.") else None)
     opener = urllib.request.build_opener(proxies)
     try:
@@ -339,7 +340,7 @@ def http_status(url: str, timeout_s: float = 5.0) -> int | str:
 
 
 def _start(files: _Files, env: Mapping[str, str]) -> None:
-    """Start a server in a session of its own and note which process it is. Does not wait."""
+    """Start a server in a session of its own and record its process. Does not wait."""
     files.home.mkdir(mode=0o700, exist_ok=True)
     (files.home / UI).mkdir(exist_ok=True)
     if not files.auth.exists():
@@ -352,7 +353,7 @@ def _start(files: _Files, env: Mapping[str, str]) -> None:
     with os.fdopen(descriptor, "wb") as output:
         child = start_apart(_command(port), output, _server_env(files, port, env), cwd=files.folder)
     record: dict[str, Any] = {
-        # Not reaped before its number is noted, so that the number cannot mean another process.
+        # Not reaped before its number is recorded, so that the number cannot be reused.
         "process": str(ProcessId.of(child.pid)),
         "port": port,
         "url": f"http://127.0.0.1:{port}",
@@ -397,7 +398,7 @@ def _free_port(files: _Files) -> int:
 @contextlib.contextmanager
 def _exclusive(path: Path, deadline: float) -> Iterator[None]:
     """Hold the start lock. The kernel frees it when its holder dies, so it is never stale; the
-    folder is on a disk of this node, where it can be relied on."""
+    folder is on a disk of this node, where locks are reliable."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path, timeout=max(0.0, deadline - time.monotonic()), mode=0o600)
@@ -407,13 +408,13 @@ def _exclusive(path: Path, deadline: float) -> Iterator[None]:
     except Timeout as error:
         raise ServerError(
             "Another process is still starting Prefect's server.",
-            expected="it to be done by now; work goes on without it",
+            expected="it to be done by now; work continues without it",
             fix="run the same command again, or `refiner server stop`",
         ) from error
 
 
 def terminal_link(info: ServerInfo, path: str, stream: TextIO) -> str:
-    """The address of a page of the UI, with the key only where ``stream`` is a terminal.
+    """The address of a page of the UI, with the key only if ``stream`` is a terminal.
 
     Parameters
     ----------
@@ -438,14 +439,14 @@ class KeyRefused(ConfigurationError):
 
 
 def usable_server(wait_s: float = _START_S) -> ServerInfo:
-    """A server that can be worked with: the user's own, or ours, which is started where it is not.
+    """A usable server: the user's own, or ours, which is started if necessary.
 
     From here on Prefect, once imported, uses this one.
 
     Raises
     ------
     RefinerError
-        There is none; as of :func:`check_server`.
+        There is none; as in :func:`check_server`.
     """
     info = ensure_server(wait_s)
     os.environ.update(info.client_env())
@@ -465,7 +466,7 @@ def check_server(info: ServerInfo) -> None:
     ConfigurationError
         It is no Prefect server.
     UnsupportedError
-        Its major version is not that of the client here.
+        Its major version differs from that of the client here.
     """
     if info.api_url.startswith(_CLOUD):
         return
@@ -498,7 +499,7 @@ def check_server(info: ServerInfo) -> None:
     if code in (401, 403):
         raise KeyRefused(
             f"The Prefect server {named} answers {code}: it wants a key, or another one.",
-            expected="a key that it takes",
+            expected="a key that it accepts",
             fix=mend
             if info.ours
             else "export PREFECT_API_AUTH_STRING=USER:PASSWORD "
@@ -506,13 +507,13 @@ def check_server(info: ServerInfo) -> None:
         )
     if not there[:1].isdigit():
         raise ConfigurationError(
-            f"What answers at {named} is no Prefect server ({code}).",
+            f"The server at {named} is not a Prefect server ({code}).",
             expected="the address of its API, which ends in /api",
             fix=mend,
         )
     if there.partition(".")[0] != here.partition(".")[0]:
         raise UnsupportedError(
-            f"The Prefect server {named} has version {there}, and here is {here}.",
+            f"The Prefect server {named} has version {there}, but the client has {here}.",
             expected="the same major version",
             fix=f"{mend}; or install prefect of the server's major version",
         )

@@ -1,18 +1,17 @@
-"""Places that checkpoints are published to, and publishing into folders; :mod:`infra.hub` is the
-other.
+"""Targets of publishing, and publishing into folders; :mod:`infra.hub` publishes to the Hub.
 
 In: a :class:`Publication` (files with their hashes, a repository, a step). Out: a
-:class:`Published`, which says what lies there now; and the decisions that folders and the Hub
-share: whose a place is by its ``refiner.json``, whether a name is taken, whether ``main`` moves
-on. Targets only move bytes: what a card says is decided elsewhere. Every target may be called
-again after it was interrupted anywhere, sends what is not there yet, verifies all of it by hash
-before it returns, and moves names (branches, tags) last.
+:class:`Published`, the present files of the target; and the decisions shared by folders and the
+Hub: the owner of a place by its ``refiner.json``, whether a name is taken, whether ``main`` moves
+forward. Targets only move bytes: cards are written elsewhere. Every target can be called again
+after an interruption at any point, sends only missing files, verifies all of them by hash before it
+returns, and moves names (branches, tags) last.
 
-Folders have the Hub's layout: ``ROOT/OWNER/NAME`` is what ``main`` is there, and
+Folders have the Hub's layout: ``ROOT/OWNER/NAME`` is the Hub's ``main``, and
 ``ROOT/OWNER/NAME@step-50`` each step that shares the repository; each is swapped in as a whole
 once every copied byte was checked against its SHA-256. A folder that refiner has not published is
-never touched, and files that others have added to one of ours stay. What has not changed is
-linked, not copied, also from one folder to the other.
+never touched, and files that others have added to one of ours stay. Unchanged files are linked, not
+copied, also between folders.
 """
 
 from __future__ import annotations
@@ -39,15 +38,14 @@ from refiner_core.contract.types import Progress
 
 _PAPERS = (CARD, EVIDENCE)
 _CHUNK = 4 << 20
-#: What the system says where nobody may make a file.
+#: Error numbers of a place where no file can be created.
 _NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
 @dataclass(frozen=True)
 class FileToPublish:
-    """One file: its name in the repository, size and SHA-256, and where its bytes are: a path, or
-    the bytes themselves. Files of a stage's output have been hashed when the stage ended; nobody
-    hashes them again."""
+    """One file: its name in the repository, size and SHA-256, and its content: a path, or the
+    bytes. Files of a stage's output were hashed when the stage ended, and are not hashed again."""
 
     name: str
     bytes: int
@@ -57,35 +55,35 @@ class FileToPublish:
 
     @classmethod
     def of_text(cls, name: str, text: str) -> FileToPublish:
-        """A small file that is made on the spot."""
+        """A small file from a text."""
         data = text.encode()
         return cls(name, len(data), hashlib.sha256(data).hexdigest(), content=data)
 
     @property
     def described(self) -> OutputFile:
-        """Without the bytes."""
+        """The file without its bytes."""
         return OutputFile(self.name, self.bytes, self.sha256)
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Files that are to lie in a repository.
+    """The desired files of a repository.
 
     Attributes
     ----------
     repo_id
         ``OWNER/NAME``.
     files
-        Everything, with the card and :data:`EVIDENCE`; with ``only_these`` what is replaced or
-        added, everything else stays (a card that is updated).
+        All files, with the card and :data:`EVIDENCE`; with ``only_these`` only the replaced or
+        added ones, while everything else stays (a card that is updated).
     step
         The optimiser step of the weights.
     final
-        The last checkpoint of its run: it is what ``main`` is to end at.
+        The last checkpoint of its run, where ``main`` must end.
     fingerprint
-        Of the stage that trained the weights: what the repository is known by.
+        Fingerprint of the stage that trained the weights, which identifies the repository.
     message
-        Of the commit.
+        Message of the commit.
     """
 
     repo_id: str
@@ -99,7 +97,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class Published:
-    """Files that lie there now, verified by hash.
+    """The present files, verified by hash.
 
     Attributes
     ----------
@@ -108,13 +106,13 @@ class Published:
     target
         The folder, or the address of the revision.
     revision
-        Branch or tag of the step; ``main`` where it has none.
+        Branch or tag of the step; ``main`` if it has none.
     commit
-        On the Hub.
+        The commit on the Hub.
     files
-        All files of the revision that refiner has put there.
+        All files of the revision that refiner has published.
     changed
-        Names whose bytes were sent or written by this call.
+        Names of files that were sent or written by this call.
     """
 
     where: Literal["folder", "hub"]
@@ -134,7 +132,7 @@ class Target(Protocol):
         progress: Callable[[Progress], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Published:
-        """Bring the repository to what the publication says.
+        """Bring the repository to the state of the publication.
 
         Raises
         ------
@@ -143,9 +141,9 @@ class Target(Protocol):
         HubRefused, HubOutage
             See :mod:`refiner_core.contract.errors`.
         NoSpaceError
-            A folder's disk is full; what was there is as it was.
+            A folder's disk is full; its contents are unchanged.
         Interrupted
-            ``should_stop`` said so; what was sent stays and is not sent again.
+            ``should_stop`` returned True; sent files stay and are not sent again.
         """
 
     def read_text(self, repo_id: str, revision: str, name: str) -> str | None:
@@ -153,13 +151,13 @@ class Target(Protocol):
 
 
 def report_of(published: Published, publication: Publication) -> dict[str, Any]:
-    """For a stage's report: what other parts of refiner go by."""
+    """Values for a stage's report, which other parts of refiner read."""
     told = {"repo_id": publication.repo_id, "step": publication.step, "verified": True}
     return {**asdict(published), **told, "only_these": publication.only_these}
 
 
 def own_evidence(publication: Publication) -> Lying | None:
-    """Contents of the evidence file that the publication brings."""
+    """Contents of the publication's own evidence file."""
     brought = next((file for file in publication.files if file.name == EVIDENCE), None)
     return read_evidence(bytes_of(brought)) if brought else None
 
@@ -173,7 +171,7 @@ def bytes_of(file: FileToPublish) -> bytes:
 
 
 def all_files(publication: Publication, before: Lying | None) -> tuple[OutputFile, ...]:
-    """All that refiner has put into a revision once the publication is there."""
+    """All files of refiner in a revision once the publication is there."""
     brought = {f.name: f.described for f in publication.files}
     if publication.only_these:
         stays = own_evidence(publication) or before
@@ -182,7 +180,7 @@ def all_files(publication: Publication, before: Lying | None) -> tuple[OutputFil
 
 
 def holds(lying: Lying | None, publication: Publication) -> bool:
-    """True if a place holds this very step of this very run."""
+    """True if a place has this very step of this very run."""
     here = (publication.step, publication.fingerprint)
     return lying is not None and (lying.step, lying.fingerprint) == here
 
@@ -190,8 +188,8 @@ def holds(lying: Lying | None, publication: Publication) -> bool:
 def moves_main(lying: Lying | None, publication: Publication, config: PublishConfig) -> bool:
     """True if ``main`` of a shared repository moves to this step.
 
-    It never goes back: a step that comes late gets its own name only. With ``publish.which=best``
-    one step is published, and main is it, whichever was before.
+    It never goes back: a late step only gets its own name. With ``publish.which=best`` one step is
+    published, and main moves to it from any other.
     """
     if publication.only_these:
         return holds(lying, publication)
@@ -201,10 +199,10 @@ def moves_main(lying: Lying | None, publication: Publication, config: PublishCon
 def check_run(
     lying: Lying | None, publication: Publication, config: PublishConfig, where: str, *, alone: bool
 ) -> None:
-    """Refuse to put a run's weights in the place of another run's, unless that is asked for, or
-    beside them, where steps do not lie ``alone``.
+    """Refuse to replace another run's weights, unless that is requested, or to publish beside them,
+    if steps are not ``alone``.
 
-    Names with {fingerprint} never meet; a name of one's own is easily used twice.
+    Names with {fingerprint} never collide; a fixed name is easily used twice.
     """
     if lying is None or lying.fingerprint == publication.fingerprint:
         return
@@ -216,19 +214,19 @@ def check_run(
         raise ConfigurationError(
             f"{what}, and steps of two runs under the same names would replace each other.",
             expected="a repository for each run that publishes several steps",
-            fix="put {fingerprint} or {seed} into `publish.repo_id`, or move that one away",
+            fix="put {fingerprint} or {seed} into `publish.repo_id`, or move the other one away",
         )
     if not config.replace and not publication.only_these:
         raise ConfigurationError(
             f"{what}.",
             expected="a repository of its own for each run, or publish.replace=true",
             fix="name another publish.repo_id (it may use {fingerprint} and {seed}), or set "
-            "publish.replace=true to put this one in its place; nothing is trained again",
+            "publish.replace=true to replace it by this one; nothing is trained again",
         )
 
 
 def check_update(lying: Lying | None, publication: Publication, where: str) -> None:
-    """Refuse to put a card beside weights that it is not about."""
+    """Refuse to put a card beside weights of another publication."""
     brought = own_evidence(publication)
     names = {f.name for f in publication.files}
     said, there = (
@@ -236,9 +234,9 @@ def check_update(lying: Lying | None, publication: Publication, where: str) -> N
     )
     if not holds(lying, publication) or (brought is not None and said != there):
         raise ConfigurationError(
-            f"{where} does not hold step {publication.step} of {publication.repo_id} as it was "
+            f"{where} does not have step {publication.step} of {publication.repo_id} as it was "
             "published, so its card is not updated.",
-            expected="the publication that the card is about",
+            expected="the publication of the card",
             fix="publish that step again (`refiner run`, or `refiner publish RUN --step "
             f"{publication.step}`), or give each run a repository of its own",
         )
@@ -292,7 +290,7 @@ class _Bringing:
     Attributes
     ----------
     changed
-        Names that were written or linked anew.
+        Names of files that were written or linked.
     """
 
     publication: Publication
@@ -301,7 +299,7 @@ class _Bringing:
     changed: set[str] = field(default_factory=set)
 
     def bring(self, place: Path, donors: Sequence[Path]) -> tuple[OutputFile, ...]:
-        """Make ``place`` what the publication says; all files of ours that lie there then."""
+        """Bring ``place`` to the state of the publication; returns all of our files there."""
         publication = self.publication
         before = _known(place)
         if publication.only_these:
@@ -315,7 +313,7 @@ class _Bringing:
                 _refused_by_name(place),
             ):
                 if publication.only_these:
-                    # Small files; the evidence last, so that a repetition finds what is left.
+                    # Small files; the evidence last, so that a repetition finds what is missing.
                     for file in sorted(wanted, key=lambda f: f.name == EVIDENCE):
                         atomic.write_bytes(place / file.name, bytes_of(file))
                 else:
@@ -346,7 +344,7 @@ class _Bringing:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _copy(self, file: FileToPublish, to: Path) -> None:
-        """The bytes, checked as they pass."""
+        """Copy the bytes, checked on the way."""
         if file.source is None:
             to.write_bytes(bytes_of(file))
             return
@@ -365,30 +363,30 @@ class _Bringing:
 
 
 def stopped() -> Interrupted:
-    """A stop was asked for while something was on its way."""
+    """A stop was requested during publishing."""
     return Interrupted(
         "Publishing was stopped on request.",
-        fix="run the same command again; what was sent already is not sent again",
+        fix="run the same command again; sent files are not sent again",
     )
 
 
 def replaced(file: FileToPublish, why: str) -> StageFailed:
-    """The error for a source that is no longer what its stage has left."""
+    """The error for a source that differs from what its stage wrote."""
     return StageFailed(
         f"{file.source or file.name} {why}, so it is not published: it was another file when its "
         "stage ended.",
-        expected="the output as the stage has left it",
+        expected="the output as the stage wrote it",
         fix="run the recipe again; a stage whose output is damaged is made again",
     )
 
 
 def _known(place: Path) -> Lying | None:
-    """Publication of ours at a place that may be written to; None if it is empty.
+    """Our publication at a writable place; None if it is empty.
 
     Raises
     ------
     ConfigurationError
-        It is somebody else's.
+        The place belongs to someone else.
     """
     lying = lying_at(place)
     if lying is None and place.exists() and (not place.is_dir() or any(place.iterdir())):
@@ -402,7 +400,7 @@ def _known(place: Path) -> Lying | None:
 
 
 def _lies(place: Path, before: Lying | None, file: FileToPublish) -> bool:
-    """True if a file lies there already. Weights are known by manifest and size; the small files
+    """True if a file is there already. Weights are compared by manifest and size; the small files
     that change are read."""
     path = place / file.name
     if before is None or not path.is_file() or path.stat().st_size != file.bytes:
@@ -413,7 +411,7 @@ def _lies(place: Path, before: Lying | None, file: FileToPublish) -> bool:
 
 
 def _keep_strangers(place: Path, temporary: Path, before: Lying | None) -> None:
-    """Take along what others have put into a folder of ours."""
+    """Keep files that others have added to a folder of ours."""
     ours = before.names if before else frozenset[str]()
     for path in sorted(place.rglob("*")) if place.is_dir() else ():
         name = path.relative_to(place)

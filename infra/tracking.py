@@ -1,15 +1,15 @@
-"""W&B as a second place for metrics; our own JSON lines are the truth.
+"""W&B as a second place for metrics; our own JSON lines are authoritative.
 
 In: ``log(step, metrics)``. Out: an offline (or online) W&B run, whose id is the stage's, whose
 group is ``tracking.group`` (a sweep's name; else the recipe's) and whose job type is the stage's
-kind. It starts with the first metric (starting costs a second or two), and whatever goes wrong in
-it is one warning in the log, never an error. Of an online run, ``tracking.json`` beside its files
-says where it can be looked at.
+kind. It starts with the first metric (starting costs a second or two), and every failure in it is
+one warning in the log, never an error. ``tracking.json`` beside the files of an online run has its
+address.
 
-Offline runs are sent later, from where there is a network (:func:`send`). A stage is one W&B run
-however many attempts it has: all were begun with the stage's id, and are sent in order. What was
-sent is noted beside the files, with their size, so that asking again sends only what is new. The
-key stays where wandb looks for it (``WANDB_API_KEY``, or what `wandb login` has left).
+Offline runs are sent later, from a node with network (:func:`send`). A stage is one W&B run
+however many attempts it has: all have the stage's id, and are sent in order. Sent files are
+recorded with their size, so that repeated calls send only what is new. The key stays where wandb
+reads it (``WANDB_API_KEY``, or the store of `wandb login`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import TrackingConfig
 from refiner_core.contract.errors import RefinerError, SystemOutage, UnsupportedError
 
-#: Where an online run can be looked at: `{"url": …}`.
+#: Address of an online run: `{"url": …}`.
 ADDRESS_FILE = "tracking.json"
 log = logging.getLogger(__name__)
 
 #: Beside the offline folders of an attempt: folder -> bytes of its file when it was sent.
 SENT_FILE = "sent.json"
 CLOUD = "https://api.wandb.ai"
-#: How long a server may take to answer at all, and how long it may take to take a batch, seconds.
+#: Limits for a server's first answer, and for accepting a batch, seconds.
 ANSWER_S, BATCH_S = 10.0, 900.0
 _BATCH = 50
 _FINISHED = re.compile(r"Finished syncing (?P<name>\S+)")
@@ -61,7 +61,7 @@ class TrackedRun:
 
 
 def without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage's identity as others may see it: where something lies on this machine is masked."""
+    """A stage's identity for others: paths of this machine are masked."""
     return {
         name: "(a path)" if isinstance(value, str) and value.startswith(("/", "~")) else value
         for name, value in values.items()
@@ -77,7 +77,7 @@ class Tracker:
         self._off = config.wandb == "disabled"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass on one step's numbers; those that are not finite are left out."""
+        """Pass on one step's numbers, without NaN and infinity."""
         if self._off:
             return
         try:
@@ -90,7 +90,7 @@ class Tracker:
             self._give_up("logging to W&B", error)
 
     def finish(self, exit_code: int = 0) -> None:
-        """End the run, if it has begun."""
+        """End the run, if it was started."""
         run, self._wandb_run = self._wandb_run, None
         if run is None:
             return
@@ -100,22 +100,22 @@ class Tracker:
             self._give_up("finishing the W&B run", error)
 
     def _note_address(self) -> None:
-        """Write down where an online run can be looked at; an offline one can be nowhere."""
+        """Record the address of an online run; an offline one has none."""
         address = getattr(self._wandb_run, "url", None)
         if self._config.wandb != "online" or not address:
             return
         try:
             atomic.write_json(self._run.folder / ADDRESS_FILE, {"url": str(address)})
         except OSError as error:
-            log.warning("the address of the W&B run, %s, could not be noted: %s", address, error)
+            log.warning("the address of the W&B run, %s, could not be recorded: %s", address, error)
 
     def _give_up(self, doing: str, error: Exception) -> None:
         self._off = True
-        log.warning("%s failed; metrics go on in metrics.jsonl only: %s", doing, error)
+        log.warning("%s failed; metrics continue in metrics.jsonl only: %s", doing, error)
 
 
 def start_run(config: TrackingConfig, run: TrackedRun) -> Any:
-    """A W&B run that keeps nothing but what it is given; all its files lie in ``run.folder``."""
+    """A W&B run that stores only its input; all its files are in ``run.folder``."""
     folder = run.folder
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
@@ -150,7 +150,7 @@ def start_run(config: TrackingConfig, run: TrackedRun) -> Any:
 
 
 def tracked_address(folder: Path) -> str | None:
-    """Address of the online run whose files lie in ``folder``; None for any other."""
+    """Address of the online run with its files in ``folder``; None for any other."""
     try:
         noted = atomic.read_json(folder / ADDRESS_FILE) or {}
     except (OSError, ValueError) as error:
@@ -167,11 +167,11 @@ class OfflineRun:
     Attributes
     ----------
     stage_id, attempt
-        Whose it is; a sweep's report has its name and 0.
+        Its origin; a sweep's report has its name and 0.
     folder
-        What ``wandb sync`` takes.
+        Argument of ``wandb sync``.
     bytes
-        Size of its file now.
+        Present size of its file.
     sent_bytes
         Size when it was sent; 0: never.
     """
@@ -184,7 +184,7 @@ class OfflineRun:
 
     @property
     def is_new(self) -> bool:
-        """True if it has something that was not sent."""
+        """True if it has data that were not sent."""
         return self.bytes != self.sent_bytes
 
 
@@ -210,19 +210,19 @@ def offline_runs_in(tracker: Path, stage_id: str, attempt: int = 0) -> list[Offl
 
 
 def send(runs: Sequence[OfflineRun], tell: Callable[[int, int], None]) -> int:
-    """Send the runs that have something new; returns how many.
+    """Send the runs with new data; returns their number.
 
     Parameters
     ----------
     tell
-        Told after each batch how many of how many are sent.
+        Called after each batch with the numbers of sent runs and of all.
 
     Raises
     ------
     SystemOutage
-        The server cannot be reached, or refuses; what was sent is noted.
+        The server cannot be reached, or refuses; the sent runs are recorded.
     UnsupportedError
-        Nobody is logged in.
+        There is no login.
     """
     new = [run for run in runs if run.is_new]
     if not new:
@@ -252,12 +252,12 @@ def server_address() -> str:
     try:
         settings.read(folder / "settings")
         return settings.get("default", "base_url", fallback=CLOUD)
-    except configparser.Error:  # wandb will say so itself
+    except configparser.Error:  # wandb will report it itself
         return CLOUD
 
 
 def check_server(address: str) -> None:
-    """Find out in seconds whether the server answers: wandb itself would try for hours.
+    """Check within seconds whether the server answers: wandb itself would try for hours.
 
     Raises
     ------
@@ -277,7 +277,7 @@ def check_server(address: str) -> None:
 
 
 def _sync(batch: Sequence[OfflineRun]) -> tuple[str, int]:
-    """Words of wandb, and its exit code."""
+    """Output of wandb, and its exit code."""
     with tempfile.TemporaryDirectory(prefix="refiner-wandb-") as folder:
         (Path(folder) / "wandb").mkdir()
         words = [sys.executable, "-m", "wandb", "sync", "--yes", "--include-synced"]
@@ -292,11 +292,11 @@ def _sync(batch: Sequence[OfflineRun]) -> tuple[str, int]:
 
 
 def _note(sent: Sequence[OfflineRun], said: str) -> None:
-    """Note what was sent, and where it can be looked at."""
+    """Record the sent runs, with their addresses."""
     addresses = {url.rstrip("/").rpartition("/")[2]: url for url in _ADDRESS.findall(said)}
     for run in sent:
         tracker = run.folder.parent.parent
-        with no_space_guard(tracker, "noting what W&B has"):
+        with no_space_guard(tracker, "recording what W&B has"):
             noted = atomic.read_json(tracker / SENT_FILE) or {}
             atomic.write_json(tracker / SENT_FILE, {**noted, run.folder.name: run.bytes})
             file = next(run.folder.glob("run-*.wandb"), None)  # named after the run's id
@@ -307,18 +307,18 @@ def _note(sent: Sequence[OfflineRun], said: str) -> None:
 def _refused(said: str, done: int, total: int) -> RefinerError:
     if "No API key" in said or "not logged in" in said.lower():
         return UnsupportedError(
-            "Nobody is logged in to W&B here.",
+            "There is no login to W&B here.",
             expected="a key in WANDB_API_KEY, or one that `wandb login` has stored",
             fix="set it, and run the same command again",
         )
     lines = [line.removeprefix("wandb: ").strip() for line in said.splitlines() if line.strip()]
     return SystemOutage(
-        f"W&B took {done} of {total} runs and then: {lines[-1][:200] if lines else 'nothing'}",
+        f"W&B accepted {done} of {total} runs and then: {lines[-1][:200] if lines else 'nothing'}",
         expected="all of them sent",
-        fix="run the same command again; what was sent is not sent twice",
+        fix="run the same command again; sent runs are not sent twice",
     )
 
 
 def shown_address(address: str) -> str:
-    """An address without a name or password that somebody has written into it."""
+    """An address without any name or password in it."""
     return re.sub(r"//[^/@]*@", "//", address)

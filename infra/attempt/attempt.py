@@ -1,7 +1,7 @@
-"""An attempt from the inside: what the worker process uses to run one stage once.
+"""An attempt from the inside: the worker's tools to run one stage once.
 
-In: a workspace, a stage id and an attempt number. Out: the stage's configuration and inputs to work
-with, and on disk its start, heartbeat, log, outcome and, once, its result:
+In: a workspace, a stage id and an attempt number. Out: the stage's configuration and inputs, and
+on disk its start, heartbeat, log, outcome and, once, its result:
 
     with AttemptRun(workspace, stage_id, number) as attempt:
         try:
@@ -10,14 +10,14 @@ with, and on disk its start, heartbeat, log, outcome and, once, its result:
         except BaseException as error:
             outcome = attempt.fail(error)
 
-A kill -9 at any moment leaves a loadable workspace: every file is there whole or not at all, and
-the result comes after all that it names.
+A kill -9 at any moment leaves a loadable workspace: every file is complete or missing, and the
+result is written after all files that it names.
 
-Room for what it writes is waited for, and others are told of it: a reservation, or a while later
-whether to try again; and ``room`` beside the attempt, there or not. On a full disk nothing can be
-written, not even a last word, and what a job prints and what its scheduler keeps of it lie on the
-same disk; but a file can always be deleted. So whoever looks sees that a worker waits, and whoever
-finds it ended in silence learns that it was the disk.
+The worker waits for space for its writes, and announces that: by a reservation, or later by a
+retry; and by the file ``room`` beside the attempt. On a full disk nothing can be written, not even
+an outcome, and the job's output and the scheduler's logs are on the same disk; but a file can
+always be deleted. So the missing file shows that a worker waits, or, if it ended in silence, that
+the disk was the reason.
 """
 
 from __future__ import annotations
@@ -66,41 +66,41 @@ from refiner_core.contract.records import (
 
 log = logging.getLogger(__name__)
 
-#: What lacks room: a checkpoint, metrics or rollouts, a heartbeat; or the attempt ends for want of
-#: it, or its last word could not be written.
+#: What lacks space: a checkpoint, metrics or rollouts, a heartbeat; or the attempt ends for lack of
+#: it, or its outcome could not be written.
 Part = Literal["save", "write", "heartbeat", "end"]
 
-#: How long a worker tries to leave its last word on a full disk, seconds (`disk.hold_s` at most).
+#: How long a worker tries to write its outcome on a full disk, seconds (`disk.hold_s` at most).
 LAST_WORD_S = 15.0
-#: Errors that, right after a request to stop, are taken for its consequence: what else was told to
-#: stop (a judge, data workers, another rank) may have gone first.
+#: Errors that, right after a request to stop, count as its consequence: others that were told to
+#: stop (a judge, data workers, another rank) may have ended first.
 _FOLLOWS_FROM_STOPPING: frozenset[FailureClass] = frozenset(
     {"interrupted", "bug", "gpu_error", "judge_outage", "judge_unusable", "environment_outage"}
 )
 
 
 class AttemptRun:
-    """One attempt at work; a context manager.
+    """A running attempt; a context manager.
 
     Parameters
     ----------
     workspace, stage_id, number
-        Which one.
+        The attempt.
     job
-        The Slurm job that runs it, if one does.
+        Its Slurm job, if any.
     own_log
-        Whether all that this process prints goes to the attempt's log.
+        Whether all output of this process goes to the attempt's log.
 
     Attributes
     ----------
     spec, config
-        What the stage is, and the whole configuration of the call that claimed the attempt.
+        The stage's definition, and the whole configuration of the call that claimed the attempt.
     inputs, input_reports
         By role: the absolute output folder of the finished input stage, and its report.
     input_stages
         By role: the input's stage id.
     output_dir
-        Where the stage writes what other stages read.
+        Folder of the stage's output for other stages.
     io
         The :class:`StageIO` of this attempt.
     """
@@ -127,7 +127,7 @@ class AttemptRun:
         self._read_inputs()
         self.output_dir = self.paths.output
         self._flag, self._stop_noted = StopFlag(), False
-        self._is_done: bool | None = False  # None: nobody can say
+        self._is_done: bool | None = False  # None: unknown
         self._ref = AttemptRef(stage_id, number)
         self._lacking: set[Part] = set()
         self._began = time.monotonic()
@@ -169,13 +169,13 @@ class AttemptRun:
 
     @property
     def seconds(self) -> float:
-        """Since the worker began."""
+        """Seconds since the worker began."""
         return time.monotonic() - self._began
 
     # ------------------------------------------------------------ begin and end
 
     def __enter__(self) -> AttemptRun:
-        # Handlers first: whoever sees the start may ask to stop at once.
+        # Handlers first: a stop may be requested as soon as the start is visible.
         self._flag.__enter__()
         try:
             self._begin()
@@ -198,12 +198,12 @@ class AttemptRun:
         AttemptClosed
             The attempt is stale; nothing was published.
         NoSpaceError
-            The result did not fit; the stage is as it was.
+            The result did not fit; the stage is unchanged.
         """
-        # A number that is not finite is recorded as missing, not as text that JSON refuses.
+        # NaN and infinity are recorded as missing: JSON has no text for them.
         kept: dict[str, Any] = atomic.finite(to_json(report))
         if kept != to_json(report):
-            log.warning("numbers of the report that are not finite are recorded as missing")
+            log.warning("NaN and infinite numbers of the report are recorded as missing")
         with no_space_guard(self.paths.data, "publishing the result", waits=True):
             self.io.close()
             atomic.sync_tree(self.output_dir)
@@ -225,34 +225,34 @@ class AttemptRun:
                     f"{self.stage_id} was finished by another attempt",
                     fix="nothing; that result is used",
                 )
-        # The stage is done; what is left to do may fail without undoing that.
+        # The stage is done; the rest may fail without undoing that.
         for number in self.stage_paths.attempt_numbers():
-            if number != self.number:  # the result names this attempt's output and no other
+            if number != self.number:  # the result names only this attempt's output
                 shutil.rmtree(self.stage_paths.attempt(number).output, ignore_errors=True)
         self._close_done()
         return result
 
     def rest(self, message: str) -> None:
-        """End without a result, as a server does that nobody needs: it is never done, and may be
-        wanted again. What a full disk keeps from being written, the exit code says."""
+        """End without a result, as an unneeded server does: it is never done, and may be needed
+        again. If a full disk prevents the outcome, the exit code shows it."""
         self.io.close()
         with self._last_word():
             self._close_patiently(Outcome("none", "finish", message))
 
     def fail(self, error: BaseException) -> Outcome:
         """Record why the attempt ends; the traceback goes to the log. Never raises for a full disk:
-        then a file that it has deleted tells the orchestrator (:mod:`infra.attempt.attempt`)."""
+        then a deleted file informs the orchestrator (:mod:`infra.attempt.attempt`)."""
         outcome = classify(error, self.paths.data)
         if isinstance(error, AttemptClosed):
             log.warning("attempt %d ends: %s", self.number, outcome.message)
-            return outcome  # the outcome file is somebody else's by now
+            return outcome  # the outcome file belongs to another attempt by now
         if self._is_done is None:
             self._is_done = self._result_is_there()
         if self._is_done:
-            log.warning("the stage is done; what came after it failed", exc_info=error)
+            log.warning("the stage is done; a later action failed", exc_info=error)
             return self._close_done()
         if self._is_done is None:
-            log.error("attempt %d ends, and whether it is done cannot be seen", self.number)
+            log.error("attempt %d ends; whether it is done is unknown", self.number)
             return outcome
         comes_back = False
         if self.stop_asked or outcome.failure == "interrupted":
@@ -263,31 +263,31 @@ class AttemptRun:
         text = "attempt %d ends: %s%s"
         log.error(text, self.number, outcome.message, number_text, exc_info=error)
         if comes_back:
-            # It stays open: the job keeps its place in the queue, and its next start closes it. An
-            # outcome now would have an orchestrator submit a second job beside it.
+            # It stays open: the job keeps its place in the queue, and its next start closes it.
+            # With an outcome now, an orchestrator would submit a second job beside it.
             self.heartbeat.stop()
             return outcome
         if outcome.failure == "disk_full":
             self._tell_room("end", there=False)
         with self._last_word():
             if outcome.failure == "disk_full" and not exists(self.stage_paths.result):
-                # Half an output is of no use to anybody, and the outcome needs a little room.
+                # Half an output is useless, and the outcome needs a little space.
                 written = max(tree_bytes(self.output_dir), self.io.checkpoints.lost_bytes)
                 outcome = replace(outcome, need_bytes=written or None)
                 shutil.rmtree(self.output_dir, ignore_errors=True)
-            if self._close_patiently(outcome):  # the log was as full when it was told first
+            if self._close_patiently(outcome):  # at the first message, the log was full, too
                 log.error("attempt %d ended: %s%s", self.number, outcome.message, number_text)
         return outcome
 
     @property
     def step(self) -> int | None:
-        """The last step that is known to be finished; None before the stage has said anything."""
+        """The last step known to be finished; None before the first progress."""
         progress, resumed = self.heartbeat.progress, self.io.resumed_step
         return resumed if progress is None else max(progress.done, resumed or 0)
 
     def check_inputs(self) -> None:
-        """Raise if what an input stage has made is not there any more; of an input of which a
-        checkpoint is read, its output does not matter.
+        """Raise if an output of an input stage is missing; it does not matter if a checkpoint of
+        that stage is read instead.
 
         Raises
         ------
@@ -299,41 +299,40 @@ class AttemptRun:
                 self.workspace.check_output(stage_id)
 
     def check_fence(self) -> None:
-        """Raise if this attempt may no longer make anything visible."""
+        """Raise if this attempt may no longer publish files."""
         if self.workspace.is_stale(self.stage_id, self.number):
             raise AttemptClosed(
                 f"Attempt {self.number} of {self.stage_id} is no longer the newest, so it "
                 "publishes nothing",
-                fix="nothing; the newer attempt goes on",
+                fix="nothing; the newer attempt continues",
             )
 
-    # ------------------------------------------------------------ room
+    # ------------------------------------------------------------ disk space
 
     def _tell_room(self, part: Part, *, there: bool) -> None:
-        """Say whether a part of the worker has room: the file is there while none lacks any. Never
-        raises; what could not be said, or was overtaken by another thread's word, is said with the
-        next heartbeat."""
+        """Record whether a part of the worker has space: the file exists while no part lacks any.
+        Never raises; a failed or overtaken update is repeated with the next heartbeat."""
         (self._lacking.discard if there else self._lacking.add)(part)
         try:
             self.workspace.note_room(*self._ref, there=not self._lacking)
         except OSError as error:
-            log.debug("whether there is room cannot be said: %s", error)
+            log.debug("the state of the disk space cannot be recorded: %s", error)
 
     @contextlib.contextmanager
     def _reserve(self) -> Iterator[None]:
-        """Room for the next save, kept free of other jobs.
+        """Reserve space for the next save.
 
         Raises
         ------
         NoSpaceError
-            There was none for as long as a running job may wait (`disk.hold_s`).
+            There was none within a running job's limit (`disk.hold_s`).
         """
         with self._keeper.reserve(self._ref, self._keeper.need_of(self.stage_id)):
             self._tell_room("save", there=True)
             yield
 
     def _wait_for_room(self) -> bool:
-        """Make room, or wait for it as long as a running job may; True if there is some."""
+        """Free space, or wait for it within a running job's limit; True if there is some."""
         disk = self.config.disk
         deadline = time.monotonic() + disk.hold_s
         while time.monotonic() < deadline and not self.stop_asked:
@@ -347,7 +346,7 @@ class AttemptRun:
 
     @functools.cached_property
     def _keeper(self) -> DiskKeeper:
-        """The room of the workspace, as this attempt asks for it."""
+        """The disk keeper of the workspace, for this attempt."""
 
         def sleep(seconds: float) -> None:
             self._tell_room("save", there=False)
@@ -370,7 +369,7 @@ class AttemptRun:
                 raise AttemptClosed(
                     f"Attempt {self.number} of {self.stage_id} was given up before it started, or "
                     "has another worker",
-                    fix="nothing; whoever gave it up goes on",
+                    fix="nothing; another process continues it",
                 )
         self.check_fence()
         if self._own_log:
@@ -380,18 +379,18 @@ class AttemptRun:
         self.heartbeat.start()
 
     def _after_beat(self) -> None:
-        """Say whether there is room for it, and look for a wish to stop, where no signal gets
-        through (another host, a wrapper that swallows it)."""
+        """Record whether the heartbeat had space, and read requests to stop, for cases where no
+        signal arrives (another host, a wrapper that swallows it)."""
         refused = self.heartbeat.refused
         self._tell_room("heartbeat", there=refused is None or not is_no_space(refused))
         self._stop_noted = self._stop_noted or exists(self.paths.stop)
 
     def _stopped(self, outcome: Outcome) -> tuple[Outcome, bool]:
-        """With what class a request to stop counts, and whether the job goes on by itself."""
+        """The class of a requested stop, and whether the job continues by itself."""
         asked = self.workspace.stop_asked(self.stage_id, self.number)
         why = why_stopped(self.job, self._flag.signal, asked)
         if why.failure != "cancelled" and outcome.failure not in _FOLLOWS_FROM_STOPPING:
-            return outcome, False  # only a person's word counts for more than what came in between
+            return outcome, False  # only a person's request outranks the error
         return outcome_of(why.failure, f"{why.message}: {outcome.message}"), why.comes_back
 
     def _need(self, path: Path) -> dict[str, Any]:
@@ -416,7 +415,7 @@ class AttemptRun:
                 raise WorkspaceError(
                     f"Input {role} ({stage_id}) of {self.stage_id} is not done",
                     expected="finished inputs",
-                    fix="run the recipe again: it makes what is missing",
+                    fix="run the recipe again: it makes the missing stages",
                 )
             self.inputs[role], self.input_reports[role] = folder, result.report
 
@@ -430,7 +429,7 @@ class AttemptRun:
 
     def _result_is_there(self) -> bool | None:
         """Tell whether this attempt has published its result after all: a network file system may
-        report an error for a write that it has made. None if that cannot be seen either."""
+        report an error for a successful write. None if that cannot be read either."""
         try:
             result = self.workspace.read_result(self.stage_id)
         except OSError as error:
@@ -440,7 +439,7 @@ class AttemptRun:
 
     @contextlib.contextmanager
     def _last_word(self) -> Iterator[None]:
-        """Around what leaves the outcome; where it cannot be written, a deleted file tells."""
+        """Around the write of the outcome; if it fails, a deleted file shows that."""
         try:
             yield
         except OSError as error:
@@ -448,9 +447,9 @@ class AttemptRun:
             log.error("the outcome could not be written: %s", error)
 
     def _close_patiently(self, outcome: Outcome) -> bool:
-        """Close, and on a full disk, or one that does not answer, wait a little: what was
-        half-written has just been removed, and a worker without a last word looks as if it had been
-        killed. True if it took more than one try.
+        """Close the attempt; on a full or unresponsive disk, wait a little first: half-written
+        files have just been removed, and a worker without an outcome looks killed. True if it took
+        more than one try.
         """
         deadline = time.monotonic() + min(LAST_WORD_S, self.config.disk.hold_s)
         again = False

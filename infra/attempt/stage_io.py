@@ -1,30 +1,30 @@
-"""Writing of a running stage besides its output: log, heartbeat, metrics, rollouts, checkpoints.
+"""The writes of a running stage besides its output: log, heartbeat, metrics, rollouts, checkpoints.
 
 In: calls of the :class:`~refiner_core.contract.types.StageIO` protocol. Out: per attempt one
 ``metrics.jsonl`` (a line per logged step) and one Parquet file of rollouts per step; per stage the
-checkpoints. An attempt that resumes from the checkpoint of step *k* takes over the lines and
-rollouts up to *k* from the attempt that made it (rollouts as hard links), so the newest attempt's
-files always tell the whole story, with no step twice and none missing.
+checkpoints. An attempt that resumes from the checkpoint of step *k* copies the lines and links the
+rollouts up to *k* from the attempt that made it, so the newest attempt's files are always complete,
+with no step twice and none missing.
 
-Log a step *before* its checkpoint is saved: all that was logged is fsynced before the marker. One
-other thread may be saving a checkpoint while this one logs: what is logged meanwhile may be durable
-with it or later.
+Log a step *before* its checkpoint is saved: everything logged is fsynced before the marker. One
+other thread may save a checkpoint while this one logs: lines logged meanwhile become durable with
+it or later.
 
-The sign of life is ``heartbeat.json``, every few seconds, and at once when the phase changes or a
-save begins:
+The heartbeat is ``heartbeat.json``, written every few seconds, and at once when the phase changes
+or a save begins:
 
     counter            moves while the process lives
-    told               moves while the stage says anything, or saves
-    moved_at_s         when what it says was last new, by ``seconds``
-    saving, save_s     whether a checkpoint is being written; seconds that the longest one took
+    told               moves with each report of the stage, and while it saves
+    moved_at_s         when its report last changed, by ``seconds``
+    saving, save_s     whether a checkpoint is being written; seconds of the longest save
     seconds            since the worker began
 
-Observers look at whether the counters move; the times are for people. A heartbeat that cannot be
-written is one warning, never an error.
+Observers check whether the counters move; the times are for people. A failed write of the heartbeat
+is one warning, never an error.
 
-Libraries log whole addresses (a signed one is a credential for an hour) and, in detail, whole
+Libraries log whole addresses (a signed one is a credential for an hour) and, at debug level, whole
 answers; people share logs. So every line of ``log.txt``, with its traceback, is masked as it is
-written: values of this process's own secrets, and whatever looks like one.
+written: values of this process's own secrets, and everything that looks like one.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from refiner_core.contract.records import to_json
 from refiner_core.contract.types import Progress, SavedCheckpoint
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-#: Bytes on the wire and each request are of use to nobody who reads what a stage did.
+#: Loggers of bytes on the wire and single requests, which are of no use to readers of a log.
 _WIRES = ("httpcore2", "httpx2", "httpcore", "httpx", "urllib3", "filelock")
 
 
 def set_up_logging(config: RecipeConfig) -> None:
-    """Let this process log to standard error, masked, from ``config.log_level`` on."""
+    """Have this process log to standard error, masked, from ``config.log_level`` on."""
     mask_keys_of(config)
     handler = logging.StreamHandler()
     handler.setFormatter(MaskingFormatter(_FORMAT))
@@ -70,7 +70,7 @@ def set_up_logging(config: RecipeConfig) -> None:
 
 
 def redirect_output(path: Path) -> None:
-    """Let all that this process and its children print go to the end of a file."""
+    """Redirect all output of this process and its children to the end of a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -80,7 +80,7 @@ def redirect_output(path: Path) -> None:
 
 
 class MaskingFormatter(logging.Formatter):
-    """Formats as usual, and masks what must not be read."""
+    """Formats as usual, and masks secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line with its traceback."""
@@ -90,11 +90,11 @@ class MaskingFormatter(logging.Formatter):
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 2.0
-_CALL = "what each heartbeat looks for could not be looked for; it is at the next one"
+_CALL = "the checks after a heartbeat failed; they are repeated after the next one"
 
 
 class Heartbeat:
-    """Writes from a thread of its own, so that a long step is no silence."""
+    """Writes from a thread of its own, so that a long step does not look silent."""
 
     def __init__(
         self,
@@ -111,13 +111,13 @@ class Heartbeat:
         self._saving = False
         self._save_s: float | None = None
         self._complaints = atomic.Complaints()
-        #: Why the newest one could not be written; None if it could.
+        #: Error of the newest write; None if it succeeded.
         self.refused: Exception | None = None
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Write the first one, and go on."""
+        """Write the first one, and start the thread."""
         self._write()
         self._thread.start()
 
@@ -132,7 +132,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Around the save of a checkpoint; one that comes to its end is measured."""
+        """Around the save of a checkpoint; a completed save is timed."""
         began = time.monotonic()
         self._saving, self._told = True, self._told + 1
         self._wake.set()
@@ -143,7 +143,7 @@ class Heartbeat:
             self._saving, self._told = False, self._told + 1
 
     def stop(self) -> None:
-        """Write the last one, and end. More than one call does no harm."""
+        """Write the last one, and end. Repetition is harmless."""
         if not self._ended.is_set():
             self._ended.set()
             self._wake.set()
@@ -160,7 +160,7 @@ class Heartbeat:
             self._write()
             try:
                 self._on_beat()
-            except Exception:  # a heart that stops has a healthy stage killed as hung
+            except Exception:  # without a heartbeat, a healthy stage is killed as hung
                 self._complaints.say("beat", _CALL, exc_info=True)
 
     def _seconds(self) -> float:
@@ -185,7 +185,7 @@ class Heartbeat:
             self._complaints.say("write", "the heartbeat cannot be written: %s", error)
 
 
-#: What the log shows of a step, where the step has it.
+#: Metrics of a step that the log shows, if present.
 _IN_LOG = (
     *("loss/train_avg", "loss/validation", "scores", "loss/total_avg", "objective/kl3_avg"),
     *("val/stop_rate", "learning_rate", "tokens_per_second"),
@@ -200,13 +200,13 @@ class AttemptIO:
     stage, attempt
         Paths of the stage, and the number of this attempt.
     checkpoints
-        The stage's store; its ``before_commit`` is to be :meth:`flush` of this object.
+        The stage's store; its ``before_commit`` must be :meth:`flush` of this object.
     on_progress, stop_asked
-        Where progress goes, and whether someone asked to stop.
+        Receives progress; tells whether a stop was requested.
     also_log
-        Takes each step's metrics, too, such as a tracker. It never raises.
+        Receives each step's metrics, too, such as a tracker. It never raises.
     wait_for_room
-        Waits a while on a full disk; True if there is room.
+        Waits a while on a full disk; True if there is space.
     """
 
     def __init__(
@@ -222,10 +222,10 @@ class AttemptIO:
     ) -> None:
         self.stage, self.paths = stage, stage.attempt(attempt)
         self.checkpoints = checkpoints
-        #: Makes a folder to write the checkpoint of a step into.
+        #: Creates a folder to write the checkpoint of a step into.
         self.new_checkpoint = checkpoints.new
         self._also_log = also_log
-        #: Tells how far the stage is.
+        #: Reports the stage's progress.
         self.progress = on_progress
         #: Tells whether to save at the next step boundary and raise ``Interrupted``.
         self.should_stop = stop_asked
@@ -233,10 +233,10 @@ class AttemptIO:
         self._metrics: FileIO | None = None
         self._last_step: int | None = None
         self._asked_for_checkpoint = False
-        #: Step of the checkpoint that the attempt went on from.
+        #: Step of the checkpoint that the attempt resumed from.
         self.resumed_step: int | None = None
         self._unsynced: list[Path] = []
-        self._lock = threading.Lock()  # of the open file and of the list
+        self._lock = threading.Lock()  # for the open file and the list
         self._taken_over = False
 
     # ------------------------------------------------------------ metrics and rollouts
@@ -249,7 +249,7 @@ class AttemptIO:
         numbers = {name: float(value) for name, value in metrics.items()}
         line = json.dumps(atomic.finite({"step": step, "metrics": numbers}))
         self._held(lambda: self._append(line.encode() + b"\n"))
-        # What a person looks for in a log; all are in ``metrics.jsonl``.
+        # Selected metrics for people; all are in ``metrics.jsonl``.
         shown = {name: metrics[name] for name in _IN_LOG if name in metrics} or metrics
         text = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
         log.info("step %d: %s", step, text)
@@ -270,7 +270,7 @@ class AttemptIO:
             self._unsynced.append(path)
 
     def _append(self, line: bytes) -> None:
-        """A line of metrics, whole or not at all."""
+        """Append a line of metrics, whole or not at all."""
         with no_space_guard(self.paths.data, "writing metrics", waits=True), self._lock:
             if self._metrics is None:
                 make_folder(self.paths.data)
@@ -285,8 +285,7 @@ class AttemptIO:
                 raise
 
     def _held(self, write: Callable[[], None]) -> None:
-        """Write; on a full disk wait for room and write again, rather than lose the steps that are
-        in memory only."""
+        """Write; on a full disk wait for space and retry, rather than lose the steps in memory."""
         while True:
             try:
                 return write()
@@ -295,18 +294,18 @@ class AttemptIO:
                     raise
 
     def room_again(self, error: NoSpaceError) -> bool:
-        """Wait a while for room after a write that did not fit. True: try it again."""
+        """Wait a while for space after a write that did not fit. True: try it again."""
         number = "" if error.errno is None else f" [errno {error.errno}]"
-        log.warning("%s%s; waiting for room", error.what, number)
+        log.warning("%s%s; waiting for space", error.what, number)
         began = time.monotonic()
         found = self._wait_for_room()
-        if found:  # said again: the log may lie on the disk that was full
+        if found:  # repeated: the log may be on the disk that was full
             waited_s = time.monotonic() - began
-            log.warning("%s%s; going on after %.1f s without room", error.what, number, waited_s)
+            log.warning("%s%s; continuing after %.1f s without space", error.what, number, waited_s)
         return found
 
     def flush(self) -> None:
-        """Make durable what was logged so far. From any thread, and who logs does not wait."""
+        """Make all logged lines durable. From any thread; logging does not wait."""
         with self._lock:
             metrics = None if self._metrics is None else os.dup(self._metrics.fileno())
             unsynced = list(self._unsynced)
@@ -333,8 +332,8 @@ class AttemptIO:
     # ------------------------------------------------------------ checkpoints
 
     def latest_checkpoint(self) -> SavedCheckpoint | None:
-        """The newest complete checkpoint. The first call of an attempt also takes over what was
-        logged up to its step, so call it before anything is logged."""
+        """The newest complete checkpoint. The first call of an attempt also copies the logged lines
+        up to its step, so call it before anything is logged."""
         found = self.checkpoints.latest()
         if found is not None and not self._asked_for_checkpoint and self._last_step is None:
             self._take_over(found)
@@ -342,8 +341,8 @@ class AttemptIO:
         return None if found is None else SavedCheckpoint(found.step, found.path)
 
     def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
-        """The newest checkpoint is damaged: from now on the one before it is the newest. Call it
-        before anything is logged."""
+        """Mark the newest checkpoint as damaged: from now on the one before it is the newest. Call
+        it before anything is logged."""
         self.checkpoints.pass_over(checkpoint.step, why)
         if self._taken_over:  # up to a step that is too late
             atomic.remove_quietly(self.paths.metrics)
@@ -354,8 +353,8 @@ class AttemptIO:
         self._asked_for_checkpoint = False
 
     def go_on_from(self, found: Complete) -> None:
-        """Go on from a checkpoint that is not in the store (another trainer's): notes it down and
-        takes over what ``found.attempt`` has logged up to its step. Call it before anything is
+        """Resume from a checkpoint that is not in the store (another trainer's): records it and
+        copies what ``found.attempt`` has logged up to its step. Call it before anything is
         logged."""
         self._take_over(found)
         self._asked_for_checkpoint = True
@@ -373,10 +372,10 @@ class AttemptIO:
                 self._taken_over = True
         self._note_resumed({"step": found.step, "from_attempt": found.attempt})
         self.resumed_step = found.step
-        log.info("going on from the checkpoint of step %d", found.step)
+        log.info("resuming from the checkpoint of step %d", found.step)
 
     def _note_resumed(self, found: Mapping[str, int] | None) -> None:
-        """Say which checkpoint the attempt goes on from (None: from none, after all)."""
+        """Record which checkpoint the attempt resumes from (None: none after all)."""
         with no_space_guard(self.paths.control, "resuming", waits=True):
             started = atomic.read_json(self.paths.started) or {}
             make_folder(self.paths.control)

@@ -1,7 +1,6 @@
-"""Disk as a resource: room and the lack of it, quotas, reservations, what can be reclaimed.
+"""The disk as a resource: free space, quotas, reservations, and reclaiming.
 
-What there is: ``parsers`` -> ``probe``. What will be needed: ``history`` (and sizes of models) ->
-``forecast``. What may go: ``usage`` -> ``inventory`` (what lies there, and what protects it) ->
-``reaper``. ``keeper`` puts these together for orchestrator and attempts: it makes room, reserves it
-for saves, and watches it while something runs.
+What there is: ``probe``. What will be needed: ``forecast``. What may go: ``usage`` -> ``inventory``
+(the files and their protection) -> ``reaper``. ``keeper`` combines these for orchestrator and
+attempts: it frees space, reserves it for saves, and watches it while something runs.
 """

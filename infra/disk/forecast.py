@@ -1,17 +1,16 @@
-"""Forecast of what plans will take on the disk, before they run: per stage, for several trials.
+"""Forecast of the disk use of plans before they run: per stage, for several trials.
 
-In: plans and a workspace (measured history first, sizes of models else). Out: a :class:`Forecast`
-with two figures: what is taken if nothing is ever reclaimed, and the least that will do when
-finished stages' checkpoints may go. _History is what earlier stages took, per kind of stage and,
-where it is known, per model. The number of a model's parameters is told without loading it, from
-headers or a name.
+In: plans and a workspace (measured history first, else sizes of models). Out: a :class:`Forecast`
+with two figures: the use if nothing is ever reclaimed, and the least that suffices if finished
+stages' checkpoints may go. _History is the use of earlier stages, per kind of stage and, where it
+is known, per model. A model's parameters are counted without loading it, from headers or a name.
 
 A checkpoint holds what :mod:`refiner_core.training.engines.protocol` writes: the weights, two
-moments of AdamW in float32, and float32 master weights where the model is kept in bfloat16: 12
-bytes per parameter in float32, 14 in bfloat16, with any engine and number of processes, each of
-which writes its share into files of its own. A step that is published while training goes on takes
-weights once for its export and, in a folder, once more; on a Hub it takes no room here. Stored
-judgements are not counted: 36 bytes each, and they go where nothing else gives the room.
+moments of AdamW in float32, and float32 master weights if the model is in bfloat16: 12 bytes per
+parameter in float32, 14 in bfloat16, with any engine and number of processes (each writes its share
+into files of its own). A step that is published during training takes weights once for its export
+and once more in a folder target; on a Hub it takes no space here. Stored judgements are not
+counted: 36 bytes each, and they are reclaimed last.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from refiner_core.contract.records import StageRecord
 
 log = logging.getLogger(__name__)
 
-#: What a checkpoint takes per parameter: weights, two float32 moments, float32 masters if need be.
+#: Bytes of a checkpoint per parameter: weights, two float32 moments, float32 masters if needed.
 STATE_BYTES = {"float32": 12, "bfloat16": 14}
 _NAMED = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z])", re.IGNORECASE)
 
 
 class ModelSize(NamedTuple):
-    """``parameters`` is None where nothing says; ``source`` is for people."""
+    """``parameters`` is None if unknown; ``source`` is for people."""
 
     parameters: int | None
     source: str
@@ -56,14 +55,14 @@ def model_size(folder: Path | None, name: str) -> ModelSize:
         return ModelSize(counted, f"counted in {folder.name}")
     found = _NAMED.findall(name.rpartition("/")[2])
     if found:
-        # `30B-A3B`: all of a mixture's weights are stored, not only those that are active.
+        # `30B-A3B`: all weights of a mixture are stored, not only the active ones.
         sizes = (float(n) * (1e9 if unit.lower() == "b" else 1e6) for n, unit in found)
         return ModelSize(int(max(sizes)), f"from the name {name}")
-    return ModelSize(None, f"nothing says how large {name} is")
+    return ModelSize(None, f"the size of {name} is unknown")
 
 
 def size_of_model(config: RecipeConfig) -> ModelSize:
-    """Number of parameters of a recipe's model, as far as this machine can tell."""
+    """Number of parameters of a recipe's model, as far as known on this machine."""
     from refiner_core.generation.load import resolve_ref
 
     name = config.model.name_or_path
@@ -75,7 +74,7 @@ def size_of_model(config: RecipeConfig) -> ModelSize:
 
 
 def _by_headers(folder: Path) -> int:
-    """Numbers in all safetensors files, by their headers."""
+    """Number of parameters in all safetensors files, from their headers."""
     try:
         headers = [safetensors_header(path)[1] for path in folder.glob("*.safetensors")]
         return sum(math.prod(entry["shape"]) for of in headers for entry in of.values())
@@ -83,12 +82,12 @@ def _by_headers(folder: Path) -> int:
         return 0
 
 
-#: What tells other people's trainers apart, in the identity of a stage.
+#: The field in a stage's identity that distinguishes other trainers' scripts.
 SCRIPT = "command.run"
 
 
 class _History(NamedTuple):
-    """The largest that stages of one kind have taken, in bytes; 0 where none has."""
+    """The largest use of stages of one kind so far, in bytes; 0 if there were none."""
 
     checkpoint_bytes: int = 0
     output_bytes: int = 0
@@ -97,8 +96,8 @@ class _History(NamedTuple):
 def history_of(
     workspace: Workspace, kind: str, model: str | None = None, script: str | None = None
 ) -> _History:
-    """_History of stages of a kind; ``model`` (the digest among a plan's sources) restricts it to
-    those of that model, ``script`` to those of that `command.run`."""
+    """History of stages of a kind; ``model`` (the digest among a plan's sources) restricts it to
+    stages of that model, ``script`` to stages of that `command.run`."""
     found = _History()
     for stage_id in workspace.stage_ids():
         if stage_id.rpartition("-")[0] != kind:
@@ -121,34 +120,34 @@ def _taken_by(workspace: Workspace, stage_id: str, record: StageRecord) -> _Hist
     output = 0
     if record.result is not None:
         there = size_of(workspace.layout.stage(stage_id).data / record.result.output_dir).bytes
-        made = sum(f.bytes for f in record.result.files)  # it may have been reclaimed meanwhile
+        made = sum(f.bytes for f in record.result.files)  # they may have been reclaimed since
         output = max(made, there)
     return _History(largest_checkpoint(workspace, stage_id), output)
 
 
 def largest_checkpoint(workspace: Workspace, stage_id: str) -> int:
-    """Bytes of the largest complete checkpoint of a stage; 0 where none is."""
+    """Bytes of the largest complete checkpoint of a stage; 0 if there is none."""
     store = CheckpointStore(workspace.layout.stage(stage_id).checkpoints, 0)
     theirs, _ = recorded_checkpoints(workspace, stage_id)
     saved = [c.path for c in store.complete()] + [c.path for c in theirs if not c.damage]
     return max((size_of(path).bytes for path in saved), default=0)
 
 
-# ---------------------------------------------------------------- what is still to come
+# ---------------------------------------------------------------- the future use
 
-#: Prompts where nothing says how many there are.
+#: Default number of prompts.
 _PROMPTS = 1000
 
 
 def rollouts_of_step(config: RecipeConfig) -> int:
-    """Rollouts that a step of GRPO samples, at most: active sampling may go on for some rounds."""
+    """Most rollouts of a GRPO step: active sampling may take several rounds."""
     grpo = config.grpo
     rounds = grpo.active_sampling_max_rounds if grpo.active_sampling else 1
     return rounds * grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
 
 
 def training_prompts(config: RecipeConfig) -> int:
-    """Training prompts or tasks, at most, where only the data will tell."""
+    """Upper limit of training prompts or tasks, where only the data have the number."""
     data = config.data
     if config.environment.name:
         return config.environment.max_train_tasks or _PROMPTS
@@ -158,30 +157,29 @@ def training_prompts(config: RecipeConfig) -> int:
 
 
 def evaluation_samples(config: RecipeConfig) -> int:
-    """Answers that an evaluation samples, greedy ones included."""
+    """Answers sampled by an evaluation, greedy ones included."""
     evaluate = config.evaluate
     prompts = evaluate.max_prompts or config.data.max_rl_rows or 1000
     return prompts * (evaluate.num_samples + 1)
 
 
-#: What a stage's records and log take, and the metrics of a step.
+#: Size of a stage's records and log, and of the metrics of a step.
 _CONTROL_BYTES, _METRICS_BYTES = 256 << 10, 2 << 10
-#: Bytes of a rollout on the disk: per sampled token (id, log-probability, text), and besides.
+#: Bytes of a rollout on the disk: per sampled token (id, log-probability, text), and fixed.
 _TOKEN_BYTES, _ROLLOUT_BYTES = 12, 2048
 _ROW_BYTES = 8 << 10  # of a prepared row
 #: Bytes of a parameter in the model's own type.
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
-#: Muon keeps one moment of hidden matrices where AdamW keeps two; the rest is an eighth or so.
+#: Muon keeps one moment of hidden matrices where AdamW keeps two; the rest is about an eighth.
 _MUON_SAVES = 3.5
 
 
 class StageNeed(NamedTuple):
-    """Need of one stage that is still to run.
+    """Disk use of one stage that is still to run, bytes.
 
-    ``peak`` is the most at any moment; ``final`` what is there in the end; ``kept`` what is left of
-    that once its checkpoints were reclaimed. Bytes. ``basis`` says what the figures rest on;
-    ``known`` is False where nothing did. ``sure`` is what it cannot do without, whatever else turns
-    out smaller: checkpoints and the final weights.
+    ``peak`` is the most at any moment; ``final`` the size at the end; ``kept`` the rest of that
+    once its checkpoints are reclaimed. ``basis`` is the source of the figures; ``known`` is False
+    if there was none. ``sure`` is a lower bound: checkpoints and the final weights.
     """
 
     stage: PlannedStage
@@ -195,16 +193,16 @@ class StageNeed(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Need of plans together.
+    """Disk use of several plans.
 
     Attributes
     ----------
     stages
-        Those that are still to run, each once however many trials share it.
+        Those still to run, each once however many trials share it.
     parallel
-        How many may run at a time.
+        Most stages that run at a time.
     reclaim
-        Whether finished stages' checkpoints may go when room is short.
+        Whether finished stages' checkpoints may be reclaimed when space is short.
     """
 
     stages: tuple[StageNeed, ...]
@@ -213,35 +211,34 @@ class Forecast:
 
     @property
     def peak_bytes(self) -> int:
-        """The most, if nothing is reclaimed."""
+        """The peak if nothing is reclaimed."""
         extra = sorted((s.peak - s.final for s in self.stages), reverse=True)
         return self.final_bytes + sum(extra[: self.parallel])
 
     @property
     def least_bytes(self) -> int:
-        """The most, if all that may go has gone."""
+        """The peak if all that may be reclaimed is."""
         extra = sorted((s.peak - s.kept for s in self.stages), reverse=True)
         return sum(s.kept for s in self.stages) + sum(extra[: self.parallel])
 
     @property
     def final_bytes(self) -> int:
-        """Bytes that lie there in the end."""
+        """Bytes at the end."""
         return sum(s.final for s in self.stages)
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that must be free for it to go through, under the rules as they are."""
+        """Bytes that must be free for the plans to finish, under the present policy."""
         return self.least_bytes if self.reclaim else self.peak_bytes
 
     @property
     def sure_bytes(self) -> int:
-        """Bytes that the largest stage alone cannot do without; no guess that errs on the large
-        side."""
+        """Lower bound of the largest stage's need, bytes; no guess that errs on the large side."""
         return max((s.sure for s in self.stages), default=0)
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Stages of which nothing was known."""
+        """Stages without any known figures."""
         return tuple(s.stage.name for s in self.stages if not s.known)
 
 
@@ -249,9 +246,9 @@ SizeOf = Callable[[RecipeConfig], ModelSize]
 
 
 class Knowledge:
-    """Knowledge that forecasts rest on, looked up once: measured history, and sizes of models.
+    """The basis of forecasts, looked up once: measured history, and sizes of models.
 
-    ``size_of_model`` says how many parameters a recipe's model has.
+    ``size_of_model`` returns the number of parameters of a recipe's model.
     """
 
     def __init__(self, workspace: Workspace, size_of_model: SizeOf) -> None:
@@ -261,7 +258,7 @@ class Knowledge:
         self._result = functools.cache(workspace.read_result)
 
     def history(self, stage: PlannedStage) -> _History:
-        """_History of stages of its kind that started at its model and run its script."""
+        """History of stages of its kind that started at its model and ran its script."""
         return self._history(stage.kind, stage.sources.get("model"), stage.identity.get(SCRIPT))
 
     def size(self, config: RecipeConfig) -> ModelSize:
@@ -272,7 +269,7 @@ class Knowledge:
         return self._sizes[name]
 
     def is_done(self, stage_id: str) -> bool:
-        """Tell whether nothing is left to write."""
+        """Tell whether the stage has nothing left to write."""
         return self._result(stage_id) is not None
 
 
@@ -295,17 +292,17 @@ def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
         return _training_need(stage, plan, known.size(plan.config), history)
     if stage.kind == "command":
         return _command_need(stage, config, history)
-    if stage.kind == "export":  # weights as the training stage itself leaves them in the end
+    if stage.kind == "export":  # the same weights as the training stage's own at the end
         return _flat_need(stage, *_weights_of(plan.by_name[stage.inputs["policy"]], plan, known))
     if stage.kind == "publish" and plan.config.publish.target == "folder":
-        # A copy of the weights. On another disk it is counted all the same: of the room there
-        # nothing is known.
+        # A copy of the weights. On another disk it is counted all the same: the free space there
+        # is unknown.
         made = plan.by_name[stage.inputs["weights"]]
         while made.kind == "export":
             made = plan.by_name[made.inputs["policy"]]
         return _flat_need(stage, *_weights_of(made, plan, known))
-    # An attempt is an answer, or an episode as long as its context may be. Each is there once, and
-    # once more while they are written; what is kept as a demonstration is a part of that.
+    # An attempt is an answer, or an episode up to the length of its context. Each is stored once,
+    # and twice while being written; demonstrations are a part of that.
     length = config.grpo.response_length
     tokens = config.grpo.max_token_length if config.environment.name else length
     attempts = training_prompts(config) * config.sample.attempts
@@ -333,16 +330,16 @@ def _flat_need(stage: PlannedStage, size: int | None, basis: str) -> StageNeed:
 
 
 def _command_need(stage: PlannedStage, config: RecipeConfig, history: _History) -> StageNeed:
-    """Another trainer saves as often as it likes; older ones are deleted when room is short. Only
-    what lies there tells how large one is."""
+    """Need of another trainer's stage: it saves at any time, and older saves are deleted when space
+    is short. Only existing files show the size of one."""
     known, rest = history.checkpoint_bytes > 0, history.output_bytes + _CONTROL_BYTES
     saved = (config.command.keep + 1) * history.checkpoint_bytes + rest
-    basis = "measured" if known else "only its first checkpoint will tell"
+    basis = "measured" if known else "unknown until its first checkpoint"
     return StageNeed(stage, saved, saved, rest, basis, known, saved if known else 0)
 
 
 def _weights_of(made: PlannedStage, plan: Plan, known: Knowledge) -> tuple[int | None, str]:
-    """Bytes of the weights that a training stage makes, and what that rests on."""
+    """Bytes of the weights that a training stage makes, and the source of that figure."""
     if measured := known.history(made).output_bytes:
         return measured, "measured"
     model = known.size(plan.config)
@@ -362,10 +359,10 @@ def _training_need(
     weights = parameters * WEIGHT_BYTES[config.model.dtype]
     steps = _steps(stage.kind, config)
     saves = max(1, -(-steps // max(1, section.save_freq))) if steps else section.keep
-    # One checkpoint beside `keep` waits for its export: that takes less than the steps between two
-    # saves, and has a slot of its own. Where exports queue for longer, each is one more.
+    # One checkpoint beside `keep` waits for its export, which takes less than the steps between two
+    # saves and has a slot of its own. If exports queue for longer, each adds one.
     held = any(other.inputs[role] == stage.name for other in plan.stages for role in other.at_step)
-    # From 2 kept ones up, room is made before a save; with 1, the old one stays until the new one
+    # With `keep` >= 2, space is freed before a save; with 1, the old one stays until the new one
     # is complete.
     most = min(saves, max(2, section.keep) + held)
     left = min(saves, section.keep + held)
@@ -386,7 +383,7 @@ def _training_need(
 
 
 def _steps(kind: str, config: RecipeConfig) -> int:
-    """Optimiser steps; 0 where only the data will tell."""
+    """Optimiser steps; 0 if only the data have the number."""
     if kind == "grpo":
         return config.grpo.num_training_steps
     return sft_section(config, kind).max_train_steps or 0

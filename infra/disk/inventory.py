@@ -1,17 +1,15 @@
-"""Inventory: all that reclaiming decides by, what lies in a workspace and what protects it.
+"""Inventory: the basis of reclaiming, the files in a workspace and what protects them.
 
-In: a workspace. Out: a :class:`Stock`. Everything is read from records and the disk. What cannot be
-read protects itself: a stage whose records are damaged has no facts, and is not touched.
+In: a workspace. Out: a :class:`Stock`. Everything is read from records and the disk. Unreadable
+data are protected: a stage with damaged records has no facts, and is not touched.
 
-Copies of a stage's weights that were published: a record says what lay there when it was published,
-verified hash by hash; :class:`FreshLook` says what lies there now, and is asked right before
-anything is deleted: a folder is read once more, a Hub is asked for the files of the commit. Who
-cannot be asked vouches for nothing.
+Published copies of a stage's weights: a record has the files at the time of publication, verified
+by hash; :class:`FreshLook` checks them again right before anything is deleted: it reads a folder
+again, or queries a Hub for the files of the commit. A copy that cannot be checked does not count.
 
-Holds on checkpoints, with the reason why one is idle, if it is. A hold is let go by whoever brings
-a plan about, once the waiting stage is done; what is left of calls that were cancelled or forgotten
-stays until somebody asks for it with `refiner disk --reclaim`. Where a record cannot be read,
-nothing is idle.
+Holds on checkpoints, with the reason if one is idle. A process that executes a plan releases its
+holds once the waiting stage is done; those of cancelled or forgotten calls stay until a user runs
+`refiner disk --reclaim`. While any record is unreadable, no hold is idle.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from refiner_core.contract.services import is_service
 
 log = logging.getLogger(__name__)
 WEIGHTS = ".safetensors"
-#: A Hub that did not answer, or has the files no more, is asked again after so long.
+#: A Hub that did not answer, or lacks the files, is queried again after this time, seconds.
 _BELIEVED_S = 60.0
 _LOOK_S = 10.0
 
@@ -50,7 +48,7 @@ class Copy(NamedTuple):
     """One publication of a stage's weights.
 
     ``target`` is the folder, or the address of the revision; ``names`` maps the SHA-256 of its
-    files to their names there; ``by`` is the stage that published.
+    files to their names there; ``by`` is the publishing stage.
     """
 
     where: Literal["folder", "hub"]
@@ -74,7 +72,7 @@ class Copy(NamedTuple):
         return self.target.partition(f"/{self.repo_id}")[0]
 
     def has(self, files: Iterable[OutputFile]) -> bool:
-        """Tell whether all of these files are among what was published."""
+        """Tell whether all of these files were published."""
         return all(file.sha256 in self.names for file in files)
 
     def is_elsewhere(self, folder: Path) -> bool:
@@ -88,7 +86,7 @@ class Copy(NamedTuple):
         return project_id(target) != project_id(folder)
 
     def way_back(self, files: Sequence[OutputFile], folder: Path) -> str:
-        """The command that puts ``files`` (relative to ``folder``) back where they were."""
+        """The command that restores ``files`` (relative to ``folder``)."""
         names = [self.names[f.sha256] for f in files]
         where = folder / Path(files[0].path).parent
         if self.where == "folder":
@@ -101,8 +99,8 @@ class Copy(NamedTuple):
 def copies_of(
     workspace: Workspace, records: Mapping[str, StageRecord]
 ) -> dict[str, tuple[Copy, ...]]:
-    """Stage id -> what its weights may have been published to and, as far as this machine can
-    tell, still lie in."""
+    """Stage id -> publications of its weights that, as far as known on this machine, still
+    exist."""
     found: dict[str, tuple[Copy, ...]] = {}
     for stage_id, record in records.items():
         result = record.result
@@ -124,7 +122,7 @@ def copies_of(
 
 
 def _copy(stage_id: str, report: Mapping[str, Any]) -> Copy | None:
-    """Copy that a report tells of; None where that is not verified, or known to be gone."""
+    """The copy in a report; None if it is not verified, or known to be gone."""
     names = {f["sha256"]: f["path"] for f in report.get("files", ())}
     target, where = str(report["target"]), report.get("where", "folder")
     if where == "hub":
@@ -138,13 +136,13 @@ def _copy(stage_id: str, report: Mapping[str, Any]) -> Copy | None:
 
 
 class FreshLook:
-    """Looks at copies now.
+    """Checks copies now.
 
     Parameters
     ----------
     clock
-        Seconds, monotonic: a Hub that could not vouch is left alone for a minute, so that a
-        trainer that waits for room does not wait for the network, too.
+        Seconds, monotonic: a Hub that failed is not queried for a minute, so that a trainer that
+        waits for space does not wait for the network, too.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -152,7 +150,7 @@ class FreshLook:
         self._doubts: dict[tuple[str, str | None], tuple[float, str]] = {}
 
     def doubt(self, copy: Copy, files: Sequence[OutputFile]) -> str:
-        """Reason why the copy cannot be relied on for these files now; empty: it can."""
+        """Reason why the copy is not reliable for these files now; empty if it is."""
         if copy.where == "folder":
             return _doubt_of_folder(copy, files)
         key = (copy.target, copy.commit)
@@ -169,21 +167,21 @@ def _doubt_of_folder(copy: Copy, files: Sequence[OutputFile]) -> str:
         path = Path(copy.target) / copy.names[file.sha256]
         with path.open("rb") as opened:
             if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
-                return f"{path} is not what was published"
+                return f"{path} differs from what was published"
     return ""
 
 
 def _doubt_of_hub(copy: Copy, files: Sequence[OutputFile]) -> str:
-    """Asked in the middle of a trainer's save: answers come within seconds, nothing is tried twice.
-    Our token goes to the Hub that this process is set up for and to no other address."""
+    """Runs in the middle of a trainer's save: answers come within seconds, and nothing is retried.
+    The token goes only to the configured Hub of this process, and to no other address."""
     from huggingface_hub import constants
 
     from infra.hub.target import endpoint_now, open_hub
 
     if constants.HF_HUB_OFFLINE:
-        return f"{copy.text} was not looked at: HF_HUB_OFFLINE is set here"
+        return f"{copy.text} was not checked: HF_HUB_OFFLINE is set here"
     if copy.endpoint != endpoint_now():
-        return f"{copy.text} was not looked at: HF_ENDPOINT is {endpoint_now()} here"
+        return f"{copy.text} was not checked: HF_ENDPOINT is {endpoint_now()} here"
     config = PublishConfig(request_timeout_s=_LOOK_S)
     try:
         with open_hub(copy.repo_id, config, copy.endpoint, patience_s=0.0) as hub:
@@ -193,13 +191,13 @@ def _doubt_of_hub(copy: Copy, files: Sequence[OutputFile]) -> str:
     for file in files:
         found = there.get(copy.names[file.sha256])
         if found is None or (found.bytes, found.sha256) != (file.bytes, file.sha256):
-            return f"{copy.text} has no {copy.names[file.sha256]} of the hash that was published"
+            return f"{copy.text} has no {copy.names[file.sha256]} with the published hash"
     return ""
 
 
 class Hold(NamedTuple):
-    """``waiting`` (a stage id) waits for the checkpoint of ``step`` of stage ``stage_id``; ``idle``
-    says why nothing needs the hold, and is empty where something does."""
+    """Stage ``waiting`` waits for the checkpoint of ``step`` of stage ``stage_id``; ``idle`` is the
+    reason why the hold is no longer needed, empty if it is."""
 
     path: Path
     stage_id: str
@@ -208,8 +206,8 @@ class Hold(NamedTuple):
     idle: str = ""
 
 
-#: A call that has the waiting stage: its run, whether somebody wanted that stage to end, and
-#: whether a process works on the call, or may do so where nobody here can look.
+#: A call with the waiting stage: its run, whether that stage was cancelled, and whether a process
+#: works on the call, or may do so on another host.
 Caller = tuple[str, bool, bool]
 
 
@@ -226,7 +224,7 @@ def read_holds(workspace: Workspace) -> list[Hold]:
 
 
 def drop_idle(workspace: Workspace, holds: Iterable[Hold]) -> list[Hold]:
-    """Let those go that are idle by another look; returns them."""
+    """Release holds that are still idle at a second check; returns them."""
     idle = {hold.path for hold in read_holds(workspace) if hold.idle}
     gone = [hold for hold in holds if hold.path in idle]
     for hold in gone:
@@ -235,11 +233,11 @@ def drop_idle(workspace: Workspace, holds: Iterable[Hold]) -> list[Hold]:
 
 
 def _why_idle(workspace: Workspace, hold: Hold, known: dict[str, list[Caller]] | None) -> str:
-    """Reason why a hold may go; empty: it may not. ``known`` are the calls of each stage, None
-    where a record cannot be read."""
+    """Reason why a hold may go; empty if it may not. ``known`` are the calls of each stage, None
+    if a record is unreadable."""
     try:
         if workspace.read_result(hold.waiting) is not None:
-            return "what waited for it is done"
+            return "the stage that waited for it is done"
     except RefinerError as error:
         log.warning("the hold %s stays: %s", hold.path.name, error)
         return ""
@@ -252,7 +250,7 @@ def _why_idle(workspace: Workspace, hold: Hold, known: dict[str, list[Caller]] |
 
 
 def _callers(workspace: Workspace) -> dict[str, list[Caller]] | None:
-    """Stage id -> calls that have it; None where a record cannot be read."""
+    """Stage id -> calls that have it; None if a record is unreadable."""
     found: dict[str, list[Caller]] = {}
     try:
         for run in map(workspace.read_run, workspace.run_ids()):
@@ -263,7 +261,7 @@ def _callers(workspace: Workspace) -> dict[str, list[Caller]] | None:
                 ended = named is not None and (not named or not {name, stage_id}.isdisjoint(named))
                 found.setdefault(stage_id, []).append((run.run, ended, works))
     except (RefinerError, ValueError, KeyError) as error:
-        log.warning("no hold is let go, for a record cannot be read: %s", error)
+        log.warning("no hold is released, because a record is unreadable: %s", error)
         return None
     return found
 
@@ -272,8 +270,8 @@ _EDGES: dict[tuple[str, ...], dict[str, tuple[str, ...]] | None] = {}
 
 
 class Weights(NamedTuple):
-    """Exported weights of a finished stage, and a copy of the same hashes that was published: one
-    that does not lie on the quota or file system that deleting would relieve."""
+    """Exported weights of a finished stage, and a published copy with the same hashes on another
+    quota and file system than those that deleting would relieve."""
 
     folder: Path
     files: tuple[OutputFile, ...]  # relative to the folder
@@ -283,16 +281,16 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class StageFacts:
-    """Facts that decide about a stage's files.
+    """Facts that decide which files of a stage may go.
 
     Attributes
     ----------
     done, pinned
-        It has its result; somebody wants to keep it.
+        It has its result; a user has pinned it.
     dead
-        Attempts that can make nothing visible any more.
+        Attempts that can no longer publish files.
     open
-        Whether an attempt is at work, or may be.
+        Whether an attempt is running, or may be.
     kept_attempt
         The attempt whose output the result names; 0 without a result.
     leased
@@ -302,7 +300,7 @@ class StageFacts:
     needed_by
         An unfinished stage of a recorded run that will read its output; empty: none.
     weights
-        What it exported.
+        Its exported weights.
     spare
         Another trainer's checkpoints that may go: see :func:`spare_of`.
     """
@@ -322,12 +320,11 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class Stock:
-    """Things that lie there, and their protection.
+    """The files of a workspace, and their protection.
 
-    ``complete`` are the checkpoints that can be resumed from, ``damaged`` those that were found not
-    to be what was saved, ``idle_code`` the snapshots that no
-    unfinished run uses; ``copies`` is what weights were published to, by the stage that made them,
-    ``holds`` what waits for checkpoints.
+    ``complete`` are resumable checkpoints, ``damaged`` those that differ from what was saved,
+    ``idle_code`` the snapshots that no unfinished run uses; ``copies`` are the publications of
+    weights by the stage that made them, ``holds`` the holds on checkpoints.
     """
 
     items: tuple[Item, ...]
@@ -340,8 +337,8 @@ class Stock:
 
 
 def read_stock(workspace: Workspace, *, as_if_dropped: bool = False) -> Stock:
-    """The stock of a workspace now. ``as_if_dropped``: as if idle holds had been let go."""
-    # Records first: what becomes dead or superseded afterwards is merely kept a little longer.
+    """The present stock of a workspace. ``as_if_dropped``: as if idle holds had been released."""
+    # Records first: a file that becomes dead or superseded afterwards is kept a little longer.
     records = _records(workspace)
     runs = _runs(workspace)
     leased, needed = _readers(workspace, runs, records)
@@ -375,7 +372,7 @@ def read_stock(workspace: Workspace, *, as_if_dropped: bool = False) -> Stock:
     for number, item in enumerate(items):
         is_checkpoint = item.kind == "checkpoints" and item.step is not None
         if is_checkpoint and not (item.path / MARKER).exists():
-            # The remains of a deletion that was cut short.
+            # The remains of an interrupted deletion.
             items[number] = item._replace(kind="temporary")
     saved = [i.path for i in items if i.step is not None]
     complete = frozenset(path for path in saved if read_checkpoint(path) is not None)
@@ -385,22 +382,22 @@ def read_stock(workspace: Workspace, *, as_if_dropped: bool = False) -> Stock:
 
 
 def protection_of(workspace: Workspace, stage_id: str) -> str:
-    """Reason why a stage's output has to stay, by another look at everything; empty: it may go."""
+    """Reason why a stage's output has to stay, checked now; empty if it may go."""
     if stage_id in pins(workspace.layout):
         return "it is pinned"
     records = _records(workspace)
     leased, needed = _readers(workspace, _runs(workspace), records)
     if stage_id not in records:
-        return "its records cannot be read"
+        return "its records are unreadable"
     if stage_id in leased:
         return "a running attempt reads it"
     return f"{needed[stage_id]} needs it" if stage_id in needed else ""
 
 
 def spare_of(workspace: Workspace, stage_id: str, record: StageRecord) -> tuple[Item, ...]:
-    """Checkpoints of an unfinished `command` stage that may go: saves that were cut off
-    (``temporary``), and what is older than its ``command.keep`` complete ones. While it may be at
-    work, its newest is taken for one that is just being written."""
+    """Checkpoints of an unfinished `command` stage that may go: interrupted saves (``temporary``),
+    and all but its ``command.keep`` newest complete ones. While it may be running, its newest is
+    treated as still being written."""
     if record.result is not None:
         return ()
     found, keep = recorded_checkpoints(workspace, stage_id)
@@ -414,7 +411,7 @@ def spare_of(workspace: Workspace, stage_id: str, record: StageRecord) -> tuple[
 
 
 def idle_code(workspace: Workspace) -> frozenset[str]:
-    """Snapshots that may go, by another look at all runs."""
+    """Snapshots that may go, after another check of all runs."""
     return _idle_code(_runs(workspace), _records(workspace))
 
 
@@ -447,7 +444,7 @@ def _records(workspace: Workspace) -> dict[str, StageRecord]:
 
 
 def _runs(workspace: Workspace) -> list[RunRecord | None]:
-    """Recorded calls, oldest first; None for one that cannot be read."""
+    """Recorded calls, oldest first; None for an unreadable one."""
     found: list[RunRecord | None] = []
     for run_id in workspace.run_ids():
         try:
@@ -467,22 +464,22 @@ def _needed(
     needed = {s: reader for reader, read in inputs.items() for s in read}
     done = {stage_id for stage_id, record in records.items() if record.result is not None}
     for run in runs:
-        if run is None:  # whatever it needs, it may be any of them
-            return dict.fromkeys(records, "a run whose record cannot be read") | needed
+        if run is None:  # it may need any of them
+            return dict.fromkeys(records, "a run with an unreadable record") | needed
         left = [n for n, i in run.stages.items() if i not in done and not is_service(i)]
-        edges = edges_of(run) if left else None  # what is over needs nothing, and is not planned
+        edges = edges_of(run) if left else None  # an ended run needs nothing, and is not planned
         for name in left:
             read: Iterable[str] = () if edges is None else edges.get(name, ())
-            if edges is None:  # a call about some stages alone may read any of the others
+            if edges is None:  # a call with selected stages may read any of the others
                 read = records if run.config.get("only") else run.stages.values()
             needed.update(dict.fromkeys(read, f"{name} of {run.run}"))
     return needed
 
 
 def edges_of(run: RunRecord) -> dict[str, tuple[str, ...]] | None:
-    """Stage name -> ids of the stages that it reads; None where the record does not tell.
+    """Stage name -> ids of the stages that it reads; None if the record does not have them.
 
-    A record never changes, so a run is planned once only in a process.
+    Records never change, so a run is planned only once per process.
     """
     key = (run.run, run.started_at, *run.stages.values())
     if key not in _EDGES:
@@ -499,8 +496,8 @@ def _planned_edges(run: RunRecord) -> dict[str, tuple[str, ...]] | None:
         return None
     if not set(run.stages) <= set(plan.by_name):
         return None
-    # A call about some stages alone records only these; where the others lie follows from what it
-    # was planned with, if that gives its own stages the ids that they have.
+    # A call with selected stages records only these. The other ids follow from planning it again,
+    # provided that this gives its own stages their recorded ids.
     ids = {s.name: s.id for s in plan.given} | dict(run.stages)
     if plan.given and any(plan.by_name[n].id != run.stages[n] for n in run.stages):
         return None
@@ -511,14 +508,14 @@ def _planned_edges(run: RunRecord) -> dict[str, tuple[str, ...]] | None:
 
 
 def _idle_code(runs: list[RunRecord | None], records: Mapping[str, StageRecord]) -> frozenset[str]:
-    """Snapshots that only finished runs name. One that no run names may just have been made, and
-    the newest run's is likely to be used again."""
+    """Snapshots that only finished runs name. A snapshot without a run may just have been created,
+    and the newest run's is likely to be used again."""
     if None in runs or not runs:
         return frozenset()
     known = [r for r in runs if r is not None]
     busy = {known[-1].code}
     for run in known:
-        stages = [s for s in run.stages.values() if not is_service(s)]  # these are never done
+        stages = [s for s in run.stages.values() if not is_service(s)]  # services are never done
         if not all(s in records and records[s].result is not None for s in stages):
             busy.add(run.code)
     return frozenset({r.code for r in known if r.code} - busy)

@@ -1,16 +1,16 @@
-"""The disk as the orchestrator and running attempts use it: is there room, make some, reserve some.
+"""The disk for the orchestrator and running attempts: checks, frees and reserves space.
 
-In: a workspace and the ``disk`` section. Out: a :class:`DiskKeeper`. What quota tools say, what
-others have reserved and a probe write are put together: where the tools are blind, the write has
-the last word. Looking never raises; only :meth:`DiskKeeper.reserve` does, when nothing fits.
+In: a workspace and the ``disk`` section. Out: a :class:`DiskKeeper`. It combines quota tools, the
+reservations of others and a probe write: where the tools are blind, the write decides. Checks never
+raise; only :meth:`DiskKeeper.reserve` does, when nothing fits.
 
-Room that saves in progress will need is reserved by one small file per attempt that saves, in
-``disk/reservations/``, or in a folder that several workspaces on one quota share; each has one
-writer. An entry whose attempt can no longer make anything visible (closed, superseded, its stage
-done) counts for nothing and is swept: no clock decides.
+Space for saves in progress is reserved by one small file per saving attempt, in
+``disk/reservations/``, or in a folder that several workspaces on one quota share; each file has one
+writer. An entry is void and removed once its attempt can no longer publish files (closed,
+superseded, its stage done): no clock decides.
 
-:class:`DiskWatch` looks while something runs, for the orchestrator and for jobs alike: it warns,
-reclaims, and says when there is room again, each once per crossing and not once per look.
+:class:`DiskWatch` checks while something runs, for the orchestrator and for jobs alike: it warns,
+reclaims, and reports when there is space again, each once per crossing and not once per check.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from refiner_core.contract.errors import NoSpaceError, RefinerError
 from refiner_core.contract.placement import STAGES
 
 log = logging.getLogger(__name__)
-#: Files and folders that a save makes, and as many as are told of when no more are left.
+#: Files and folders of a save; free inodes below which they are reported.
 SAVE_INODES, _FEW_INODES = 16, 1000
 
 
 class _Reservation(NamedTuple):
-    """One entry: whose, how much, and how many of its bytes have been written already."""
+    """One entry: its owner, its bytes, and how many of them have been written already."""
 
     path: Path
     workspace: Path
@@ -58,7 +58,7 @@ class _Reservation(NamedTuple):
 
     @property
     def outstanding(self) -> int:
-        """Bytes that are still to come."""
+        """Bytes still to be written."""
         return max(0, self.bytes - self.written)
 
 
@@ -68,9 +68,9 @@ class Ledger:
     Parameters
     ----------
     workspace
-        Whose attempts this process writes entries for.
+        The workspace of this process's attempts.
     folder
-        Where entries lie; the workspace's own ``disk/reservations`` by default.
+        Folder of the entries; the workspace's own ``disk/reservations`` by default.
     """
 
     def __init__(self, workspace: Workspace, folder: Path | None = None) -> None:
@@ -78,12 +78,12 @@ class Ledger:
         self.folder = folder or workspace.layout.disk / "reservations"
 
     def write(self, ref: AttemptRef, need_bytes: int) -> None:
-        """Announce what the attempt is about to write; replaces what it announced before.
+        """Announce the attempt's next write, in place of an earlier announcement.
 
         Raises
         ------
         OSError
-            Not even that fits, or the folder refuses.
+            Not even the entry fits, or the folder refuses.
         """
         make_folder(self.folder)
         layout = self.workspace.layout
@@ -98,16 +98,16 @@ class Ledger:
         atomic.write_json(self._path(ref), value)
 
     def remove(self, ref: AttemptRef) -> None:
-        """It is written, or was given up."""
+        """Remove the entry: the data are written, or given up."""
         atomic.remove_quietly(self._path(ref))
 
     def others(self, ref: AttemptRef | None = None) -> list[_Reservation]:
-        """Entries that count, all but that of ``ref``."""
+        """Valid entries, except that of ``ref``."""
         own = None if ref is None else self._path(ref)
         return [r for r in self._entries() if r.path != own and not self._is_stale(r)]
 
     def sweep(self) -> list[Path]:
-        """Delete entries that count for nothing any more; which they were."""
+        """Delete void entries, and return them."""
         gone = [r.path for r in self._entries() if self._is_stale(r)]
         for path in gone:
             atomic.remove_quietly(path)
@@ -131,12 +131,12 @@ class Ledger:
                 folder = Path(value["data"]) / "stages" / ref.stage_id / "checkpoints"
                 parts = folder.glob(f"{atomic.TEMPORARY}step-*-a{ref.number}")
                 written = 0
-                with contextlib.suppress(OSError):  # one has just become visible, or was swept
+                with contextlib.suppress(OSError):  # renamed just now, or removed
                     written = sum(size_of(part).bytes for part in parts)
                 where = Path(value["workspace"])
                 yield _Reservation(path, where, ref, int(value["bytes"]), written)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                log.warning("the reservation %s cannot be read and is left out: %s", path, error)
+                log.warning("the reservation %s is unreadable and ignored: %s", path, error)
 
     def _is_stale(self, entry: _Reservation) -> bool:
         owner = self.workspace
@@ -147,35 +147,35 @@ class Ledger:
             if exists(paths.result) or not exists(paths.attempt(entry.ref.number).intent):
                 return True
             return owner.is_stale(*entry.ref)
-        except OSError as error:  # somebody else's workspace, closed to us
+        except OSError as error:  # another user's workspace, closed to this one
             log.debug("%s counts: %s", entry.path, error)
             return False
 
 
 _GIB = 2**30
-#: What a save needs of which nothing is known yet.
+#: Assumed size of a save without known figures.
 FLOOR_BYTES = 4 << 20
 _LONGEST_CACHE_S = 10.0
 _WRITE_CACHE_S = 2.0
-_ROUNDS = 3  # of reclaiming: what is given back may be less than what was counted
+_ROUNDS = 3  # of reclaiming: it may free less than was counted
 
 
 class DiskKeeper:
-    """Room of one workspace. Threads may share it.
+    """The disk space of one workspace. Thread-safe.
 
     Parameters
     ----------
     workspace, config
-        Where, and the ``disk`` section.
+        The workspace, and the ``disk`` section.
     clock, sleep
         Seconds, monotonic; how to wait.
     stop_asked
-        Whether somebody wants this process to end: waiting for room then ends at once.
+        Whether this process was asked to end: waiting for space then ends at once.
 
     Raises
     ------
     ConfigurationError
-        ``disk.probe`` names nothing that is known.
+        ``disk.probe`` is unknown.
     """
 
     def __init__(
@@ -195,18 +195,18 @@ class DiskKeeper:
         self._prober = Prober(layout.data, tools, measure=lambda: measure(layout))
         self._look = FreshLook(clock)
         self._lock = threading.RLock()
-        self._cached: tuple[Room, float] | None = None  # and when it was looked at
-        #: When a probe write went through, and its size.
+        self._cached: tuple[Room, float] | None = None  # with its time
+        #: Time and size of the last successful probe write.
         self._wrote: tuple[float, int] | None = None
-        self._read_only = False  # as the last probe write has found
+        self._read_only = False  # by the last probe write
         self._random = random.Random()
         self._good_for_s = min(config.watch_s / 4, _LONGEST_CACHE_S)
 
-    # ------------------------------------------------------------ looking
+    # ------------------------------------------------------------ checking
 
     def room(self, *, fresh: bool = False) -> Room:
-        """The room that is left; looked at again after a quarter of ``watch_s`` (10 s at most), or
-        with ``fresh``."""
+        """The free space, measured again after a quarter of ``watch_s`` (10 s at most), or with
+        ``fresh``."""
         with self._lock:
             now = self._clock()
             if fresh or self._cached is None or now - self._cached[1] >= self._good_for_s:
@@ -220,8 +220,8 @@ class DiskKeeper:
     def shortage(
         self, need_bytes: int, ref: AttemptRef | None = None, *, fresh: bool = False
     ) -> int:
-        """Bytes that are missing for ``need_bytes``, after the margin and what others have
-        reserved; 0: it fits. A lack of inodes counts as bytes too."""
+        """Bytes missing for ``need_bytes``, after the margin and the reservations of others; 0 if
+        it fits. A lack of inodes counts as bytes too."""
         self._read_only = False
         room = self.room(fresh=fresh)
         margin = int(self.config.margin_gb * _GIB)
@@ -232,23 +232,23 @@ class DiskKeeper:
         return 0 if fits else max(1, need_bytes)
 
     def need_of(self, stage_id: str) -> int:
-        """Bytes that the stage's next save will need: the largest of its checkpoints, else what
-        the model's size tells, else a small floor."""
+        """Bytes that the stage's next save will need: the largest of its checkpoints, else an
+        estimate from the model's size, else a small floor."""
         known = largest_checkpoint(self.workspace, stage_id)
         return max(known or self._estimate(stage_id), FLOOR_BYTES)
 
     def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
-        """Say what a write of ``need_bytes`` waits for: bytes, or inodes."""
+        """Text for what is missing for ``need_bytes``: bytes, or inodes."""
         inodes = self._missing_inodes(self.room(), ref)
         if inodes:
             return f"{inodes} more files and folders (inodes)"
         return gib(need_bytes)
 
     def status_line(self) -> str:
-        """For people: ``12.3 of 100.0 GiB used, 3.0 GiB reserved``; inodes where they are few."""
+        """Text for people: ``12.3 of 100.0 GiB used, 3.0 GiB reserved``; or few free inodes."""
         room, reserved = self.room(), self.reserved()
         if room.free_inodes is not None and room.free_inodes < _FEW_INODES:
-            text = f"room for {room.free_inodes:,} more files and folders (inodes)"
+            text = f"{room.free_inodes:,} more files and folders (inodes) possible"
         elif room.used_bytes is None or room.limit_bytes is None:
             text = f"{gib(room.free_bytes)} free"
         else:
@@ -257,10 +257,10 @@ class DiskKeeper:
             text = f"{used:,.{digits}f} of {limit:,.{digits}f} GiB used"
         return f"{text}, {gib(reserved)} reserved" if reserved else text
 
-    # ------------------------------------------------------------ making room
+    # ------------------------------------------------------------ freeing space
 
     def stock(self, *, as_if_dropped: bool = False) -> Stock:
-        """Inventory of the workspace; ``as_if_dropped``: but for idle holds."""
+        """Inventory of the workspace; ``as_if_dropped``: without idle holds."""
         return read_stock(self.workspace, as_if_dropped=as_if_dropped)
 
     def candidates(self) -> list[Candidate]:
@@ -268,7 +268,7 @@ class DiskKeeper:
         return plan_reclaim(self.stock(), None)
 
     def carry_out(self, candidates: list[Candidate]) -> Reclaimed:
-        """Delete candidates, and have the file system give the room back."""
+        """Delete candidates, and let the file system return the space."""
         done = carry_out(self.workspace, candidates, self._look)
         self._settle()
         return done
@@ -280,7 +280,7 @@ class DiskKeeper:
         for _ in range(_ROUNDS):
             missing = self.shortage(need_bytes, ref, fresh=True)
             if not missing or self._read_only:
-                break  # on a read-only disk room is not what is missing
+                break  # on a read-only disk the problem is not space
             inodes = self._missing_inodes(self.room(), ref)
             try:
                 wanted = plan_reclaim(self.stock(), missing, inodes)
@@ -294,25 +294,25 @@ class DiskKeeper:
         return total
 
     def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Reclaimed | None:
-        """Reclaim if ``need_bytes`` do not fit, where ``disk.reclaim`` allows it; None when they
+        """Reclaim if ``need_bytes`` do not fit, where ``disk.reclaim`` allows it; None if they
         still do not."""
         if not self.shortage(need_bytes, ref, fresh=True):
             return Reclaimed()
-        self._settle()  # what was deleted just now may only wait to be given back
+        self._settle()  # space freed just now may not be returned yet
         done = self.reclaim(need_bytes, ref) if self.config.reclaim else Reclaimed()
         return None if self.shortage(need_bytes, ref, fresh=True) else done
 
     @contextlib.contextmanager
     def reserve(self, ref: AttemptRef, need_bytes: int) -> Iterator[None]:
-        """Announce a save of ``need_bytes`` for the length of the block.
+        """Announce a save of ``need_bytes`` for the duration of the block.
 
-        The entry is written first and looked at next, so that of two writers who do not fit
-        together never both go on; one that does not fit withdraws, and tries again for ``hold_s``.
+        The entry is written first and checked next, so that of two writers that do not fit
+        together never both continue; one that does not fit withdraws and retries for ``hold_s``.
 
         Raises
         ------
         NoSpaceError
-            It did not fit, though all was reclaimed that may be.
+            It did not fit, even after all permitted reclaiming.
         """
         deadline, said = self._clock() + self.config.hold_s, False
         while not self._announced_and_fits(ref, need_bytes):
@@ -324,7 +324,7 @@ class DiskKeeper:
             if left_s <= 0 or self._stop_asked():
                 raise self._no_space(need_bytes, ref)
             if not said:
-                log.warning("waiting for room for %d bytes (%s)", need_bytes, self.status_line())
+                log.warning("waiting for space: %d bytes (%s)", need_bytes, self.status_line())
                 said = True
             pause_s = min(1.0, self.config.watch_s / 4)
             self._sleep(min(left_s, pause_s * (0.5 + self._random.random())))
@@ -336,18 +336,18 @@ class DiskKeeper:
     # ------------------------------------------------------------ parts
 
     def _announced_and_fits(self, ref: AttemptRef, need_bytes: int) -> bool:
-        """Write the entry, and look. Where it is refused for another reason than a lack of room,
-        the save goes on without: others then do not know of it."""
+        """Write the entry, and check. If the entry is refused for another reason than a lack of
+        space, the save continues without it, unknown to others."""
         try:
             self.ledger.write(ref, need_bytes)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return False
-            log.warning("the reservation of %d bytes cannot be noted: %s", need_bytes, error)
+            log.warning("the reservation of %d bytes cannot be written: %s", need_bytes, error)
         return not self.shortage(need_bytes, ref, fresh=True)
 
     def _estimate(self, stage_id: str) -> int:
-        """Bytes of a checkpoint of a training stage that has never saved; 0: nothing says."""
+        """Bytes of a checkpoint of a training stage that has never saved; 0 if unknown."""
         paths = self.workspace.layout.stage(stage_id)
         numbers = paths.attempt_numbers()
         if stage_id.rpartition("-")[0] not in STAGES or not numbers:
@@ -356,7 +356,7 @@ class DiskKeeper:
             config = self.workspace.part(paths.attempt(numbers[-1]), "config")
             name, dtype = str(config["model"]["name_or_path"]), str(config["model"]["dtype"])
         except (RefinerError, KeyError, TypeError) as error:
-            log.debug("nothing says how large a checkpoint of %s is: %s", stage_id, error)
+            log.debug("the size of a checkpoint of %s is unknown: %s", stage_id, error)
             return 0
         parameters = model_size(Path(name).expanduser(), name).parameters or 0
         return parameters * STATE_BYTES.get(dtype, max(STATE_BYTES.values()))
@@ -368,8 +368,8 @@ class DiskKeeper:
         return max(0, SAVE_INODES * saves - room.free_inodes)
 
     def _write_goes_through(self, need_bytes: int, fresh: bool) -> bool:
-        """Ask what no figure tells, a quota that no tool shows. A write that went through is
-        believed for two seconds."""
+        """Test by writing, which also finds quotas that no tool shows. A success holds for two
+        seconds."""
         size = max(4096, min(need_bytes, PROBE_BYTES))
         now = self._clock()
         at, wrote = self._wrote or (now, 0)
@@ -383,7 +383,7 @@ class DiskKeeper:
         return refused == {None}
 
     def _settle(self) -> None:
-        """After deleting: btrfs, for one, gives quota back only once it has written that out."""
+        """Sync after deleting: btrfs, for one, returns quota only then."""
         for root in {existing(self.workspace.layout.data), existing(self.workspace.layout.control)}:
             sync_file_system(root)
         self._cached = self._wrote = None
@@ -392,18 +392,18 @@ class DiskKeeper:
         room = self.room()
         if self._read_only:
             why = OSError(errno.EROFS, os.strerror(errno.EROFS))
-            return no_space_error(self.workspace.layout.data, "waiting for room", why)
+            return no_space_error(self.workspace.layout.data, "waiting for space", why)
         missing = self.lacking(self.shortage(need_bytes, ref), ref)
         return NoSpaceError(
-            f"No room for {gib(need_bytes)} in {self.workspace.layout.data}: {missing} are "
+            f"No space for {gib(need_bytes)} in {self.workspace.layout.data}: {missing} are "
             f"missing ({self.status_line()}, by {room.source})",
-            expected="room on the disk, and in the quota of the user or group",
+            expected="free space on the disk, and in the quota of the user or group",
             fix="see `refiner disk`, free some space and run the same command again",
         )
 
 
 def gib(size: int) -> str:
-    """A size for people, in a unit that fits: ``3.0 GiB``, ``12.0 MiB``."""
+    """A size for people, in a suitable unit: ``3.0 GiB``, ``12.0 MiB``."""
     for unit, factor, digits in (("TiB", 2**40, 1), ("GiB", 2**30, 1), ("MiB", 2**20, 1)):
         if size >= factor:
             return f"{size / factor:,.{digits}f} {unit}"
@@ -411,23 +411,23 @@ def gib(size: int) -> str:
 
 
 def _known_tools(workspace: Workspace, config: DiskConfig) -> DiskConfig:
-    """Whoever looks at a stranger's workspace runs no program that is named there."""
+    """The configuration without a probe program if the workspace is another user's."""
     if not config.probe.startswith("command:") or doubtful_folder(workspace.layout)[0] is None:
         return config
-    log.warning("disk.probe is left out: it names a program, and %s is another's", workspace.root)
+    log.warning("disk.probe is ignored: it names a program, and %s is another's", workspace.root)
     return replace(config, probe="auto")
 
 
 EventKind = Literal[
     "warn",  # more than `disk.warn_share` is used
-    "reclaimed",  # something was deleted to make room
+    "reclaimed",  # something was deleted to free space
     "short",  # the next saves do not fit, and nothing more may be deleted
     "room",  # they fit again
 ]
 
 
 class DiskEvent(NamedTuple):
-    """Something that a person, or an event log, wants to know."""
+    """An event for people, or an event log."""
 
     kind: EventKind
     message: str
@@ -436,16 +436,16 @@ class DiskEvent(NamedTuple):
 
 
 class DiskWatch:
-    """Looks every ``watch_s``.
+    """Checks every ``watch_s``.
 
     Parameters
     ----------
     keeper
-        Knows the room, and the ``disk`` section.
+        Has the free space, and the ``disk`` section.
     need
-        Bytes that the next saves of what runs will need.
+        Bytes that the next saves of all running stages need.
     on_event
-        Takes events, from the watching thread.
+        Receives events, from the watching thread.
     """
 
     def __init__(
@@ -464,13 +464,13 @@ class DiskWatch:
         self.stop()
 
     def stop(self) -> None:
-        """End. More than one call does no harm."""
+        """End the thread; repetition is harmless."""
         self._ended.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def look(self) -> None:
-        """Look once, and act on it."""
+        """Check once, and act on the result."""
         room = self.keeper.room(fresh=True)
         above = room.share >= self.keeper.config.warn_share
         if above and not self._warned:
@@ -482,7 +482,7 @@ class DiskWatch:
         if missing and self.keeper.config.reclaim:
             done = self.keeper.reclaim(need)
             if done.items:
-                text = f"{gib(done.bytes)} reclaimed ({len(done.items)} things)"
+                text = f"{gib(done.bytes)} reclaimed ({len(done.items)} items)"
                 self._tell("reclaimed", text, done.bytes)
             missing = self.keeper.shortage(need)
         if bool(missing) == self._short:
@@ -492,7 +492,7 @@ class DiskWatch:
             what = self.keeper.lacking(missing)
             self._tell("short", f"{what} are missing for the next saves", missing)
         else:
-            self._tell("room", f"there is room again: {self.keeper.status_line()}", 0)
+            self._tell("room", f"there is space again: {self.keeper.status_line()}", 0)
 
     def _tell(self, kind: EventKind, message: str, size: int) -> None:
         log.log(logging.INFO if kind == "room" else logging.WARNING, "disk: %s", message)
@@ -502,6 +502,6 @@ class DiskWatch:
         while not self._ended.is_set():
             try:
                 self.look()
-            except Exception:  # a watcher that dies would be missed only when it is too late
-                log.exception("looking at the disk failed")
+            except Exception:  # a dead watcher would be noticed only when it is too late
+                log.exception("checking the disk failed")
             self._ended.wait(self.keeper.config.watch_s)

@@ -1,13 +1,13 @@
-"""Room that is left, by whatever knows: quota tools, the kernel, a limit of one's own.
+"""Free space from quota tools, the kernel, and a configured limit.
 
-In: a folder and the configuration. Out: one :class:`Room`, the tightest of what applies. Which
-tools are asked follows from the file system's type (``disk.probe=auto``); the file system's own
-free figures are asked last and always, and know nothing of quotas. A tool that fails, or prints
-what cannot be meant, is named in the log once and left out; looking never raises.
+In: a folder and the configuration. Out: one :class:`Room`, the tightest of all that apply. The
+tools depend on the file system's type (``disk.probe=auto``); the file system's own free figures are
+always read last, and ignore quotas. A tool that fails, or prints implausible figures, is logged
+once and skipped; probing never raises.
 
-Parsers of what tools print are pure: text in, :class:`Quota` values out, per quota that applies. A
-tool's exit status is not looked at (`quota` exits with 1 both when over and when there is none);
-what is there to be read decides.
+Parsers of tools' output are pure: text in, :class:`Quota` values out, one per quota that applies. A
+tool's exit status is ignored (`quota` exits with 1 both when over and when there is none); its
+output decides.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _SIZE = re.compile(r"([\d.,]*\d)\s*([kmgtpe]?)(i?b?)", re.IGNORECASE)
 
 
 class Limit(NamedTuple):
-    """One resource of one quota; 0 is no limit. Once the time above the soft limit is ``over``, the
-    soft limit counts as the hard one."""
+    """One resource of one quota; 0 is no limit. Once the grace time above the soft limit is
+    ``over``, the soft limit counts as the hard one."""
 
     used: int
     soft: int = 0
@@ -52,19 +52,19 @@ class Limit(NamedTuple):
 
     @property
     def effective(self) -> int | None:
-        """Most that may be used now; None where nothing limits it."""
+        """Most that may be used now; None if there is no limit."""
         limits = (self.hard, self.soft if self.over else 0)
         return min((limit for limit in limits if limit > 0), default=None)
 
     @property
     def free(self) -> int | None:
-        """Amount that is left; None where nothing limits it."""
+        """Amount that is left; None if there is no limit."""
         limit = self.effective
         return None if limit is None else max(0, limit - self.used)
 
 
 class Quota(NamedTuple):
-    """One quota: whose, on what, and its limits."""
+    """One quota: its owner, its file system, and its limits."""
 
     whose: str
     where: str
@@ -78,11 +78,11 @@ def parse_size(text: str) -> int:
     Raises
     ------
     ValueError
-        It is no size.
+        The text is not a size.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no size")
+        raise ValueError(f"{text!r} is not a size")
     number, unit, tail = match.groups()
     base = 1000 if unit and tail.lower() == "b" else 1024
     return int(float(number.replace(",", "")) * base ** _UNITS[unit.lower()])
@@ -91,7 +91,7 @@ def parse_size(text: str) -> int:
 # ---------------------------------------------------------------- quota, lfs quota
 
 _WHOSE = re.compile(r"Disk quotas for (?:usr |grp |prj |prjid )?(.*?)\s*\(")
-#: What the tools write when the time above the soft limit has run out.
+#: Texts of the tools for an expired grace time.
 _GRACE_OVER = ("none", "expired")
 
 
@@ -110,9 +110,9 @@ def parse_quota(text: str) -> list[Quota]:
 
 
 def _quota_cells(cells: list[str]) -> list[str] | None:
-    """Used, soft, hard, grace of blocks and of files; None where a line is no such row.
+    """Used, soft, hard, grace of blocks and of files; None if a line is not such a row.
 
-    A grace time that does not run may be left out; one that is there is no bare number.
+    A grace time that does not run may be missing; a present one is never a bare number.
     """
     if len(cells) == 6:
         cells = [*cells[:3], "", *cells[3:], ""]
@@ -125,7 +125,7 @@ def _quota_cells(cells: list[str]) -> list[str] | None:
 
 
 def _unwrapped(text: str) -> Iterator[str]:
-    """Lines; a file system's name that stands alone is put before the numbers of the next one."""
+    """Lines; a file system's name alone on a line is joined with the numbers of the next one."""
     waiting = ""
     for line in text.splitlines():
         words = line.split()
@@ -157,7 +157,7 @@ def parse_xfs_quota(text: str) -> list[Quota]:
         if row is None:
             continue
         parts = row.groups()
-        # Grace is `--------` where none runs, and `-none-` where it has run out.
+        # Grace is `--------` if none runs, and `-none-` if it has expired.
         used, soft, hard, grace = parts[1:5]
         space, inodes = _limit(used, soft, hard, grace.strip("- "), unit=_KIB), None
         if parts[5] is not None:
@@ -211,7 +211,7 @@ def parse_mmlsquota(text: str) -> list[Quota]:
 
 
 def _gpfs_limit(row: dict[str, str], kind: str, unit: int) -> Limit:
-    # What is "in doubt" may have been used by other nodes already. `none`: no grace runs here.
+    # "In doubt" amounts may have been used by other nodes already. `none`: no grace runs here.
     used = int(row[f"{kind}Usage"]) + int(row.get(f"{kind}InDoubt") or 0)
     grace = row.get(f"{kind}Grace", "none").replace("none", "")
     return _limit(str(used), row[f"{kind}Quota"], row[f"{kind}Limit"], grace, unit=unit)
@@ -221,13 +221,13 @@ def _gpfs_limit(row: dict[str, str], kind: str, unit: int) -> Limit:
 
 
 def parse_with_pattern(text: str, pattern: str) -> list[Quota]:
-    """Figures that a pattern of the user's finds: groups `used` and `limit`, or `free`; optionally
+    """Figures found by a user's pattern: groups `used` and `limit`, or `free`; optionally
     `inodes_used` and `inodes_limit`.
 
     Raises
     ------
     ValueError
-        Nothing matches, a group is missing, or what it holds is no size.
+        Nothing matches, a group is missing, or its text is not a size.
     """
     match = re.search(pattern, text, re.MULTILINE)
     if match is None:
@@ -247,33 +247,33 @@ def parse_with_pattern(text: str, pattern: str) -> list[Quota]:
     return [Quota("", "", space, inodes)]
 
 
-# ---------------------------------------------------------------- room
+# ---------------------------------------------------------------- free space
 
 UNLIMITED = 2**62
-#: Free figures of these are the truth about what a write can do.
+#: File systems whose free figures show what a write can do.
 HONEST = ("tmpfs", "ramfs")
 
 
 class ToolFailed(Exception):
-    """A tool is not there, failed, or said what cannot be meant."""
+    """A tool is missing, failed, or printed implausible figures."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Room that is left for writing into a folder.
+    """Free space for writing into a folder.
 
     Attributes
     ----------
     free_bytes
         Bytes that can still be written.
     used_bytes, limit_bytes
-        Against which limit; None where nothing says.
+        Use, and its limit; None if unknown.
     free_inodes
-        Files and folders that can still be made; None where nothing says.
+        Files and folders that can still be created; None if unknown.
     source
-        What said so: ``quota user 1000``, ``btrfs qgroup 0/256``, ``file system`` …
+        Origin of the figures: ``quota user 1000``, ``btrfs qgroup 0/256``, ``file system`` …
     knows_quota
-        Whether quotas are part of the figures.
+        Whether the figures include quotas.
     """
 
     free_bytes: int
@@ -290,12 +290,12 @@ class Room:
 
 
 def quota_room(name: str, quota: Quota) -> Room | None:
-    """A quota as room; None where it limits nothing.
+    """A quota as free space; None if it limits nothing.
 
     Raises
     ------
     ToolFailed
-        Its numbers cannot be meant.
+        Its numbers are implausible.
     """
     space, inodes = quota.bytes, quota.inodes
     for limit in (space, inodes):
@@ -315,7 +315,7 @@ def quota_room(name: str, quota: Quota) -> Room | None:
 
 
 def statvfs_room(folder: Path, mount: Mount) -> Room | None:
-    """The file system's own free figures; None where it gives none."""
+    """The file system's own free figures; None if it gives none."""
     try:
         status = os.statvfs(folder)
     except OSError as error:
@@ -333,7 +333,7 @@ def statvfs_room(folder: Path, mount: Mount) -> Room | None:
 
 
 def tightest(rooms: Sequence[Room]) -> Room:
-    """The room with the fewest free bytes; inodes of whichever has the fewest of these."""
+    """The space with the fewest free bytes, combined with the fewest free inodes of all."""
     if not rooms:
         return Room(free_bytes=UNLIMITED, source="nothing")
     space = min(rooms, key=lambda r: r.free_bytes)
@@ -354,12 +354,12 @@ Runner = Callable[[Sequence[str]], str]
 
 
 def run_tool(command: Sequence[str]) -> str:
-    """Output of a command, standard error included; its exit status is not looked at.
+    """Output of a command, standard error included; its exit status is ignored.
 
     Raises
     ------
     ToolFailed
-        It is not there, or does not end.
+        It is missing, or does not end.
     """
     try:
         done = run_program(command, _TOOL_TIMEOUT_S, {**environment(), "LC_ALL": "C"})
@@ -371,7 +371,7 @@ def run_tool(command: Sequence[str]) -> str:
 
 
 class Prober:
-    """Looks at the room of one folder, again and again; remembers what it has complained about.
+    """Measures the free space of one folder repeatedly; logs each problem once.
 
     Parameters
     ----------
@@ -380,14 +380,14 @@ class Prober:
     config
         ``probe``, ``pattern``, ``limit_gb``, ``inode_limit``.
     measure
-        What the workspace uses now; asked only where a limit of its own is configured.
+        The present use of the workspace; called only with a configured limit.
     run, mount
-        How commands are run, and where the folder lies.
+        Runs commands; the mount of the folder.
 
     Raises
     ------
     ConfigurationError
-        ``probe`` names nothing that is known.
+        ``probe`` is unknown.
     """
 
     def __init__(
@@ -410,7 +410,7 @@ class Prober:
             )
 
     def look(self) -> Room:
-        """The room that is left now: the tightest of all that applies."""
+        """The present free space: the tightest of all that apply."""
         mount = self._mount or mount_of(self.folder)
         base = statvfs_room(existing(self.folder), mount)
         rooms = [base] if base is not None else []
@@ -431,7 +431,7 @@ class Prober:
         return [(name, _TOOLS[name]) for name in names if name in _TOOLS]
 
     def _complain(self, name: str, error: Exception) -> None:
-        text = "room cannot be learned from %s: %s; the next best is asked"
+        text = "free space cannot be read from %s: %s; the next source is used"
         missing = isinstance(error, ToolFailed) and "not installed" in str(error)
         if missing and self.config.probe == "auto":
             log.debug(text, name, error)
@@ -439,13 +439,13 @@ class Prober:
             self._complaints.say(name, text, name, error)
 
     def rows(self, parse: Callable[[str], list[Quota]], *command: str) -> list[Quota]:
-        """The quotas that one call of a tool shows. One that fails is named and shows none: what
-        the other calls show counts all the same."""
+        """The quotas in one call of a tool. A call that fails is logged and has none: the results
+        of other calls count all the same."""
         try:
             text = self.run(command)
             found = parse(text)
             if not found and text.strip() and "none" not in text:
-                raise ToolFailed(f"it says {text.strip().splitlines()[0]!r}")
+                raise ToolFailed(f"it printed {text.strip().splitlines()[0]!r}")
         except (ToolFailed, ValueError, KeyError, IndexError) as error:
             self._complain(shlex.join(command[:3]), error)
             return []
@@ -472,7 +472,7 @@ def _owners(folder: Path) -> list[tuple[str, int]]:
     return [(option, number) for option, number in found if number or option != "p"]
 
 
-#: Parser and commands of tools that are asked about each owner of a folder, by option.
+#: Parser and commands of tools that are called per owner of a folder, by option.
 _OF_OWNERS: dict[str, tuple[Callable[[str], list[Quota]], dict[str, str]]] = {
     "quota": (
         parse_quota,
@@ -487,7 +487,7 @@ _OF_OWNERS: dict[str, tuple[Callable[[str], list[Quota]], dict[str, str]]] = {
 
 
 def _ask_of_owners(tool: str, prober: Prober, mount: Mount) -> list[Quota]:
-    """Quotas of the folder's owners; a row that names nobody is theirs."""
+    """Quotas of the folder's owners, including rows without a name."""
     found: list[Quota] = []
     parse, commands = _OF_OWNERS[tool]
     for option, number in _owners(existing(prober.folder)):
@@ -496,13 +496,13 @@ def _ask_of_owners(tool: str, prober: Prober, mount: Mount) -> list[Quota]:
         command = [word.format(**words) for word in shlex.split(commands[option])]
         rows = prober.rows(parse, *command)
         found += [q if q.whose else q._replace(whose=f"-{option} {name}") for q in rows]
-    if tool == "quota":  # it tells of all file systems
+    if tool == "quota":  # it lists all file systems
         found = [q for q in found if q.where in (mount.source, str(mount.point))]
     return found
 
 
 def _ask_btrfs(prober: Prober, mount: Mount) -> list[Quota]:
-    """The kernel's own figures, which everybody may read; the tool where they are not shown."""
+    """The kernel's own figures, readable by everyone; else the tool's."""
     subvolume = btrfs_subvolume(prober.folder)
     if subvolume is None:
         return []
@@ -515,7 +515,7 @@ def _ask_btrfs(prober: Prober, mount: Mount) -> list[Quota]:
             if all(p.name.startswith("0_") for p in groups.iterdir() if p.is_dir()):
                 return found
             break
-    # Groups of groups: which of them limit this folder, only the tool says.
+    # Groups of groups: only the tool shows which of them limit this folder.
     command = ("btrfs", "qgroup", "show", "--raw", "-reF", str(existing(prober.folder)))
     return found + prober.rows(parse_btrfs_qgroups, *command)
 
@@ -525,7 +525,7 @@ def _btrfs_kernel(groups: Path, subvolume: int) -> list[Quota]:
     if not folder.is_dir():
         return []
     value = {p.name: int(p.read_text()) for p in folder.iterdir()}
-    # What is written and not yet on the disk is reserved, and counts against the limit.
+    # Data not yet on the disk are reserved, and count against the limit.
     reserved = sum(v for name, v in value.items() if name.startswith("rsv_"))
     limits = [
         Limit(value[u] + reserved, hard=value[f"max_{u}"]) for u in ("referenced", "exclusive")
@@ -544,7 +544,7 @@ def _ask_command(prober: Prober, mount: Mount) -> list[Quota]:
     command = [word.replace("{folder}", str(prober.folder)) for word in command]
     text = prober.run(command)
     if prober.config.pattern is None:
-        raise ToolFailed("`disk.pattern` is needed to read what the command prints")
+        raise ToolFailed("`disk.pattern` is needed to read the command's output")
     return parse_with_pattern(text, prober.config.pattern)
 
 
@@ -553,9 +553,9 @@ _TOOLS: dict[str, Probe] = {
     "btrfs": _ask_btrfs,
     "gpfs": _ask_gpfs,
 }
-#: What `disk.probe` may name; `repquota` (former) is `quota`.
+#: Values of `disk.probe`; `repquota` (former) is `quota`.
 _NAMES = ("auto", "statvfs", *_TOOLS, "repquota")
-#: What `auto` asks, by the beginning of the file system's type.
+#: Tools of `auto`, by the beginning of the file system's type.
 _BY_TYPE = {
     **{"btrfs": ("btrfs",), "xfs": ("xfs", "quota"), "ext": ("quota",), "f2fs": ("quota",)},
     **{"nfs": ("quota",), "lustre": ("lustre",), "gpfs": ("gpfs",)},

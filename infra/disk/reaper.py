@@ -1,21 +1,20 @@
-"""Garbage collection: the order in which things go when room is short, and deleting them.
+"""Garbage collection: the order of deletion when space is short, and the deletion.
 
 In: a :class:`~infra.disk.inventory.Stock` and a need. Out: :func:`plan_reclaim` (pure) names
 candidates, cheapest loss first; :func:`carry_out` deletes them.
 
 =====================  ============================================================================
-order                  what protects it
+order                  restriction
 =====================  ============================================================================
-leftovers              half-written, by attempts that can make nothing visible any more
+leftovers              half-written, by attempts that can no longer publish files
 superseded outputs     of attempts that did not make the stage's result
-finished checkpoints   the stage has its result, so nobody resumes from them
+finished checkpoints   the stage has its result, so they are not needed to resume
 older checkpoints      of unfinished stages: the newest complete one always stays, of another's
-                       trainer ``command.keep`` of them; of neither go those that a publication
-                       waits for
-code snapshots         only those that finished runs alone have used
-published weights      only with a verified copy elsewhere, that no unfinished stage will read
-stored judgements      oldest first, and only when nothing else gives the room: to judge again costs
-                       calls; all of them only when asked for
+                       trainer ``command.keep`` of them; never those that a publication waits for
+code snapshots         only those used by finished runs alone
+published weights      with a verified copy elsewhere, and without an unfinished reader
+stored judgements      oldest first, and only when nothing else frees enough: to judge again costs
+                       calls; all of them only on request
 =====================  ============================================================================
 
 Nothing of a pinned stage, and no output that a running attempt reads, is ever a candidate.
@@ -62,7 +61,7 @@ CHECKPOINTS = "checkpoints"
 
 
 class Rank(enum.IntEnum):
-    """The order in which things go."""
+    """The order of deletion."""
 
     LEFTOVER = 1
     SUPERSEDED = 2
@@ -75,7 +74,7 @@ class Rank(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing that may go: what it gives back, and why it may."""
+    """One item that may go, its size, and the reason."""
 
     rank: Rank
     path: Path
@@ -89,7 +88,7 @@ class Candidate:
 
 
 class Reclaimed(NamedTuple):
-    """Sum of what was given back, by the sizes that the files had."""
+    """Sum of the freed space, by the sizes of the files."""
 
     bytes: int = 0
     items: tuple[str, ...] = ()
@@ -102,11 +101,10 @@ def plan_reclaim(
     *,
     judgements: bool = False,
 ) -> list[Candidate]:
-    """Candidates to get ``need_bytes`` and ``need_inodes`` back; None: all that may go.
+    """Candidates to free ``need_bytes`` and ``need_inodes``; None: all that may go.
 
-    Where everything together does not suffice, what costs nobody anything goes all the same, but no
-    published weights and judgements are given up in vain. Without a need, judgements go
-    only with ``judgements``.
+    If everything together does not suffice, all that is of no further use goes all the same, but
+    published weights and judgements stay. Without a need, judgements go only with ``judgements``.
     """
 
     order = sorted(_candidates(stock), key=lambda c: c.rank)
@@ -129,12 +127,12 @@ def _candidates(stock: Stock) -> Iterator[Candidate]:
         facts = stock.stages.get(item.stage_id)
         if item.kind == "code" and item.path.name in stock.idle_code:
             yield _candidate(Rank.CODE, item, "only finished runs have used it")
-        if item.kind == "judgements":  # who writes one begins another when it is gone
+        if item.kind == "judgements":  # its writer starts another one when it is gone
             yield _candidate(Rank.JUDGEMENTS, item, "to judge it again costs calls")
         if facts is None or facts.pinned:
             continue
         if item.path in stock.damaged:
-            yield _candidate(Rank.LEFTOVER, item, "damaged, and of no use to anybody")
+            yield _candidate(Rank.LEFTOVER, item, "damaged, and of no use")
         elif item.kind == "temporary" and _is_leftover(item, facts):
             yield _candidate(Rank.LEFTOVER, item, "half-written by an attempt that has ended")
         elif item.kind == "outputs" and not facts.leased and item.attempt in facts.dead:
@@ -143,9 +141,9 @@ def _candidates(stock: Stock) -> Iterator[Candidate]:
     for stage_id, facts in stock.stages.items():
         for item in () if facts.pinned else facts.spare:
             if item.kind == "temporary":
-                yield _candidate(Rank.LEFTOVER, item, "a save that its trainer has not finished")
+                yield _candidate(Rank.LEFTOVER, item, "a save that its trainer did not finish")
             else:
-                yield _candidate(Rank.OLDER, item, "newer complete ones are there")
+                yield _candidate(Rank.OLDER, item, "there are newer complete ones")
         if (weights := facts.weights) is not None and weights.copy is not None and _may_go(facts):
             why, count = f"published and verified in {weights.copy.text}", len(weights.files)
             size = (weights.folder, weights.gain, count)
@@ -188,9 +186,9 @@ def _checkpoints(stock: Stock) -> Iterator[Candidate]:
         if facts is None or facts.pinned:
             continue
         items.sort(key=lambda i: -1 if i.step is None else i.step)
-        rank, why = Rank.FINISHED, "the stage is done, nobody resumes from it"
+        rank, why = Rank.FINISHED, "the stage is done, so it is not needed to resume"
         if not facts.done:
-            rank, why = Rank.OLDER, "a newer complete one is there"
+            rank, why = Rank.OLDER, "there is a newer complete one"
             items = [i for i in items if i.path in stock.complete][:-1]
         yield from (_candidate(rank, i, why) for i in items if i.step not in facts.held)
 
@@ -201,11 +199,11 @@ def _checkpoints(stock: Stock) -> Iterator[Candidate]:
 def carry_out(
     workspace: Workspace, candidates: Iterable[Candidate], look: FreshLook | None = None
 ) -> Reclaimed:
-    """Delete candidates, each after another look at what protects it. Never raises: what cannot be
-    deleted is named in the log and not counted.
+    """Delete candidates, each after another check of its protection. Never raises: failures are
+    logged and not counted.
 
-    ``look`` is asked about the copies of published weights; one that lives longer than a call
-    remembers which Hub cannot be reached.
+    ``look`` checks the copies of published weights; reused over several calls, it remembers which
+    Hub cannot be reached.
     """
     total, items = 0, []
     look, is_whole = look or FreshLook(), functools.cache(_is_whole)
@@ -228,10 +226,10 @@ def carry_out(
 
 
 def _is_whole(checkpoint: Complete) -> bool:
-    """By reading all of it."""
+    """Verify a checkpoint by reading all of it."""
     damage = damage_of(checkpoint)
     if damage is not None:
-        log.warning("%s is damaged: %s; none before it goes", checkpoint.path, damage.description)
+        log.warning("%s is damaged: %s; earlier ones stay", checkpoint.path, damage.description)
     return damage is None
 
 
@@ -266,8 +264,8 @@ def _delete(workspace: Workspace, candidate: Candidate, look: FreshLook) -> None
     if candidate.weights is not None:
         _delete_weights(workspace, candidate.stage_id, candidate.weights, look)
         return
-    # Out of sight first, then one more look at who needs it: who began to before that look gets it
-    # back, and who does later sees that it is gone. (A run records itself, then sees to its code.)
+    # Hidden first, then one more check: a reader that started before the check gets it back, and a
+    # later one sees that it is gone. (A run records itself first, then ensures its code.)
     stage, hidden = workspace.layout.stage(candidate.stage_id), atomic.temporary_name(path)
     is_code = candidate.rank is Rank.CODE
     is_checkpoint = candidate.rank in (Rank.FINISHED, Rank.OLDER) and candidate.step is not None
@@ -277,17 +275,17 @@ def _delete(workspace: Workspace, candidate: Candidate, look: FreshLook) -> None
         try:
             path.rename(hidden)
         except FileNotFoundError:
-            return  # the trainer has been faster
+            return  # the trainer was faster
         except OSError as error:
             if is_code or not is_no_space(error):
                 raise
-            hidden = path  # a full quota may refuse even a new name, and takes deletions alone
+            hidden = path  # a full quota may refuse even a new name, and accept only deletions
     needed = is_code and path.name not in idle_code(workspace) and not path.exists()
     if needed or (is_checkpoint and candidate.step in held_steps(stage)):
         if hidden != path:
             hidden.rename(path)
         return
-    if is_checkpoint:  # marker first: a deletion that is cut short leaves no whole-looking remains
+    if is_checkpoint:  # marker first: an interrupted deletion leaves nothing that looks complete
         atomic.remove_quietly(hidden / MARKER)
     atomic.remove_tree(hidden)
 
@@ -295,13 +293,13 @@ def _delete(workspace: Workspace, candidate: Candidate, look: FreshLook) -> None
 def _delete_weights(workspace: Workspace, stage_id: str, weights: Weights, look: FreshLook) -> None:
     copy = weights.copy
     doubt = "there is no copy" if copy is None else look.doubt(copy, weights.files)
-    doubt = doubt or protection_of(workspace, stage_id)  # last: others may want it by now
+    doubt = doubt or protection_of(workspace, stage_id)  # last: it may be needed by now
     if copy is None or doubt:
         raise ValueError(doubt)
     write_reclaimed(
         workspace.layout.stage(stage_id),
         weights.files,
-        why="room was short",
+        why="space was short",
         copy=copy.text,
         way_back=copy.way_back(weights.files, weights.folder),
     )

@@ -1,11 +1,11 @@
-"""Use of the disk by a workspace: by run, by stage and by kind, in bytes allocated and inodes.
+"""Disk use of a workspace: by run, by stage and by kind, in bytes allocated and inodes.
 
-In: a workspace. Out: one :class:`Item` per thing that could be told apart or deleted alone (a
-checkpoint, an attempt's output, a code snapshot …). Files that are linked several times count
-once. Links to elsewhere are never followed, and what vanishes while it is looked at is left out.
+In: a workspace. Out: one :class:`Item` per thing that can be shown or deleted alone (a checkpoint,
+an attempt's output, a code snapshot …). Files with several links count once. Links to elsewhere are
+never followed, and files that vanish in the meantime are left out.
 
-Caches that fill the same quota (``disk.watch_caches``) are found by environment variables or paths.
-They are shown and never deleted: their own tools know what may go.
+Caches on the same quota (``disk.watch_caches``) are found by environment variables or paths. They
+are shown and never deleted: that is for their own tools.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from infra.store.layout import AttemptPaths, Layout, StagePaths
 
 Kind = Literal[
     "checkpoints",  # to resume from
-    "outputs",  # what stages make for others: weights, prepared data, results
+    "outputs",  # of stages for others: weights, prepared data, results
     "rollouts",
     "logs",  # metrics, logs, records of attempts
     "trackers",
     "temporary",  # half-written, of attempts that run or have died
     "code",  # snapshots
     "published",
-    "judgements",  # what judges have said
-    "records",  # what is left: of stages, runs and the workspace
+    "judgements",  # stored answers of judges
+    "records",  # the rest: of stages, runs and the workspace
     "caches",
 ]
 KINDS: tuple[Kind, ...] = (
     *("checkpoints", "outputs", "rollouts", "logs", "trackers"),
     *("temporary", "code", "published", "judgements", "records", "caches"),
 )
-#: The one folder of another trainer (stage ``command``): its checkpoints, as it names them.
+#: The only folder of another trainer (stage ``command``): its checkpoints, under its own names.
 WORK = "work"
-_BLOCK = 512  # of st_blocks, whatever the file system's own is
+_BLOCK = 512  # of st_blocks, whatever the file system's block size
 _STEP = re.compile(r"step-(\d+)")
 _OF_ATTEMPT = re.compile(re.escape(atomic.TEMPORARY) + r"step-\d+-a(\d+)")
 
 
 class Size(NamedTuple):
-    """Disk use of a thing, and what deleting it alone would give back (``gain``, bytes): a file
-    that is linked from elsewhere gives nothing back."""
+    """Disk use of an item, and what deleting it alone would free (``gain``, bytes): a file with
+    links elsewhere frees nothing."""
 
     bytes: int = 0
     inodes: int = 0
     gain: int = 0
 
     def plus(self, other: Size) -> Size:
-        """Both together."""
+        """The sum of both."""
         return Size(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -70,7 +70,7 @@ class Item(NamedTuple):
     step: int | None = None
 
 
-#: Files with several links that have been counted: device and inode.
+#: Counted files with several links: device and inode.
 Seen = set[tuple[int, int]]
 
 
@@ -85,7 +85,7 @@ def size_of(path: Path, seen: Seen | None = None) -> Size:
     stack = [str(path)] if stat.S_ISDIR(status.st_mode) else []
     while stack:
         with contextlib.suppress(OSError), again(os.scandir, stack.pop()) as entries:
-            for entry in entries:  # what is gone meanwhile, or closed to us, is left out
+            for entry in entries:  # vanished or unreadable files are left out
                 with contextlib.suppress(FileNotFoundError):
                     total = total.plus(_size(entry.stat(follow_symlinks=False), seen))
                     if entry.is_dir(follow_symlinks=False):
@@ -105,7 +105,7 @@ def _size(status: os.stat_result, seen: Seen) -> Size:
 
 
 def measure(layout: Layout) -> Size:
-    """All that a workspace takes."""
+    """Total use of a workspace."""
     seen: Seen = set()
     total = size_of(layout.control, seen)
     if not layout.data.is_relative_to(layout.control):
@@ -114,7 +114,7 @@ def measure(layout: Layout) -> Size:
 
 
 def take_stock(layout: Layout) -> list[Item]:
-    """Everything in a workspace, told apart. A missing workspace has nothing."""
+    """All items of a workspace; none if it is missing."""
     seen: Seen = set()
     found: list[Item] = []
     for stage_id in sorted({p.name for p in _folders(layout.stages, layout.data / "stages")}):
@@ -169,7 +169,7 @@ def _is_temporary(path: Path) -> bool:
 
 
 def _entries(*folders: Path) -> Iterator[Path]:
-    """Entries of folders, each looked into once; one that cannot be read has nothing."""
+    """Entries of folders, each listed once; unreadable ones are empty."""
     for folder in dict.fromkeys(folders):
         with contextlib.suppress(OSError):
             yield from [folder / name for name in names_in(folder)]
@@ -179,7 +179,7 @@ def _by_age(folder: Path) -> list[Path]:
     """Entries of a folder, oldest first."""
     found = []
     for path in _entries(folder):
-        with contextlib.suppress(OSError):  # gone meanwhile
+        with contextlib.suppress(OSError):  # vanished
             found.append((path.lstat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]
 
@@ -189,7 +189,7 @@ def _folders(*folders: Path) -> list[Path]:
 
 
 class Row(NamedTuple):
-    """Disk use of one run (or of nobody's stages), of one kind."""
+    """Disk use of one run (or of stages without one), of one kind."""
 
     run: str
     kind: Kind
@@ -197,8 +197,8 @@ class Row(NamedTuple):
 
 
 def by_run_and_kind(items: Sequence[Item], runs: Mapping[str, Sequence[str]]) -> list[Row]:
-    """Sums of use. ``runs`` maps run ids, oldest first, to the ids of their stages; a stage that
-    several runs use is shown with the newest of them. What no run names is under ``""``."""
+    """Sums of use. ``runs`` maps run ids, oldest first, to the ids of their stages; a stage of
+    several runs counts for the newest of them, a stage of none under ``""``."""
     owner = {stage: run for run, stages in runs.items() for stage in stages}
     sums: dict[tuple[str, Kind], Size] = {}
     for item in items:
@@ -210,6 +210,6 @@ def by_run_and_kind(items: Sequence[Item], runs: Mapping[str, Sequence[str]]) ->
 
 
 def find_caches(names: Iterable[str]) -> list[Item]:
-    """Caches that environment variables or paths name, with their sizes."""
+    """Caches named by environment variables or paths, with their sizes."""
     folders = (Path(os.environ.get(name) or name).expanduser().absolute() for name in names)
     return [Item(f, "caches", size_of(f)) for f in dict.fromkeys(folders) if f.is_dir()]

@@ -1,1 +1,1 @@
-"""Checks of this machine: what works for refiner, what does not, and what mends it."""
+"""Checks of this machine: what works for refiner, what does not, and how to fix it."""

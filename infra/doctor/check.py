@@ -1,11 +1,10 @@
-"""Checks of ``refiner doctor``: what they get to know, what they find, how they ask programs.
+"""Checks of ``refiner doctor``: their input, their findings, and how they call programs.
 
-In: a recipe's configuration and planned stages, or the defaults where no recipe is named. Out: a
-:class:`Look`, from which every check reads what is needed here, and :class:`Finding` values.
-Programs are always asked with a time limit, and so are checks: all look at once, and one that hangs
-(a dead NFS server, a Slurm controller or a Hub that takes calls and never answers) becomes a
-finding that says so; its thread is left behind, which keeps no process from ending. Nothing heavy
-is imported.
+In: a recipe's configuration and planned stages, or the defaults without a recipe. Out: a
+:class:`Look`, from which every check reads the needs of the recipe, and :class:`Finding` values.
+Programs and checks have a time limit: all checks run at once, and one that hangs (a dead NFS
+server, a Slurm controller or a Hub that accepts calls and never answers) becomes a finding; its
+thread is abandoned, and does not keep the process from ending. Nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from refiner_core.contract.kinds import kinds_of
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.services import asks_judge, engine_of, serves
 
-#: ``ok``: works. ``missing``: not there, and nothing that was asked for needs it. ``warning``:
-#: works, but will surprise. ``broken``: what was asked for needs it, and it does not work.
+#: ``ok``: works. ``missing``: absent, but not needed by the recipe. ``warning``: works, with a
+#: surprise. ``broken``: needed by the recipe, and does not work.
 State = Literal["ok", "missing", "warning", "broken"]
-#: The order in which areas are shown.
+#: Areas in the order of the report.
 AREAS = (
     *("recipe", "python", "machine", "gpu", "workspace", "slurm", "node"),
     *("prefect", "hub", "wandb", "judge", "vllm", "network"),
@@ -48,18 +47,18 @@ AREAS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One check of ``refiner doctor``.
+    """One finding of ``refiner doctor``.
 
     Attributes
     ----------
     area, name
-        What was looked at: one of :data:`AREAS` (``node``: from a compute node); name in words.
+        The subject: one of :data:`AREAS` (``node``: from a compute node); its name in words.
     what
-        What was found, in a line, with the numbers.
+        The finding in a line, with numbers.
     mend
-        The one command (or line of a file) that mends it; empty where nothing is to be mended.
+        The one command (or line of a file) that fixes it; empty if nothing needs fixing.
     why
-        What it is needed for, where it is missing or broken.
+        What needs it, if it is missing or broken.
     """
 
     area: str
@@ -71,7 +70,7 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """True if nothing that was asked for suffers from it."""
+        """True if it does not affect the recipe."""
         return self.state != "broken"
 
 
@@ -84,17 +83,17 @@ class Look:
     config
         The recipe's configuration; the defaults (which need nothing special) without one.
     recipe
-        As it was named on the command line, with overrides; empty without one.
+        The recipe as named on the command line, with overrides; empty without one.
     words
-        The same, and the overrides where there is no recipe.
+        The same, or only the overrides without a recipe.
     stages
-        The planned stages; empty where there is no plan.
+        The planned stages; empty without a plan.
     offline
-        Ask nobody outside this machine and its cluster.
+        Ask nothing outside this machine and its cluster.
     on_node
-        This is a compute node, where a job of ours looks.
+        This is a compute node, in a job of the doctor.
     asked_gpus
-        GPUs that this job has asked for.
+        GPUs requested by this job.
     """
 
     config: RecipeConfig = field(default_factory=RecipeConfig)
@@ -112,7 +111,7 @@ class Look:
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The workspace, and the folder of its large files where that is another."""
+        """The workspace, and the folder of its large files if that is another."""
         given = {"workspace": self.config.workspace, "data_root": self.config.data_root}
         return {name: Path(f).expanduser().absolute() for name, f in given.items() if f is not None}
 
@@ -123,11 +122,11 @@ class Look:
 
     @functools.cached_property
     def profile(self) -> Profile:
-        """The cluster; raises ConfigurationError for one that cannot be read."""
+        """The cluster; raises ConfigurationError if it cannot be read."""
         return load_profile(self.config.dispatch.profile)
 
     def here(self, stages: Iterable[PlannedStage]) -> list[PlannedStage]:
-        """Those that run on the machine that is looked at."""
+        """Stages that run on the examined machine."""
         if not self.on_slurm:
             return list(stages)
         where = "slurm" if self.on_node else "local"
@@ -135,12 +134,12 @@ class Look:
 
     @property
     def gpus(self) -> int:
-        """The most GPUs that a stage asks for on the machine that is looked at."""
+        """The most GPUs requested by a stage on the examined machine."""
         return max((s.resources.gpus for s in self.here(self.stages)), default=self.asked_gpus)
 
     @property
     def most_gpus(self) -> int:
-        """The most GPUs that a stage of the recipe asks for, wherever it runs."""
+        """The most GPUs requested by a stage of the recipe, wherever it runs."""
         return max((s.resources.gpus for s in self.stages), default=0)
 
     @property
@@ -155,7 +154,7 @@ class Look:
 
     @property
     def serves_here(self) -> bool:
-        """True if servers of models would be started on the machine that is looked at."""
+        """True if servers of models would be started on the examined machine."""
         kinds = [s.kind for s in self.here(self.stages)]
         return self.on_node or not self.on_slurm or bool({"grpo", "sample"}.intersection(kinds))
 
@@ -168,7 +167,7 @@ class Look:
 
     @property
     def publishes(self) -> bool:
-        """True if something goes to the Hub."""
+        """True if the recipe publishes to the Hub."""
         return self.config.publish.target == "hub" and "publish" in self.config.stages
 
     @property
@@ -177,49 +176,49 @@ class Look:
         return [s.name for s in self.stages if s.needs_network]
 
     def command(self, *more: str) -> str:
-        """The recipe's own word with something added, for a mend: `refiner plan tiny …`."""
+        """A command with the recipe, for a fix: `refiner plan tiny …`."""
         return " ".join(("refiner", *more, self.recipe or "RECIPE"))
 
     def again(self, *more: str) -> str:
-        """The same look with something added, for a mend."""
+        """The same examination with additions, for a fix."""
         return " ".join(filter(None, ("refiner doctor", self.words, *more)))
 
 
 def absent(needed: object) -> State:
-    """State of what is not there: broken only where it is needed."""
+    """State of a missing thing: broken only if it is needed."""
     return "broken" if needed else "missing"
 
 
 def doubtful(needed: object) -> State:
-    """State of what does not work: broken where it is needed, else it may surprise."""
+    """State of a defect: broken if it is needed, else a warning."""
     return "broken" if needed else "warning"
 
 
 def found(state: State, what: str, mend: str = "", why: str = "", *, name: str = "") -> Finding:
-    """A finding of the check that is at work; ``name`` where it is not the check's own."""
+    """A finding of the running check; ``name`` if it is not the check's own."""
     return Finding("", name, state, what, mend, why)
 
 
 def fine(what: str, *, name: str = "") -> Finding:
-    """A finding that all is well."""
+    """A positive finding."""
     return Finding("", name, "ok", what)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to look at.
+    """One check.
 
     Attributes
     ----------
     look
-        Gives the findings; those without area and name get the check's. It may raise a
+        Returns the findings; those without area and name get the check's. It may raise a
         RefinerError, which becomes one.
     limit_s
-        After so many seconds it counts as hung.
+        Time limit, seconds.
     needed
-        Whether what was asked for suffers if it does not answer.
+        Whether the recipe depends on an answer.
     hung
-        What mends it then.
+        The fix if it hangs.
     """
 
     area: str
@@ -237,14 +236,14 @@ def run_checks(
     limit_s: float | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Finding]:
-    """The findings of all checks, which look at the same time.
+    """The findings of all checks, which run at the same time.
 
     Parameters
     ----------
     limit_s
-        No check gets more than this, seconds; by default its own limit.
+        Limit for each check, seconds; by default its own.
     tell
-        Told how many of how many are done.
+        Called with the numbers of finished checks and of all.
     """
     made: dict[int, list[Finding]] = {}
 
@@ -276,7 +275,7 @@ def _looked(check: Check, look: Look) -> list[Finding]:
         return [found(doubtful(check.needed(look)), error.what, error.fix)]
     except OSError as error:
         return [found(doubtful(check.needed(look)), f"the system refused: {error}", check.hung)]
-    except Exception as error:  # the others' findings are worth having all the same
+    except Exception as error:  # the other findings are useful all the same
         what = f"this check itself failed ({type(error).__name__}: {error})"
         return [found("warning", what, "refiner doctor --debug")]
 
@@ -286,7 +285,7 @@ def _named(check: Check, made: Iterable[Finding]) -> list[Finding]:
 
 
 class Answer(NamedTuple):
-    """Answer of a program. ``code`` is None where it is not there; -1: no answer in time."""
+    """Answer of a program. ``code`` is None if it is missing; -1: no answer in time."""
 
     code: int | None
     out: str = ""
@@ -304,7 +303,7 @@ class Answer(NamedTuple):
 
     @property
     def last_line(self) -> str:
-        """The line where programs say what went wrong."""
+        """The line in which programs name their error."""
         lines = (self.err.strip() or self.out.strip()).splitlines()
         return lines[-1].strip()[:300] if lines else "it printed nothing"
 
@@ -316,7 +315,7 @@ def last_json(text: str) -> dict[str, Any] | None:
 
 
 def ask(command: Sequence[str], timeout_s: float) -> Answer:
-    """Run a program; it and all that it has started are ended after ``timeout_s`` seconds."""
+    """Run a program; it and its children are ended after ``timeout_s`` seconds."""
     try:
         process = subprocess.Popen(
             command,
@@ -341,7 +340,7 @@ def ask(command: Sequence[str], timeout_s: float) -> Answer:
     return Answer(process.returncode, out, err)
 
 
-#: Programs that have not answered yet: a check that was given up leaves them, a doctor does not.
+#: Programs without an answer: a check that was given up leaves them, but the doctor ends them.
 _asked: set[subprocess.Popen[str]] = set()
 
 
@@ -358,7 +357,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def scratch_in(folder: Path) -> Iterator[Path]:
-    """A new folder below ``folder``, or below the nearest one above it that exists."""
+    """A new folder below ``folder``, or below the nearest parent that exists."""
     made = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}doctor-", dir=existing(folder)))
     try:
         yield made

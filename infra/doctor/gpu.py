@@ -1,8 +1,8 @@
 """Areas ``gpu`` and ``vllm``: driver, torch, FlashAttention; the engines that serve models.
 
 In: `nvidia-smi`, and torch in a process of its own; ``grpo.rollout_server`` and ``judge.serve``,
-asked in the very shell text that a server is started by. Out: findings. A machine without GPUs is
-no fault unless a stage that asks for some runs here. torch is asked only where there are GPUs, or
+run with the very shell text that starts a server. Out: findings. A machine without GPUs is no
+error unless a stage that requests some runs here. torch is only checked where there are GPUs, or
 should be: importing it takes seconds.
 """
 
@@ -48,7 +48,7 @@ def _gpus(look: Look) -> Iterator[Finding]:
     rows = [line.split(", ") for line in answer.out.splitlines() if line.count(",") >= 2]
     if not answer.ok or not rows:
         what = f"`nvidia-smi` {'gave' if answer.hung else 'failed:'} {answer.last_line}"
-        why = "GPUs are used through the driver; its last words say what it lacks"
+        why = "GPUs are used through the driver; its last line names what it lacks"
         mend = "sudo dmesg | grep -iE 'NVRM|Xid'"
         yield found(doubtful(look.gpus), what, mend, why, name="driver")
         return
@@ -58,22 +58,22 @@ def _gpus(look: Look) -> Iterator[Finding]:
     if len(rows) >= look.gpus:
         yield fine(what)
     else:
-        why, mend = "who gets which GPU stands in the plan", f"{look.command('plan')} --json"
-        yield found("broken", f"{what}; a stage asks for {look.gpus}", mend, why)
+        why, mend = "the plan shows which stage gets which GPU", f"{look.command('plan')} --json"
+        yield found("broken", f"{what}; a stage requests {look.gpus}", mend, why)
     yield from _torch(look)
 
 
 def _none(look: Look) -> Finding:
     what = "this machine has no `nvidia-smi`: no GPU, or no driver"
     if look.on_slurm and not look.on_node:
-        what += "; stages with GPUs go to Slurm, `--job` looks there"
+        what += "; stages with GPUs go to Slurm, `--job` checks there"
     if not look.gpus:
         return found("missing", what, why="large models")
     mend = f"{look.command('run')} dispatch.executor=slurm dispatch.profile=PROFILE"
-    if look.on_node:  # what a person would try next there
+    if look.on_node:  # the next thing to try there
         option = "--gres=gpu:1" if look.profile.gpu_option == "gres" else "--gpus-per-node=1"
         mend = f"srun {option} nvidia-smi --list-gpus"
-    return found("broken", what, mend, f"a stage asks for {look.gpus} GPUs here")
+    return found("broken", what, mend, f"a stage requests {look.gpus} GPUs here")
 
 
 def _torch(look: Look) -> Iterator[Finding]:
@@ -107,7 +107,7 @@ def _torch(look: Look) -> Iterator[Finding]:
 # ---------------------------------------------------------------- environments that serve models
 
 
-#: Importing vLLM and torch from a cold network file system.
+#: Limit for importing vLLM and torch from a cold network file system, seconds.
 _IMPORT_S = 120.0
 _DISTRIBUTION = {"vllm": "vllm", "transformers": "'transformers[serving]'"}
 _PROBE = """
@@ -153,7 +153,7 @@ def _environment(look: Look, program: ServerProgram, gpus: int) -> Finding:
     name, engine, needed = program.field, program.engine, look.serves_here
     state, why = doubtful(needed), f"{name} serves models with {engine}"
     if program.lacking:
-        elsewhere = "" if needed else " here; `refiner doctor --job` looks at a compute node"
+        elsewhere = "" if needed else " here; `refiner doctor --job` checks a compute node"
         mend = _make(look, name, engine)
         return found(state, program.lacking + elsewhere, mend, why, name=name)
     python = shlex.quote(program.config.python or "python3")
@@ -176,14 +176,14 @@ def _environment(look: Look, program: ServerProgram, gpus: int) -> Finding:
 
 
 def _make(look: Look, field: str, engine: str) -> str:
-    """An environment of its own, and the same question with it."""
+    """The commands that make an environment of its own, and check it."""
     folder, asked = f"$HOME/{engine}-env", _DISTRIBUTION[engine]
     again = look.again(f"{field}.python={folder}/bin/python")
     return f"python3 -m venv {folder} && {folder}/bin/pip install {asked} && {again}"
 
 
 def _text(program: ServerProgram) -> str:
-    """As a server is started, with a question in its place."""
+    """The shell text of a server, with a test in its place."""
     if program.config.python is None:
         words = [program.engine, "--version" if program.engine == "vllm" else "version"]
     else:

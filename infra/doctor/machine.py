@@ -1,9 +1,9 @@
 """Areas ``python``, ``machine`` and ``workspace``: the interpreter and its packages, cores, memory,
-limits; and the folders that a run writes to, tried rather than believed.
+limits; and test writes to the folders of a run.
 
-In: what refiner's own metadata asks for (no package is imported); a workspace and its data root.
-Out: findings on versions, permissions, format, kind of file system, whether it takes a file (which
-is removed again), and the room that is left and who says so.
+In: the requirements in refiner's own metadata (no package is imported); a workspace and its data
+root. Out: findings on versions, permissions, format, kind of file system, whether it accepts a file
+(which is removed again), and the free space and its source.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _cores(look: Look) -> Finding:
     cores = len(os.sched_getaffinity(0))
     asked = max((s.resources.cpus for s in look.here(look.stages)), default=0)
     if (asked := max(asked, look.config.model.cpu_threads)) > cores:
-        what = f"{cores} cores, and {asked} are asked for here: it will be slower"
+        what = f"{cores} cores, but {asked} are requested here: it will be slower"
         return found("warning", what, f"{look.command('run')} model.cpu_threads={cores}")
     return fine(f"{cores} cores for this process")
 
@@ -46,8 +46,8 @@ def _memory(look: Look) -> Finding:
     what = f"{gib(memory.total)}, {gib(memory.available)} available"
     if asked <= memory.total:
         return fine(what)
-    what += f"; a stage that runs here asks for {gib(asked)}"
-    why = "the plan's `memory` says what is needed, stage by stage"
+    what += f"; a stage that runs here requests {gib(asked)}"
+    why = "the plan's `memory` shows the need of every stage"
     return found("warning", what, f"{look.command('plan')} --json", why)
 
 
@@ -78,12 +78,12 @@ def _packages(look: Look) -> list[Finding]:
         if there is None or not requirement.specifier.contains(there, prereleases=True):
             is_ = "is not installed" if there is None else f"is {there}"
             asked = f"{name}{requirement.specifier}"
-            what = f"{name} {is_}, and refiner asks for {asked}"
+            what = f"{name} {is_}, and refiner requires {asked}"
             wrong.append(found("broken", what, install(asked), name=name))
     named = ("torch", "transformers", "prefect", "submitit", "wandb", "huggingface-hub")
     versions = ", ".join(f"{name} {installed(name)}" for name in named)
     python = f"Python {platform.python_version()} at {sys.executable}"
-    return wrong or [fine(f"{python}, all {len(wanted)} as asked for: {versions}")]
+    return wrong or [fine(f"{python}, all {len(wanted)} as required: {versions}")]
 
 
 def _requirements() -> list[Requirement]:
@@ -91,12 +91,12 @@ def _requirements() -> list[Requirement]:
 
 
 def asked_for(name: str) -> str:
-    """A requirement of refiner's own, as pip takes it: ``torch>=2.13,<2.15``."""
+    """A requirement of refiner in pip's form: ``torch>=2.13,<2.15``."""
     return next((f"{r.name}{r.specifier}" for r in _requirements() if r.name == name), name)
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed distribution; None where there is none."""
+    """The version of an installed distribution; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -112,9 +112,9 @@ def install(*asked: str) -> str:
 
 
 _HUNG = "refiner doctor workspace=/ANOTHER/DISK/runs"
-#: Where quotas are the rule, and free figures of the file system know nothing of them.
+#: File systems that usually have quotas, which their free figures ignore.
 _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "fuse")
-#: Not for records of a run: gone with the machine, or slow and without what we need.
+#: Not for records of a run: lost with the machine.
 _FLEETING = ("tmpfs", "ramfs")
 
 
@@ -124,10 +124,10 @@ def _folder(look: Look) -> list[Finding]:
     place = existing(root)
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         what = f"{place} cannot be written to by user {os.geteuid()}"
-        mend, why = f"{look.command('run')} workspace=DIR", "every record of a run is kept there"
+        mend, why = f"{look.command('run')} workspace=DIR", "it holds all records of a run"
         return [found(doubtful(look.recipe), what, mend, why)]
     if not room.layout.format_file.exists():
-        where = "is made by the first run" if not root.exists() else "has no run yet"
+        where = "is created by the first run" if not root.exists() else "has no run yet"
         return [fine(f"{root} {where}; {place} can be written to")]
     refuse_doubtful(room.layout)
     runs = len(room.run_ids())
@@ -143,21 +143,21 @@ def _file_system(look: Look) -> Iterator[Finding]:
         where, itself = f"{mount.type} at {mount.point}", "file system"
         itself = itself if name == "workspace" else f"{name}: {itself}"
         if not os.access(place, os.W_OK | os.X_OK):
-            continue  # said by the check of the folder
+            continue  # reported by the check of the folder
         if number := atomic.refusal(place, 4096):
-            what = f"{where} takes no files: {os.strerror(number)} ({errno.errorcode[number]})"
+            what = f"{where} accepts no files: {os.strerror(number)} ({errno.errorcode[number]})"
             mend = f"refiner disk --reclaim workspace={look.workspace}"
             mend = mend if name == "workspace" else f"df -h {folder}"
-            yield found("broken", what, mend, "a run waits for room", name=itself)
+            yield found("broken", what, mend, "a run would wait for space", name=itself)
         elif mount.type in _FLEETING:
             what = f"{where} is memory: gone when the machine restarts"
             mend = f"{look.command('run')} {name}=/SCRATCH/{os.environ.get('USER', 'me')}/runs"
             yield found("warning", what, mend, name=itself)
         else:
-            yield fine(f"{where} takes files", name=itself)
+            yield fine(f"{where} accepts files", name=itself)
 
 
-# ---------------------------------------------------------------- room
+# ---------------------------------------------------------------- free space
 
 
 def _room(look: Look) -> Iterator[Finding]:
@@ -180,10 +180,10 @@ def _room_of(look: Look, prefix: str, folder: Path) -> Iterator[Finding]:
     if not room.knows_quota and mount.type.startswith(_SHARED):
         yield found(
             "warning",
-            f"nothing says what quota holds on {mount.type} at {mount.point}: free figures of the "
-            "file system do not",
+            f"the quota on {mount.type} at {mount.point} is unknown: free figures of the "
+            "file system do not include it",
             f'{look.command("run")} disk.probe="command:PROGRAM" disk.pattern="REGEX"',
-            "without it a run learns of its quota when a write fails",
+            "without it a run notices its quota only when a write fails",
             name=f"{prefix}quota",
         )
 

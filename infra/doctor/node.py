@@ -1,10 +1,9 @@
-"""A look from a compute node: one tiny job, through the same profile and code snapshot as stages.
+"""Checks on a compute node: one tiny job, with the profile and code snapshot of stages.
 
-In: a :class:`~infra.doctor.check.Look` of the machine that submits. Out: findings of area ``node``,
-made there by this module's own :func:`main` and read back through the workspace. The job runs what
-a worker would run: the profile's interpreter on a code snapshot, in the profile's setup. Its folder
-below the workspace is removed at the end, and a job that has not started by then is cancelled.
-
+In: a :class:`~infra.doctor.check.Look` of the submitting machine. Out: findings of area ``node``,
+made there by this module's own :func:`main` and read back through the workspace. The job runs like
+a worker: the profile's interpreter on a code snapshot, in the profile's setup. Its folder below the
+workspace is removed at the end, and a job that has not started by then is cancelled.
     python -m infra.doctor.node --workspace FOLDER GPUS 1      # by the job
 """
 
@@ -41,7 +40,7 @@ _WHY = "stages run there"
 
 
 def node_check(wait_s: float) -> Check:
-    """The check that submits a job and waits for it, at most so long."""
+    """The check that submits a job and waits for it, at most ``wait_s`` seconds."""
     return Check(
         *("node", "job", lambda look: _visit(look, wait_s)),
         limit_s=wait_s + 60,
@@ -60,7 +59,7 @@ def _visit(look: Look, wait_s: float) -> Iterator[Finding]:
             ask(["scancel", "--quiet", f"--name={name}"], SLURM_S)
             shutil.rmtree(folder, ignore_errors=True)
 
-        atexit.register(leave_nothing)  # for Ctrl-C, which threads do not hear of
+        atexit.register(leave_nothing)  # for Ctrl-C, which threads do not receive
         try:
             job = _submit(look, folder, name, gpus)
             said = _wait(look, folder, job, began + wait_s)
@@ -77,7 +76,7 @@ def _visit(look: Look, wait_s: float) -> Iterator[Finding]:
 
 
 def _submit(look: Look, folder: Path, name: str, gpus: int) -> str:
-    """A job of one core, a minute or two, and a GPU where the recipe has stages with GPUs."""
+    """Submit a job of one core, a minute or two, and a GPU if the recipe has stages with GPUs."""
     code = snapshot_code(Workspace.open(folder / "workspace"))
     resources = Resources(gpus=gpus, cpus=1, memory_gb=2 if gpus else 1, time_limit_min=3)
     request = JobRequest(str(gpus), 1, name, resources, code=code, needs_network=True)
@@ -90,27 +89,27 @@ def _submit(look: Look, folder: Path, name: str, gpus: int) -> str:
 
 
 def _wait(look: Look, folder: Path, job: str, until: float) -> dict[str, Any] | Finding:
-    """The job's report; or why there is none."""
+    """The job's report, or a finding if there is none."""
     over = 0
     while time.time() < until:
         if (said := atomic.read_json(folder / _REPORT)) is not None:
             return dict(said)
         state = _state(job)
         over = over + 1 if state == "" else 0
-        if over > 2:  # files may be seen a little later than the end of a job
+        if over > 2:  # files may appear a little later than the end of a job
             logs = sorted(folder.glob("submitit/*.err"))
             lines = "".join(path.read_text(errors="replace") for path in logs).strip().splitlines()
-            last = lines[-1][:300] if lines else "its log is empty, or is not seen from here"
-            what = f"job {job} ended without a word: {last}"
+            last = lines[-1][:300] if lines else "its log is empty, or not visible from here"
+            what = f"job {job} ended without a report: {last}"
             return found("broken", what, f"scontrol show job {job}", _WHY)
         time.sleep(0.5)
     what = f"job {job} has not started: {_state(job) or 'it is gone'}"
-    why = "it was cancelled; how a compute node is, is not known"
+    why = "it was cancelled; the state of a compute node is unknown"
     return found("warning", what, look.again("--job --wait 600"), why)
 
 
 def _state(job: str) -> str | None:
-    """State and reason; empty if the queue does not have it, None if nobody can say."""
+    """State and reason; empty if the queue does not have it, None if unknown."""
     answer = ask(["squeue", "--noheader", f"--jobs={job}", "--format=%T %r"], SLURM_S)
     return None if answer.hung or answer.code is None else answer.out.strip()
 
@@ -119,18 +118,18 @@ def _told(said: dict[str, Any], seconds: float) -> Iterator[Finding]:
     node = str(said["node"])
     yield fine(
         f"{node} sees the workspace; Python {said['python']} imports refiner from a code "
-        f"snapshot; {seconds:.1f} s from sbatch to its word"
+        f"snapshot; {seconds:.1f} s from sbatch to its report"
     )
     for value in said["findings"]:
         one = Finding(**value)
         yield replace(one, area="node", name=f"{one.area}: {one.name}")
 
 
-# ---------------------------------------------------------------- there
+# ---------------------------------------------------------------- on the node
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Look around on the node; run by the job."""
+    """Run the checks on the node; called by the job."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workspace", type=Path, required=True)
     parser.add_argument("gpus", type=int)

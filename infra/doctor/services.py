@@ -1,9 +1,9 @@
-"""Areas ``hub``, ``wandb``, ``prefect`` and ``network``: what refiner asks over a network.
+"""Areas ``hub``, ``wandb``, ``prefect`` and ``network``: services reached over a network.
 
-In: the environment, the recipe's sections, the profile. Out: findings that name whose token or key
-it is, never itself; addresses are shown without names and passwords. What publishing would be
-refused for is asked by :func:`infra.hub.target.check_hub`, as before a run. Nothing depends on
-Prefect's server: work goes on without. Imports neither wandb nor Prefect.
+In: the environment, the recipe's sections, the profile. Out: findings that name the owner of a
+token or key, never the secret; addresses are shown without names and passwords. Reasons for which
+publishing would be refused come from :func:`infra.hub.target.check_hub`, as before a run. Nothing
+depends on Prefect's server: work continues without it. Imports neither wandb nor Prefect.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _endpoint(look: Look) -> Finding:
 def _token(look: Look) -> Finding:
     from huggingface_hub import get_token
 
-    where = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "what `hf auth login` has stored"
+    where = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "stored by `hf auth login`"
     if get_token() is None:
         return found(absent(look.publishes), "there is none", "hf auth login", _OF_TOKENS)
     if look.offline or _switched_off():
@@ -123,7 +123,7 @@ def _wandb_key(look: Look) -> Finding | None:
 
 
 def _has_key(address: str) -> bool:
-    """Tell whether there is a key where wandb looks: its variable, then a netrc file."""
+    """Tell whether wandb would find a key: in its variable, then in a netrc file."""
     if os.environ.get("WANDB_API_KEY", "").strip():
         return True
     file = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
@@ -134,7 +134,7 @@ def _has_key(address: str) -> bool:
 
 # ---------------------------------------------------------------- Prefect
 
-_OF_PREFECT = "flow runs; the work itself goes on without them"
+_OF_PREFECT = "flow runs; the work itself continues without them"
 
 
 def _server(look: Look) -> Finding:
@@ -144,7 +144,7 @@ def _server(look: Look) -> Finding:
     if status.state == "running" and status.info is not None:
         return fine(f"Prefect {status.info.version} answers at {status.info.url}")
     if status.state == "starting":
-        what = f"it lives and does not answer (yet); its log: {status.log}"
+        what = f"it runs but does not answer (yet); its log: {status.log}"
         return found("warning", what, "refiner server stop", _OF_PREFECT)
     return fine("none runs; `refiner run` starts one")
 
@@ -166,7 +166,7 @@ def _users(info: ServerInfo) -> Finding:
 
 
 def _compute_nodes(look: Look) -> Finding | None:
-    """What the profile says of their network; there: whether the Hub is reached all the same."""
+    """The profile's network setting; on the node: whether the Hub is reached all the same."""
     if not look.on_slurm:
         return None
     says, shown = look.profile.network, masked(endpoint_now())

@@ -1,7 +1,7 @@
-"""Area ``slurm``: commands, controller, accounting, what sbatch would say of the stages.
+"""Area ``slurm``: commands, controller, accounting, and sbatch's verdict on the stages.
 
 In: Slurm's commands on PATH, the recipe's profile and stages. Out: findings. Nothing is submitted
-here (``sbatch --test-only``); :mod:`infra.doctor.node` does that, when it is asked to.
+here (``sbatch --test-only``); :mod:`infra.doctor.node` does that, on request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infra.slurm.submission import Submission, Submitter
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import RefinerError
 
-#: How long a command of Slurm may take. `scontrol` itself tries for much longer.
+#: Limit for a command of Slurm, seconds. `scontrol` itself retries for much longer.
 SLURM_S = 8.0
 _LINE = re.compile(r"^\s*(?P<name>[A-Za-z]\w*)\s*=\s*(?P<value>.*?)\s*$")
 _COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
@@ -34,7 +34,7 @@ _AGAIN, _ACCOUNTS_AGAIN = "sudo systemctl restart slurmctld", "sudo systemctl re
 
 
 def _asked() -> tuple[dict[str, str], Answer]:
-    """Settings of the controller by name, as far as they are set, and what it said."""
+    """The controller's present settings by name, and its answer."""
     answer = ask(["scontrol", "show", "config"], SLURM_S)
     lines = (_LINE.match(line) for line in answer.out.splitlines())
     found = {m["name"]: m["value"] for m in lines if m}
@@ -65,7 +65,7 @@ def _controller(look: Look) -> Finding | None:
         return fine(f"cluster {cluster} answers, Slurm {version}")
     said = answer.last_line
     mend = "export SLURM_CONF=/PATH/TO/slurm.conf" if "configuration source" in said else _AGAIN
-    why = "starting jobs; those that run go on meanwhile"
+    why = "starting jobs; running ones continue meanwhile"
     return found(absent(look.on_slurm), f"it gives no answer ({said})", mend, why)
 
 
@@ -76,18 +76,18 @@ def _accounting(look: Look) -> Finding | None:
     if not kind or kind.endswith("/none"):
         return found(
             "missing",
-            f"it is off: how jobs ended is asked of the controller, which forgets after {age}",
+            f"it is off: the ends of jobs come from the controller, which forgets after {age}",
             "AccountingStorageType=accounting_storage/slurmdbd",
-            "without it, a job that ended while nobody looked counts as killed",
+            "without it, a job that ended unobserved counts as killed",
         )
     answer = ask(["sacct", "--noheader", "--allocations", "--starttime=now-1hour"], SLURM_S)
     if answer.ok:
         return fine(f"{kind} answers")
-    what, why = f"{kind} gives no answer: {answer.last_line}", "what the controller remembers"
-    return found("warning", what, _ACCOUNTS_AGAIN, f"runs go on by {why}")
+    what, why = f"{kind} gives no answer: {answer.last_line}", "the controller's memory"
+    return found("warning", what, _ACCOUNTS_AGAIN, f"runs continue with {why}")
 
 
-# ---------------------------------------------------------------- what sbatch would say
+# ---------------------------------------------------------------- sbatch's verdict
 
 
 def _test_only(look: Look) -> Iterator[Finding]:
@@ -115,9 +115,9 @@ def _one_shape(look: Look, resources: Resources, names: Sequence[str]) -> Findin
     except RefinerError as error:
         nodes = 'sinfo --format="%P %a %l %D nodes, %c cores, %m MB, %G, %f"'
         mend = error.fix if error.fix.startswith("scontrol") else nodes
-        why = f"asked for by profile {profile.name!r}; `refiner plan` says what"
+        why = f"requested by profile {profile.name!r}; `refiner plan` shows the resources"
         return found("broken", error.what, mend, why, name=name)
-    return fine(f"sbatch would take it: {said}", name=name)
+    return fine(f"sbatch would accept it: {said}", name=name)
 
 
 CHECKS = (

@@ -1,7 +1,7 @@
 """Other people's trainers, run and read with the same care as our own.
 
-In: a shell command and what it leaves in a folder, in whatever layout. Out: a process that never
-outlives its attempt, checkpoints that are known to be whole, and an export for other stages.
-``checkpoints`` (which there are), ``process`` (one run of a trainer), ``runner`` (an attempt),
-``exports`` (what other stages read), ``sightings`` (what a dead run of anybody's has left).
+In: a shell command and its output folder, in any layout. Out: a process that never outlives its
+attempt, checkpoints known to be complete, and an export for other stages.
+``checkpoints`` (their list), ``process`` (one run of a trainer), ``runner`` (an attempt),
+``exports`` (models for other stages), ``sightings`` (the remains of any dead run).
 """

@@ -1,9 +1,9 @@
-"""Checkpoints in somebody else's layout: found by pattern, ordered by number, whole or not.
+"""Checkpoints in another trainer's layout: found by pattern, ordered by number, complete or not.
 
-In: a folder that another trainer writes into, and a recipe's ``command``; or a stage whose
-records say both. Out: its checkpoints, oldest step first, each with what is wrong with it, and
-which of them may go. Looking writes nothing, but for the one small file by which ``quiet:SECONDS``
-asks the file server for the time.
+In: a folder that another trainer writes into, and a recipe's ``command``; or a stage with both in
+its records. Out: its checkpoints, oldest step first, each with its damage, and which of them may be
+deleted. Reading writes nothing, except for the one small file by which ``quiet:SECONDS`` asks the
+file server for the time.
 
 Files are judged by their headers; nothing is loaded, and torch is not needed:
 
@@ -15,8 +15,9 @@ Files are judged by their headers; nothing is loaded, and torch is not needed:
 ``*.json`` (up to 16 MiB)    is JSON
 ============================ ==============================================================
 
-A trainer that dies in a save leaves whole weights and no optimizer: so a checkpoint must have what
-most of its siblings have, by name (any number stands for any other: steps, ranks, times).
+A trainer that dies in a save leaves whole weights but no optimizer: so a checkpoint must have the
+files that most of its siblings have, by name (any number stands for any other: steps, ranks,
+times).
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ _LEGACY_PICKLE = b"\x80"
 log = logging.getLogger(__name__)
 #: Number, size and newest change of files.
 Signature = tuple[int, int, int]
-#: What Hugging Face's Trainer writes last.
+#: The last file that Hugging Face's Trainer writes.
 _TRAINER_STATE = "trainer_state.json"
 
 
 def damage(path: Path, *, need_weights: bool = True) -> str | None:
-    """Damage of a checkpoint (a file, or a folder with all below it); None if there is none.
+    """Damage of a checkpoint (a file, or a folder with its contents); None if there is none.
 
-    ``need_weights`` makes a folder without any file of weights a damaged one.
+    With ``need_weights``, a folder without any file of weights is damaged.
     """
     if not path.is_dir():
         return file_damage(path)
@@ -64,7 +65,7 @@ def damage(path: Path, *, need_weights: bool = True) -> str | None:
             return f"{file.relative_to(path)}: {wrong}"
         found |= is_weights(file)
     if need_weights and not found:
-        return "there is no file of weights in it"
+        return "it has no file of weights"
     return None
 
 
@@ -84,7 +85,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def file_damage(path: Path) -> str | None:
-    """Damage of one file; None for what is whole, or of a kind that says nothing."""
+    """Damage of one file; None if it is whole, or of a kind without signs of damage."""
     try:
         size = path.stat().st_size
         if size == 0 and path.suffix in (*_ZIPPED, ".json"):
@@ -96,20 +97,20 @@ def file_damage(path: Path) -> str | None:
         if path.suffix == ".json" and size <= _JSON_LIMIT:
             json.loads(path.read_bytes())
     except (ValueError, RecursionError):
-        return "no whole JSON"
+        return "not complete JSON"
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     return None
 
 
 def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the data of a safetensors file begins, and what its header says of each tensor: at
-    least a ``shape`` and ``data_offsets``.
+    """The offset of the data in a safetensors file, and its header by tensor: at least ``shape``
+    and ``data_offsets``.
 
     Raises
     ------
     ValueError
-        It has no header, or not all of it.
+        It has no header, or a truncated one.
     OSError
         It cannot be read.
     """
@@ -120,7 +121,7 @@ def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
             raise ValueError("no safetensors header")
         header = file.read(length)
     if len(header) < length:
-        raise ValueError("cut short in its header")
+        raise ValueError("truncated in its header")
     try:
         entries: dict[str, Any] = json.loads(header)
         entries.pop("__metadata__", None)
@@ -133,14 +134,14 @@ def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 def _safetensors_damage(path: Path, size: int) -> str | None:
     if size < 8:
-        return f"cut short: {size} bytes"
+        return f"truncated: {size} bytes"
     try:
         begin, entries = safetensors_header(path)
     except ValueError as error:
         return str(error)
     expected = begin + max((e["data_offsets"][1] for e in entries.values()), default=0)
     if size != expected:
-        return f"cut short: {size} of {expected} bytes" if size < expected else "bytes at its end"
+        return f"truncated: {size} of {expected} bytes" if size < expected else "bytes at its end"
     return None
 
 
@@ -149,7 +150,7 @@ def _zip_damage(path: Path, size: int) -> str | None:
         first = file.read(2)
     if first == b"PK":  # its directory comes last
         whole = zipfile.is_zipfile(path)
-        return None if whole else f"cut short: {size} bytes without the directory of a zip"
+        return None if whole else f"truncated: {size} bytes without the directory of a zip"
     legacy_or_tar = first[:1] == _LEGACY_PICKLE or path.suffix in (".ckpt", ".bin")
     return None if legacy_or_tar else "neither a zip nor a pickle"
 
@@ -168,9 +169,9 @@ def _missing_shard(path: Path) -> str | None:
 
 
 class ForeignCheckpoint(NamedTuple):
-    """One checkpoint; ``damage`` is empty where it is complete.
+    """One checkpoint; ``damage`` is empty if it is complete.
 
-    ``certain`` tells files that are broken from a sign of completeness that is only missing.
+    ``certain`` distinguishes broken files from a merely missing sign of completeness.
     """
 
     step: int
@@ -187,10 +188,10 @@ def find_checkpoints(
     Parameters
     ----------
     command
-        Says how they look: by ``checkpoints``, ``step_pattern`` and ``complete``.
+        Defines them by ``checkpoints``, ``step_pattern`` and ``complete``.
     whole
-        Those whose files were whole, and as which; who looks again keeps it, so that none is read
-        twice that has not changed.
+        Cache of complete checkpoints with their signatures, kept by repeated callers so that
+        unchanged ones are not read again.
     """
     found, whole = [], {} if whole is None else whole
     for path in folder.glob(command.checkpoints) if folder.is_dir() else ():
@@ -205,50 +206,50 @@ def find_checkpoints(
 
 
 def newest_complete(found: list[ForeignCheckpoint]) -> ForeignCheckpoint | None:
-    """The newest complete one; newer ones that are passed over are named in the log."""
+    """The newest complete one; newer damaged ones are logged."""
     for checkpoint in reversed(found):
         if not checkpoint.damage:
             return checkpoint
-        log.warning("checkpoint %s is passed over: %s", checkpoint.path, checkpoint.damage)
+        log.warning("checkpoint %s is skipped: %s", checkpoint.path, checkpoint.damage)
     return None
 
 
 def unfinished(found: list[ForeignCheckpoint]) -> list[ForeignCheckpoint]:
-    """Checkpoints that no trainer can go on from, while none writes.
+    """Checkpoints that no trainer can resume from; only valid while none writes.
 
     These are the ones with broken files, and the newest one if it lacks its sign of completeness: a
-    trainer dies in the middle of one save. Older ones without a sign stay, in case that the rule is
-    at fault and not they.
+    trainer dies in the middle of one save. Older ones without a sign stay, in case the rule is
+    wrong.
     """
     return [c for c in found if c.damage and (c.certain or c is found[-1])]
 
 
 def older(found: list[ForeignCheckpoint], keep: int) -> list[ForeignCheckpoint]:
-    """Those before the newest ``keep`` (at least 1) complete ones, complete or not. Leave out what
-    may be being written: it would count."""
+    """All before the newest ``keep`` (at least 1) complete ones, complete or not. Leave out a
+    checkpoint that may still be written: it would count."""
     complete = [c for c in found if not c.damage][-max(1, keep) :]
     return [c for c in found if complete and c.step < complete[0].step]
 
 
 def remove(gone: Sequence[ForeignCheckpoint]) -> int:
-    """Delete checkpoints, unfinished ones while none writes; returns how many."""
+    """Delete checkpoints (unfinished ones only while none writes), and return their number."""
     for checkpoint in gone:
-        why = f"unfinished: {checkpoint.damage}" if checkpoint.damage else "to make room"
+        why = f"unfinished: {checkpoint.damage}" if checkpoint.damage else "to free space"
         log.warning("deleting checkpoint %s, %s", checkpoint.path, why)
         atomic.remove_tree(checkpoint.path)
-    if gone:  # some file systems give room back with the next commit only
+    if gone:  # some file systems return space only with the next commit
         sync_file_system(gone[0].path.parent)
     return len(gone)
 
 
 def largest_of(found: Sequence[ForeignCheckpoint]) -> int:
-    """Bytes of the largest complete one; 0 where none is."""
+    """Bytes of the largest complete one; 0 if there is none."""
     return max((signature(c.path)[1] for c in found if not c.damage), default=0)
 
 
 def signature(path: Path) -> Signature:
-    """Number, size and newest change of a file, or of all below a folder: differs once one is
-    written."""
+    """Number, size and newest change of a file, or of all files in a folder: changes with every
+    write."""
     count = total = newest = 0
     for file in files_below(path):
         with contextlib.suppress(OSError):
@@ -269,16 +270,16 @@ def _checked(
         whole[path] = now
     is_trainers = rule != "file" and (path / "training_args.bin").exists()
     if is_trainers and not (path / _TRAINER_STATE).exists():
-        return ForeignCheckpoint(step, path, f"there is no {_TRAINER_STATE}, which is saved last")
+        return ForeignCheckpoint(step, path, f"{_TRAINER_STATE} is missing, which is saved last")
     if rule == "file" and not signature(path / value)[1]:
-        return ForeignCheckpoint(step, path, f"{value} is not there")
+        return ForeignCheckpoint(step, path, f"{value} is missing")
     if rule == "quiet" and (age := _age_s(path)) < float(value):
         return ForeignCheckpoint(step, path, f"changed {age:.0f} s ago, less than {value} s")
     return ForeignCheckpoint(step, path)
 
 
 def trainer_note(folder: Path, key: str) -> int:
-    """A number of the note that Hugging Face's Trainer leaves; 0 where there is none."""
+    """A number from the state file of Hugging Face's Trainer; 0 if there is none."""
     try:
         return int(json.loads((folder / _TRAINER_STATE).read_bytes())[key])
     except (OSError, ValueError, KeyError, TypeError):
@@ -286,8 +287,8 @@ def trainer_note(folder: Path, key: str) -> int:
 
 
 def _beside_siblings(found: list[ForeignCheckpoint]) -> list[ForeignCheckpoint]:
-    """The same, damaged where more than half of the others have a file that one has not. Names may
-    differ in numbers, and a single file has no name that counts."""
+    """The same, marked as damaged if they lack a file that more than half of the others have. Names
+    may differ in numbers; the name of a checkpoint that is a single file does not count."""
     names: dict[Path, dict[str, str]] = {}
     for checkpoint in (c for c in found if not c.damage and c.path.is_dir()):
         below = (file.relative_to(checkpoint.path) for file in files_below(checkpoint.path))
@@ -298,15 +299,15 @@ def _beside_siblings(found: list[ForeignCheckpoint]) -> list[ForeignCheckpoint]:
         for shape in sorted({shape for files in others for shape in files} - names[path].keys()):
             having = [files[shape] for files in others if shape in files]
             if 2 * len(having) > len(others):
-                return f"there is no {having[0]}, which others have"
+                return f"{having[0]} is missing, which others have"
         return ""
 
     return [c._replace(damage=lacking(c.path)) if c.path in names else c for c in found]
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since the last change, by the clock of whoever keeps the files: a node's own clock
-    may differ from it."""
+    """Seconds since the last change, by the file server's clock: a node's own clock may differ from
+    it."""
     files = [path, *files_below(path)]
     newest = max((f.stat().st_mtime for f in files if f.exists()), default=0.0)
     probe = atomic.temporary_name(path.parent / "clock")
@@ -314,23 +315,23 @@ def _age_s(path: Path) -> float:
         probe.touch()
         return probe.stat().st_mtime - newest
     except OSError as error:
-        log.warning("the age of %s cannot be told: %s", path, error)
+        log.warning("the age of %s is unknown: %s", path, error)
         return 0.0
     finally:
         atomic.remove_quietly(probe)
 
 
 def work_folder(stage: StagePaths) -> Path:
-    """The trainer's ``{output}``: one folder for all attempts, since it goes on from what lies
-    there. Once the stage has a result, it holds nothing that the result needs."""
+    """The trainer's ``{output}``: one folder for all attempts, since it resumes from its contents.
+    Once the stage has a result, it holds nothing that the result needs."""
     return stage.data / "work"
 
 
 def recorded_checkpoints(
     workspace: Workspace, stage_id: str
 ) -> tuple[list[ForeignCheckpoint], int]:
-    """Checkpoints that lie there, oldest step first, and ``command.keep``; none for another kind,
-    or for records that cannot be read."""
+    """The stage's checkpoints, oldest step first, and ``command.keep``; none for another kind, or
+    for unreadable records."""
     stage = workspace.layout.stage(stage_id)
     numbers = stage.attempt_numbers() if stage_id.startswith("command-") else []
     if not numbers:
@@ -340,5 +341,5 @@ def recorded_checkpoints(
         command = from_json(CommandConfig, recorded["command"])
         return find_checkpoints(work_folder(stage), command), command.keep
     except (RefinerError, OSError, KeyError, TypeError, ValueError) as error:
-        log.warning("the checkpoints of %s cannot be told: %s", stage_id, error)
+        log.warning("the checkpoints of %s are unknown: %s", stage_id, error)
         return [], 1

@@ -1,9 +1,9 @@
 """Models of other trainers, in the layout that publishing and evaluation read.
 
 In: a checkpoint's folder or file. Out: ``output/model`` with its weights, configuration and
-tokenizer: as links where the file system has them, else as copies. States of an optimiser and the
-like stay behind. Whoever wrote the checkpoint may have put links into it: those that lead out of it
-are refused, for what they lead to would be published.
+tokenizer: as links if the file system has them, else as copies. Optimizer states and the like are
+left out. Links that lead out of the checkpoint are refused, because their targets would be
+published.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 from infra.foreign.checkpoints import ForeignCheckpoint, damage, newest_complete
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 
-#: What only goes on from; not part of a model.
+#: Files for resuming only; not part of a model.
 _STATE = (
     *("optimizer*", "scheduler*", "rng_state*", "trainer_state*", "training_args*"),
     *("random_states*", "*optim_states*", "scaler*", "zero_to_fp32.py", "latest"),
     *("global_step*", ".*"),
 )
-#: What a model needs beside its weights.
+#: Files that a model needs beside its weights.
 COMPANIONS = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.*", "merges.txt", "chat_template.*", "*.model", "*.tiktoken"),
@@ -55,7 +55,7 @@ def find_export(work: Path, exports: str, found: list[ForeignCheckpoint]) -> Pat
             return path
         wrong = f"{path}: {damaged}"
     raise StageFailed(
-        f"The trainer ended well, but what it made cannot be used: {wrong}",
+        f"The trainer ended well, but its output cannot be used: {wrong}",
         expected="a checkpoint that command.checkpoints finds and command.complete accepts, or "
         "whole weights where command.exports says",
         fix="correct command.checkpoints or command.exports, or look at the trainer's log",
@@ -67,8 +67,8 @@ def model_files(
 ) -> dict[str, Path]:
     """Name -> file (no link) of the model at ``source`` (a folder, or a file of weights).
 
-    ``companions`` is where its configuration and tokenizer come from, if ``source`` has none;
-    ``within`` the folder that links of ``source`` may lead to (none: itself).
+    ``companions`` has its configuration and tokenizer, if ``source`` has none; links of ``source``
+    may lead to ``within`` (none: itself).
 
     Raises
     ------
@@ -91,7 +91,7 @@ def model_files(
 
 
 def _real_file(path: Path, within: Path) -> Path:
-    """Place of the file itself; a snapshot in the Hub's cache has links to its blobs."""
+    """Path of the file itself; a snapshot in the Hub's cache has links to its blobs."""
     real, home = path.resolve(), within.resolve()
     repository = home.parent.parent
     if home.parent.name == "snapshots" and repository.name.startswith("models--"):
@@ -101,14 +101,14 @@ def _real_file(path: Path, within: Path) -> Path:
     raise ConfigurationError(
         f"{path} is a link that leads out of {within}, to {real}",
         expected="a checkpoint that holds its own files",
-        fix="if that file belongs to the model, put a copy of it in the place of the link, and run "
+        fix="if that file belongs to the model, replace the link by a copy of it, and run "
         "the same command again",
     )
 
 
 def make_model(source: Path, target: Path, companions: Path | None, *, within: Path) -> list[str]:
-    """Fill ``target`` with the model at ``source``; returns what it still lacks. Errors, and
-    ``within``, as of :func:`model_files`."""
+    """Fill ``target`` with the model at ``source``; returns what it still lacks. Errors and
+    ``within`` as in :func:`model_files`."""
     target.mkdir(parents=True, exist_ok=True)
     for name, path in sorted(model_files(source, companions, within=within).items()):
         link_or_copy(path, target / name)
@@ -127,17 +127,17 @@ def lacking(names: Iterable[str]) -> list[str]:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """True if a name is of one of the patterns."""
+    """True if a name matches one of the patterns."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def require_whole(model: Path, doing: str) -> None:
-    """Refuse a model of another trainer's that lacks what ``doing`` needs.
+    """Refuse another trainer's model that lacks what ``doing`` needs.
 
     Raises
     ------
     StageFailed
-        Names what is missing, and where it can come from.
+        Names what is missing, and its possible sources.
     """
     missing = missing_in(model)
     if not missing:
@@ -148,7 +148,7 @@ def require_whole(model: Path, doing: str) -> None:
         expected="safetensors, config.json and a tokenizer, in the layout of the Hub",
         fix="let the trainer export them (command.exports=FOLDER), or take configuration and "
         "tokenizer from elsewhere with command.companions={model} or command.companions=FOLDER; "
-        "weights in another format are to be converted first (save_pretrained)",
+        "convert weights in another format first (save_pretrained)",
     )
 
 
@@ -158,32 +158,32 @@ def link_or_copy(source: Path, target: Path) -> None:
     Raises
     ------
     OSError
-        There is no room, or it may not be read.
+        There is no space, or no permission to read.
     """
     if not link(source, target):
         copy(source, target)
 
 
 def copy(source: Path, target: Path) -> None:
-    """A copy of a file that is no link; errors as of :func:`link_or_copy`."""
+    """Copy a file that is no link; errors as in :func:`link_or_copy`."""
     with open_file(source) as reading, target.open("wb") as writing:
         shutil.copyfileobj(reading, writing, _CHUNK)
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a file to read, and no link that was put in its place.
+    """Open a file for reading; refuse a link that replaced it.
 
     Raises
     ------
     OSError
-        It is a link, or may not be read.
+        It is a link, or there is no permission.
     """
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
 
 
 def link(source: Path, target: Path) -> bool:
-    """A hard link; False where there can be none (another file system, another user's file, a link
-    in its place)."""
+    """Make a hard link; False if that is impossible (another file system, another user's file, a
+    link in its place)."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:

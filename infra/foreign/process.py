@@ -1,9 +1,9 @@
 """One run of another trainer as a process: its command, its output, and why it ended.
 
-In: a recipe's ``command`` section, and where things lie. Out: a text for ``/bin/sh`` and the
-environment that the trainer's user would have; its lines as they come, with the progress and
-metrics that they tell; a bounded log of them; and, from its exit code, last words, the disk and
-the kernel, the error that :func:`infra.jobs.failures.classify` makes the right class of.
+In: a recipe's ``command`` section, and paths. Out: a text for ``/bin/sh`` and the environment that
+the trainer's user would have; its lines as they come, with their progress and metrics; a bounded
+log of them; and, from its exit code, last lines, the disk and the kernel, the error that
+:func:`infra.jobs.failures.classify` assigns to the right class.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.contract.types import Progress
 
-#: Settings that we make for our own worker.
+#: Settings of our own worker.
 OURS = (
     *("PYTHONSAFEPATH", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
     *("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"),
@@ -44,19 +44,19 @@ OURS = (
 
 #: A line without an end is cut after this many bytes.
 _LINE_LIMIT = 1 << 16
-#: Where lines end: after a line feed, or a carriage return that none follows.
+#: Ends of lines: after a line feed, or a carriage return without one.
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
-#: Lines that wait to be taken. Who prints faster waits, as at any pipe.
+#: Limit of waiting lines. A faster trainer blocks, as at any pipe.
 _MOST_WAITING = 10_000
-#: Seconds after which whoever takes lines may look at something else.
+#: Seconds after which a reader of lines may do something else.
 _TURN_S = 0.5
 _LAST_WORDS_S = 5.0
 PHASE = "train"
 _NOTHING = Progress(0, 0, PHASE)
-#: Bytes that go in at once, and bytes for each second besides (700 MB a day).
+#: Bytes allowed at once, and bytes per second after that (700 MB a day).
 _AT_ONCE, _EACH_S = 16 << 20, 8 << 10
 _MOST_LINES_WAITING = 400
-#: Lines from the end that are looked at: what went well long before says nothing about the end.
+#: Lines from the end that are searched: earlier lines say nothing about the end.
 _LINES = 60
 _SHOWN = 6
 _NOT_FINITE = re.compile(
@@ -65,7 +65,7 @@ _NOT_FINITE = re.compile(
     re.IGNORECASE,
 )
 _ERROR_LINE = re.compile(r"^\W*(\[\w+\d*\]:\s*)?[\w.]*(Error|Exception|Killed|Interrupt)\b")
-#: Exit codes of a shell whose program is not there, or can not be run.
+#: Exit codes of a shell whose program is missing, or not executable.
 CANNOT_START = (127, 126)
 
 
@@ -73,7 +73,7 @@ CANNOT_START = (127, 126)
 class Call:
     """Call of a trainer.
 
-    ``data`` and ``model`` are None where the recipe gives none; ``checkpoint`` is None at the first
+    ``data`` and ``model`` are None if the recipe has none; ``checkpoint`` is None at the first
     start.
     """
 
@@ -87,7 +87,7 @@ class Call:
     checkpoint: Path | None = None
 
     def values(self) -> dict[str, str]:
-        """Placeholder -> value, without ``resume``; those that have no value are empty."""
+        """Placeholder -> value, without ``resume``; missing values are empty."""
         names = ("output", "workdir", "seed", "data", "model", "checkpoint")
         return {n: "" if (v := getattr(self, n)) is None else str(v) for n in names}
 
@@ -111,7 +111,7 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
 
 def without_ours(base: Mapping[str, str], ours: Path | None) -> dict[str, str]:
-    """An environment without what we have made for our own worker, whose code is in ``ours``."""
+    """An environment without our worker's settings; its code is in ``ours``."""
     kept = {k: v for k, v in base.items() if k not in OURS and k != "PYTHONPATH"}
     paths = [p for p in base.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ours)]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths)} if paths else kept
@@ -125,8 +125,7 @@ def environment(
 ) -> dict[str, str]:
     """The trainer's environment.
 
-    ``ours`` is the folder that this worker imports refiner from, which is no business of the
-    trainer's.
+    ``ours`` is the folder that this worker imports refiner from, which the trainer must not see.
     """
     values = call.values()
     own = (setting.partition("=") for setting in config.env)
@@ -142,14 +141,14 @@ def environment(
 
 
 class Line(NamedTuple):
-    """Line that was printed; ``redrawn`` for a line that ends in a carriage return, as bars do."""
+    """A printed line; ``redrawn`` if it ends in a carriage return, as progress bars do."""
 
     text: str
     redrawn: bool = False
 
 
 class TrainerProcess(ChildProcess):
-    """A started trainer; a context manager that leaves none of its processes behind."""
+    """A started trainer; a context manager that ends all of its processes."""
 
     def __init__(self, command: str, environment: Mapping[str, str], workdir: Path) -> None:
         self._waiting: queue.Queue[Line] = queue.Queue(_MOST_WAITING)
@@ -164,8 +163,8 @@ class TrainerProcess(ChildProcess):
         self._left.set()
 
     def lines(self, timeout_s: float) -> Iterator[Line]:
-        """Lines printed since the last call, as far as it can be taken in half a second; waits
-        up to ``timeout_s`` for the first line."""
+        """Lines since the last call, for at most half a second; waits up to ``timeout_s`` for the
+        first line."""
         with contextlib.suppress(queue.Empty):
             yield self._waiting.get(timeout=timeout_s)
             turn_ends = time.monotonic() + _TURN_S
@@ -173,13 +172,13 @@ class TrainerProcess(ChildProcess):
                 yield self._waiting.get_nowait()
 
     def last_lines(self) -> Iterator[Line]:
-        """Lines that are left once it has ended."""
+        """Remaining lines once it has ended."""
         give_up = time.monotonic() + _LAST_WORDS_S
         while not self.is_read and time.monotonic() < give_up:
             yield from self.lines(0.05)
         while not self._waiting.empty():
             yield from self.lines(0.05)
-            if not self.is_read:  # somebody whom nothing ends goes on printing
+            if not self.is_read:  # a process that nothing ends continues to print
                 return
 
     def _read_lines(self, output: IO[bytes]) -> None:
@@ -194,7 +193,7 @@ class TrainerProcess(ChildProcess):
             self._put(rest)
 
     def _put(self, line: bytes) -> None:
-        """Hand a line over as soon as there is room for it; to nobody once nobody takes them."""
+        """Hand a line over as soon as the queue has a slot; drop it once nobody reads."""
         found = Line(line.decode(errors="replace").rstrip(), line.endswith(b"\r"))
         while not self._left.is_set():
             try:
@@ -213,8 +212,8 @@ class LineReader:
         self.progress = told
 
     def read(self, line: str) -> dict[str, float] | None:
-        """Numbers of the line's step to log, where these are new; None if it says nothing of the
-        training. How far that is, :attr:`progress` says then."""
+        """New numbers of the line's step to log; None if it has none of the training. Sets
+        :attr:`progress`."""
         match = self._pattern.search(line)
         if match is None:
             return None
@@ -254,7 +253,7 @@ class TrainerLog:
         self.flush()
 
     def flush(self, *, last: bool = False) -> None:
-        """Write what waits, as far as it goes in; the ``last`` lines go in always."""
+        """Write waiting lines within the limits; the ``last`` lines are always written."""
         allowed = _AT_ONCE + _EACH_S * (self._clock() - self._began)
         while self._waiting and (last or self._written < allowed):
             line = f"{self._waiting[0]}\n"
@@ -271,18 +270,18 @@ class TrainerLog:
 
 
 def error_of(code: int, printed: Sequence[str], output: Path, oom_kills: int = 0) -> Exception:
-    """The error to raise; the message holds the trainer's own words.
+    """The error to raise; its message contains the trainer's own words.
 
     Parameters
     ----------
     code
-        That of a shell (128 + signal).
+        Exit code as of a shell (128 + signal).
     printed
         The trainer's last lines.
     output
-        Where it wrote.
+        Its output folder.
     oom_kills
-        How many the kernel has killed for lack of memory while it ran.
+        Number of processes that the kernel killed for lack of memory meanwhile.
     """
     lines = [line.strip() for line in printed if line.strip()][-_LINES:]
     for line in reversed(lines):
@@ -291,9 +290,9 @@ def error_of(code: int, printed: Sequence[str], output: Path, oom_kills: int = 0
             return no_space_error(output, "the trainer was writing", OSError(line))
         if failure == "out_of_memory":
             return MemoryError(f"The trainer ran out of memory: {line}")
-        if failure is not None:  # of the GPU: whoever classifies goes by the text
+        if failure is not None:  # of the GPU: classification uses the text
             return _failed(code, line, lines)
-    # Writers say only that a write failed, and a full disk kills those of a mapped file: a probe
+    # Writers report only a failed write, and a full disk kills writers of a mapped file: a probe
     # decides.
     no_room = any(is_no_space(RuntimeError(line), output) for line in lines[-_SHOWN:])
     if code == 128 + signal.SIGBUS:
@@ -321,21 +320,20 @@ def error_of(code: int, printed: Sequence[str], output: Path, oom_kills: int = 0
             name = signal.Signals(code - 128).name
         return KilledError(
             f"The trainer was ended by {name}; its last line: {_last(lines)}",
-            fix="nothing, if that was an accident: the next attempt goes on from its last "
+            fix="nothing, if that was an accident: the next attempt resumes from its last "
             "checkpoint",
         )
     return _failed(code, _last(lines), lines)
 
 
 def kernel_oom_kills(root: Path = Path("/")) -> int:
-    """Number of processes that the kernel has killed for lack of memory: of our control group,
-    where it counts them, for a neighbour's job on the same node is none of ours; else of this
-    machine.
+    """Number of processes that the kernel has killed for lack of memory: of our control group if it
+    counts them (a neighbour's job on the same node does not concern us), else of this machine.
 
     Parameters
     ----------
     root
-        Where ``proc`` and ``sys`` lie.
+        Parent of ``proc`` and ``sys``.
     """
     for path in (*_counts_of_groups(root), root / "proc/vmstat"):
         with contextlib.suppress(OSError, ValueError):
@@ -346,13 +344,13 @@ def kernel_oom_kills(root: Path = Path("/")) -> int:
 
 
 def _counts_of_groups(root: Path) -> list[Path]:
-    """Files where our control group's count may stand: of version 2, then of version 1."""
+    """Files with our control group's count, if any: of version 2, then of version 1."""
     found = []
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, group = line.split(":", 2)
             inside = group.strip("/")
-            if not inside:  # the root group counts nothing of its own
+            if not inside:  # the root group has no count of its own
                 continue
             if not controllers:
                 found.append(root / "sys/fs/cgroup" / inside / "memory.events")

@@ -1,15 +1,15 @@
 """An attempt at a `command` stage: another trainer from its newest checkpoint to its end.
 
-In: a :class:`TrainerJob` and the attempt's StageIO. Out: a trainer that has ended well, or the
-error that says why it did not. While it runs its lines go to the attempt's log, its progress and
-metrics to ours; a stop is passed on, older checkpoints make room where it is short, and silence
-stays silence, so that a hung trainer is seen as one.
+In: a :class:`TrainerJob` and the attempt's StageIO. Out: a trainer that has ended well, or an
+error with the reason. While it runs, its lines go to the attempt's log, its progress and metrics
+to ours; a stop is passed on, older checkpoints are deleted when space is short, and silence is not
+hidden, so that a hung trainer is recognised.
 
-The folder it writes into is one for all attempts, because its checkpoints lie there. Three things
-keep attempts apart: before a start, whatever an earlier one has left running here is killed; a
-trainer dies with its worker; and a worker that is no longer the newest stops its trainer.
+All attempts share its output folder, because it has the checkpoints. Three things separate
+attempts: before a start, leftover processes of earlier ones are killed; a trainer dies with its
+worker; and a worker that is no longer the newest stops its trainer.
 
-An attempt starts the trainer again where it ends well before its last step.
+An attempt restarts a trainer that ends well before its last step.
 """
 
 from __future__ import annotations
@@ -64,23 +64,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-#: Seconds between looks for new checkpoints, at most.
+#: Longest interval between searches for new checkpoints, seconds.
 _SAVES_S = 1.0
 _FENCE_S = 5.0
-#: A bar that redraws itself is logged this often.
+#: Interval of logging a progress bar that redraws itself.
 _REDRAW_S = 30.0
-#: Room is short when less than this many of the largest checkpoint so far fit.
+#: Space is short when less than this many of the largest checkpoint so far fit.
 _ROOM_FOR = 1.1
 
 
 @dataclass(frozen=True)
 class TrainerJob:
-    """Trainer to run, and what the runner may ask.
+    """A trainer, and the runner's callbacks.
 
     ``grace_s`` is how long the trainer may take to save after a stop. Every ``watch_s`` seconds
-    ``shortage(need)`` is asked how many of ``need`` bytes do not fit, and ``make_room(need)`` to
-    delete what else may go. ``check_fence`` raises if the attempt is no longer the newest; ``ours``
-    is the folder that the worker's own code is imported from.
+    ``shortage(need)`` returns how many of ``need`` bytes do not fit, and ``make_room(need)``
+    deletes what else may go. ``check_fence`` raises if the attempt is no longer the newest;
+    ``ours`` is the folder of the worker's own code.
     """
 
     command: CommandConfig
@@ -94,26 +94,26 @@ class TrainerJob:
     _whole: dict[Path, Signature] = field(default_factory=dict)
 
     def checkpoints(self) -> list[ForeignCheckpoint]:
-        """Its checkpoints now."""
+        """Its present checkpoints."""
         return find_checkpoints(self.call.output, self.command, self._whole)
 
 
 def run_trainer(job: TrainerJob, io: AttemptIO) -> tuple[list[ForeignCheckpoint], Progress]:
-    """Run a trainer to its end, if that is a good one: its checkpoints, and the last step and
-    numbers that it printed, with how many steps it had spoken of (0: of none). It is run more than
-    once where it ends well before its last step and can go on.
+    """Run a trainer until it ends well. Returns its checkpoints, and the last step and numbers that
+    it printed, with its total of steps (0: unknown). It is restarted if it ends well before its
+    last step and can resume.
 
     Raises
     ------
     Interrupted
-        Somebody asked to stop; the trainer was told, and has ended.
+        A stop was requested; the trainer was told, and has ended.
     NoSpaceError, MemoryError, NotFiniteError, ConfigurationError, ScriptFailed
-        Why it ended otherwise (:mod:`infra.foreign.process`).
+        Its end otherwise (:mod:`infra.foreign.process`).
     """
     if not job.call.workdir.is_dir():
         raise ConfigurationError(
             f"command.workdir {job.call.workdir} is not a folder here",
-            expected="the folder that the trainer starts in, seen from where the job runs",
+            expected="the folder that the trainer starts in, as seen by the job",
             fix="correct command.workdir",
         )
     job.call.output.mkdir(parents=True, exist_ok=True)
@@ -136,18 +136,18 @@ def run_trainer(job: TrainerJob, io: AttemptIO) -> tuple[list[ForeignCheckpoint]
             return found, told
         start, ended_at = newest_complete(found), told.done
         log.warning(
-            "the trainer has ended well at step %d of %d; it is started again from %s, to see "
-            "whether it goes on",
+            "the trainer has ended well at step %d of %d; it is restarted from %s, to see "
+            "whether it continues",
             *(told.done, told.total, _named(start)),
         )
 
 
 def _to_its_end(at_work: _AtWork) -> list[ForeignCheckpoint]:
-    """Start the trainer once; its checkpoints, if it ends well."""
+    """Start the trainer once; returns its checkpoints if it ends well."""
     job = at_work.job
     try:
         code = at_work.until_end()
-    except NoSpaceError:  # ours; nobody writes any more
+    except NoSpaceError:  # ours; the trainer has ended
         _tidied(job, short=True)
         raise
     found = job.checkpoints()
@@ -155,20 +155,20 @@ def _to_its_end(at_work: _AtWork) -> list[ForeignCheckpoint]:
     if at_work.stopped and not (code == 0 and 0 < told.total <= told.done):
         remove(unfinished(found))
         raise Interrupted(
-            f"The trainer was asked to stop and ended with exit code {code}; it goes on from "
+            f"The trainer was asked to stop and ended with exit code {code}; it resumes from "
             f"{_named(newest_complete(job.checkpoints()))}",
             fix="run the same command again",
         )
     if code != 0:
         kills = kernel_oom_kills() - at_work.oom_before
         error = error_of(code, at_work.lines, job.call.output, kills)
-        if all(c.damage for c in found):  # nothing else tells what a save takes
+        if all(c.damage for c in found):  # no other sign of the size of a save
             at_work.io.checkpoints.lost_bytes = sum(signature(c.path)[1] for c in found)
-        # Nobody writes now, and what is half-written takes the room that the outcome needs.
+        # The trainer has ended, and half-written files take the space that the outcome needs.
         found = _tidied(job, short=isinstance(error, NoSpaceError))
         at_work.log.flush(last=True)
         if isinstance(error, ScriptFailed) and (start := job.call.checkpoint) is not None:
-            error.fix = f"if it cannot go on from {start}, move that away; else {error.fix}"
+            error.fix = f"if it cannot resume from {start}, move that away; else {error.fix}"
         at_work.io.progress(at_work.progress_with(found))
         raise error
     at_work.log.flush(last=True)
@@ -176,8 +176,8 @@ def _to_its_end(at_work: _AtWork) -> list[ForeignCheckpoint]:
 
 
 def _tidied(job: TrainerJob, *, short: bool = False) -> list[ForeignCheckpoint]:
-    """The trainer's checkpoints while it does not run: without saves that were cut off, and no more
-    than ``command.keep`` complete ones where room is short."""
+    """Clean up the checkpoints of a trainer that has ended: remove interrupted saves, and all but
+    ``command.keep`` complete ones if space is short. Returns the rest."""
     found = job.checkpoints()
     if remove(unfinished(found)):
         found = job.checkpoints()
@@ -205,7 +205,7 @@ class _AtWork:
         self._due = dict.fromkeys(("fence", "files", "saves", "room"), time.monotonic() + 1.0)
 
     def progress_with(self, found: list[ForeignCheckpoint]) -> Progress:
-        """Progress by its lines, and by its newest checkpoint where they do not say."""
+        """Progress from its lines, or else from its newest checkpoint."""
         told, newest = self.reader.progress, newest_complete(found)
         if newest is None:
             return told
@@ -268,7 +268,7 @@ class _AtWork:
             try:
                 self._look_at_saves()
             except OSError as error:
-                log.warning("the checkpoints cannot be looked at now: %s", error)
+                log.warning("the checkpoints cannot be read now: %s", error)
 
     def _tell(self) -> None:
         progress = self.reader.progress
@@ -283,10 +283,10 @@ class _AtWork:
         self._tell()
 
     def _look_at_saves(self) -> None:
-        """Room for the next save: own older checkpoints go first, then what the policy allows.
+        """Provide space for the next save: own older checkpoints go first, then by the policy.
 
-        Whenever there is a new one, and every ``watch_s`` besides. One that has changed since the
-        last look may be just being written: it is left alone, and does not count.
+        Runs for each new checkpoint, and every ``watch_s``. One that has changed since the last
+        check may still be written: it is left alone, and does not count.
         """
         names = frozenset(self.job.call.output.glob(self.job.command.checkpoints))
         if not self._is_due("room", self.job.watch_s) and names == self._names:

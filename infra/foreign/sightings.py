@@ -1,11 +1,11 @@
-"""Checkpoints in the folder of a dead run of anybody's: of which layout, and how whole.
+"""Checkpoints in the folder of any dead run: their layout and damage.
 
 In: a folder. Out: one :class:`Sighting` per checkpoint, oldest step first. Names and headers are
-read, and of the one to be taken all its numbers (:func:`prove`).
+read, and all numbers of the one to be taken (:func:`prove`).
 
-A checkpoint is of the layout ``hf`` (safetensors and config.json), ``weights`` (safetensors alone:
-config and tokenizer come from ``--companions FOLDER``) or ``other`` (torch files, shards of
-DeepSpeed, Megatron or torch.distributed), which its own tools have to convert first.
+Layouts are ``hf`` (safetensors and config.json), ``weights`` (safetensors alone: config and
+tokenizer come from ``--companions FOLDER``) or ``other`` (torch files, shards of DeepSpeed,
+Megatron or torch.distributed), which its own tools have to convert first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from refiner_core.contract.errors import ConfigurationError
 _CHUNK = 4 << 20
 
 Layout = Literal["hf", "weights", "other", "none"]
-#: Why a layout cannot be used as it is, and what makes it usable.
+#: Why a layout cannot be used as it is, and how to convert it.
 CONVERSIONS: dict[Layout, str] = {
     "other": "no safetensors: merge shards with the trainer's own tool (zero_to_fp32.py, "
     "dcp_to_torch), then load and save them with save_pretrained",
@@ -39,7 +39,7 @@ _LEFT_OUT = (".git", "__pycache__", "wandb", "tensorboard", "logs")
 
 
 def contents_damage(path: Path) -> str | None:
-    """Damage of the numbers in a file of weights, or in those of a folder.
+    """Damage of the numbers in a file of weights, or in a folder of them.
 
     Raises
     ------
@@ -56,23 +56,23 @@ def contents_damage(path: Path) -> str | None:
         with part.open("rb") as raw:
             raw.seek(part.stat().st_size // 2)
             if not any(data.strip(b"\0") for data in iter(partial(raw.read, _CHUNK), b"")):
-                return f"{where}is empty in its second half, as where a file was cut off"
+                return f"{where}is empty in its second half, as after a truncation"
         try:
             with safe_open(part, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  # it is no mapping
+                for name in file.keys():  # noqa: SIM118  # it is not a mapping
                     tensor = file.get_tensor(name)
                     if tensor.is_floating_point() and bool(tensor.to(torch.float64).isnan().any()):
                         return f"{where}{name} holds NaN"
-                    # Vectors may well be all zeros (biases), and so may most rows of a matrix.
+                    # Vectors (biases) may be all zeros, and so may most rows of a matrix.
                     if sum(n > 1 for n in tensor.shape) > 1 and not bool(tensor.any()):
-                        return f"{where}{name} is empty, as where a file was cut off"
+                        return f"{where}{name} is empty, as after a truncation"
         except SafetensorError as error:
-            return f"{where}no safetensors ({error})"
+            return f"{where}not safetensors ({error})"
     return None
 
 
 class Sighting(NamedTuple):
-    """One checkpoint; ``damage`` is empty where its files are whole."""
+    """One checkpoint; ``damage`` is empty if its files are whole."""
 
     step: int
     path: Path
@@ -82,7 +82,7 @@ class Sighting(NamedTuple):
 
     @property
     def note(self) -> str:
-        """Complete, or why not; and what a layout that is not read needs first."""
+        """Complete, or why not; and the conversion of another layout."""
         if self.damage:
             return f"damaged: {self.damage}"
         hint = CONVERSIONS.get(self.layout, "")
@@ -116,8 +116,8 @@ def sight(folder: Path) -> list[Sighting]:
 
 
 def prove(found: list[Sighting], step: int | None) -> list[Sighting]:
-    """The same sightings; the one that :func:`choose` takes has been read from end to end, and
-    newer ones in which that has shown damage say so.
+    """The same sightings, after reading all of the one that :func:`choose` takes; newer ones found
+    damaged on the way are marked.
 
     Raises
     ------
@@ -134,12 +134,12 @@ def prove(found: list[Sighting], step: int | None) -> list[Sighting]:
 
 
 def choose(found: list[Sighting], step: int | None) -> Sighting:
-    """The sighting of ``step``, else the newest that can be used.
+    """The sighting of ``step``, else the newest usable one.
 
     Raises
     ------
     ConfigurationError
-        There is none; the message says what is wrong with those there are.
+        There is none; the message has the reasons.
     """
     usable = [s for s in found if s.usable and step in (None, s.step)]
     if usable:
@@ -148,7 +148,7 @@ def choose(found: list[Sighting], step: int | None) -> Sighting:
     why = f"none is of step {step}" if newest is None else f"{newest.path.name}: {newest.note}"
     raise ConfigurationError(
         f"No checkpoint can be adopted; {why}",
-        expected="one whose files are whole, in safetensors, of "
+        expected="one with whole files, in safetensors, of "
         f"{', '.join(str(s.step) for s in found)}",
         fix="convert it, name another one with --step, or look at all of them with --dry-run",
     )
@@ -170,7 +170,7 @@ def _below(folder: Path, depth: int) -> Iterator[tuple[int, Path]]:
         step = _step_of(path)
         if path.is_dir():
             if step is not None:
-                yield step, path  # what is inside belongs to it
+                yield step, path  # its contents belong to it
             elif depth < _DEPTH:
                 yield from _below(path, depth + 1)
         elif path.suffix in (".safetensors", ".pt", ".pth", ".bin"):

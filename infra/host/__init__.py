@@ -1,6 +1,6 @@
-"""This machine: its processes and file systems, and what must not be shown of its environment.
+"""This machine: its processes and file systems, and the masking of secrets.
 
-``processes`` (is one still the same, who listens at a port), ``files`` (reads that are asked again,
-where a folder lies), ``secrets`` (texts without credentials), ``terminal`` (texts without control
-sequences). The lowest room: it knows no workspace.
+``processes`` (identity of a process, holder of a port), ``files`` (reads with retries, mounts),
+``secrets`` (texts without credentials), ``terminal`` (texts without control sequences). The lowest
+package: it knows no workspace.
 """

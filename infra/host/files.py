@@ -1,13 +1,12 @@
-"""Files and file systems: reads that are asked again, and where a folder lies.
+"""Files and file systems: reads with retries, and the mount of a folder.
 
 A network file system fails to answer now and then, or denies for a moment a file that another node
-has just made; asked again, it answers. Nothing may come of such a moment: no run ends for it,
-nothing is recorded of it. An error that stays is raised as it came, and is never taken for "it is
-not there".
+has just created; asked again, it answers. Such a moment must have no consequence: no run ends for
+it, and nothing is recorded. An error that persists is raised unchanged, and never counts as a
+missing file.
 
-Where a folder lies is read from the kernel's tables (:class:`Mount`), and by system calls: the
-project that it is accounted to, the btrfs subvolume, and forcing a file system to write out what
-it holds back. No program is run.
+The mount of a folder is read from the kernel's tables (:class:`Mount`); its project (quota), its
+btrfs subvolume, and syncing a file system are system calls. No program is run.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ import psutil
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Errors that pass: the server's, not the file's.
+#: Passing errors: the server's, not the file's.
 PASSING = frozenset(
     {
         *(errno.ESTALE, errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.EREMOTEIO),
         *(errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
     }
 )
-#: Before the second, third and last time. Two nodes may replace a file one after the other.
+#: Pauses before the second, third and last try. Two nodes may replace a file one after the other.
 _PAUSES_S = (0.0, 0.05, 0.3)
 
 _FSGETXATTR = 0x801C581F  # struct fsxattr: flags, extent size, extents, project id, …
@@ -48,13 +47,13 @@ _BTRFS_FIRST_FREE = 256
 def again(read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
     """Result of a read that changes nothing and may be repeated.
 
-    That a file is not there, or is forbidden, is believed when it is said twice; other errors that
-    pass are waited out for a moment.
+    A missing or forbidden file is believed at the second try; other passing errors are waited out
+    for a moment.
 
     Raises
     ------
     OSError
-        It stayed.
+        The error persists.
     """
     said: set[int | None] = set()
     for pause_s in (*_PAUSES_S, None):
@@ -73,7 +72,7 @@ def again(read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """Answer of ``stat``; None if it is not there."""
+    """Result of ``stat``; None if the file is missing."""
     try:
         return again(path.stat)
     except (FileNotFoundError, NotADirectoryError):
@@ -81,13 +80,13 @@ def status_of(path: Path) -> os.stat_result | None:
 
 
 def exists(path: Path) -> bool:
-    """True if it is there. Unlike ``Path.exists``, in every version of Python an error is one."""
+    """True if it exists. Unlike ``Path.exists``, errors are raised in every version of Python."""
     return status_of(path) is not None
 
 
 def opens(path: Path) -> bool:
-    """True if a file is there, as its server says: where another node may just have deleted it, NFS
-    may go on believing in it for a minute, but not when it is opened."""
+    """True if a file exists on its server: if another node has just deleted it, NFS may report it
+    for another minute, but not when it is opened."""
     try:
         again(path.open, "rb").close()
     except FileNotFoundError:
@@ -96,13 +95,13 @@ def opens(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """True if it is there and a folder."""
+    """True if it exists and is a folder."""
     found = status_of(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names of what lies in a folder, sorted; none if it is not there."""
+    """Names of a folder's entries, sorted; none if it is missing."""
     try:
         return sorted(again(os.listdir, folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -110,9 +109,9 @@ def names_in(folder: Path) -> list[str]:
 
 
 def walk(folder: Path) -> list[tuple[Path, list[str]]]:
-    """A folder and all below it, each with the names of its files; links to folders are not
-    followed. One that cannot be listed is an error, where ``rglob`` and ``os.walk`` would leave out
-    what is in it."""
+    """A folder and all folders below it, each with the names of its files; links to folders are not
+    followed. A folder that cannot be listed is an error, where ``rglob`` and ``os.walk`` would skip
+    its contents."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -122,7 +121,7 @@ def walk(folder: Path) -> list[tuple[Path, list[str]]]:
 
 
 def files_within(folder: Path) -> dict[Path, os.stat_result]:
-    """Every file below a folder, sorted, with its status; none if the folder is not there."""
+    """Every file below a folder, sorted, with its status; none if the folder is missing."""
     if not is_folder(folder):
         return {}
     paths = sorted(root / name for root, names in walk(folder) for name in names)
@@ -131,22 +130,22 @@ def files_within(folder: Path) -> dict[Path, os.stat_result]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, where they are not there yet."""
+    """Create a folder and its parents unless they exist."""
     try:
         again(folder.mkdir, parents=True, exist_ok=True)
-    except FileExistsError:  # it is there, and was then said not to be a folder
+    except FileExistsError:  # it exists, but was reported as not a folder
         again(folder.mkdir, parents=True, exist_ok=True)
 
 
 def _look_anew(filename: str | bytes | None) -> None:
-    """Have a network file system ask its server again: opening the folder makes it do so."""
+    """Have a network file system ask its server again, by opening the folder."""
     if isinstance(filename, str | os.PathLike):
         with contextlib.suppress(OSError):
             os.close(os.open(Path(filename).parent, os.O_RDONLY))
 
 
 class Mount(NamedTuple):
-    """One mounted file system: where, its type (``ext4``, ``nfs4``, ``lustre`` …), its source."""
+    """One mounted file system: its point, type (``ext4``, ``nfs4``, ``lustre`` …) and source."""
 
     point: Path
     type: str
@@ -162,7 +161,7 @@ def existing(path: Path) -> Path:
 
 
 def mount_of(path: Path) -> Mount:
-    """The mount that ``path`` lies on, by the kernel's own table."""
+    """The mount of ``path``, by the kernel's own table."""
     target, best = existing(path).resolve(), Mount(Path("/"), "unknown", "")
     for found in psutil.disk_partitions(all=True):
         point = Path(found.mountpoint)
@@ -172,8 +171,8 @@ def mount_of(path: Path) -> Mount:
 
 
 def project_id(folder: Path) -> int:
-    """The project that new files in ``folder`` are accounted to (as `lsattr -pd` shows); 0: none,
-    or a file system that knows none."""
+    """The project (quota) of new files in ``folder`` (as `lsattr -pd` shows); 0: none, or not
+    supported."""
     with contextlib.suppress(OSError), _opened(folder) as descriptor:
         answer = fcntl.ioctl(descriptor, _FSGETXATTR, bytes(28))
         return int(struct.unpack_from("=IIII", answer)[3])
@@ -181,8 +180,8 @@ def project_id(folder: Path) -> int:
 
 
 def btrfs_subvolume(folder: Path) -> int | None:
-    """Id of the btrfs subvolume that holds ``folder``; None where it is no btrfs."""
-    # Written in place: the request is longer than what ioctl takes as a constant.
+    """Id of the btrfs subvolume of ``folder``; None if it is not btrfs."""
+    # Written in place: the request is longer than ioctl's limit for a constant.
     request = bytearray(struct.pack("=QQ4080x", 0, _BTRFS_FIRST_FREE))
     with contextlib.suppress(OSError), _opened(folder) as descriptor:
         fcntl.ioctl(descriptor, _BTRFS_INO_LOOKUP, request, True)
@@ -191,9 +190,9 @@ def btrfs_subvolume(folder: Path) -> int | None:
 
 
 def sync_file_system(folder: Path) -> None:
-    """Write out what the file system holds back, so that what was deleted is free again.
+    """Write out delayed data, so that deleted space is free again.
 
-    btrfs gives quota back only then; elsewhere it does no harm.
+    btrfs returns quota only then; elsewhere it is harmless.
     """
     call = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "syncfs", None)
     with contextlib.suppress(OSError), _opened(folder) as descriptor:

@@ -1,9 +1,9 @@
-"""Processes: the environment of this one, whether one is still the same, who listens at a port.
+"""Processes: this one's environment, the identity of a process, the holder of a port.
 
-In: process numbers. Out: :class:`ProcessId` values that can be written down, read on any node and
-asked later. A number alone is not enough (they are used again), so the start time goes with it: in
-the kernel's ticks since a boot that has a name, which no step of the clock changes. Where the
-kernel does not say (and in what older versions have recorded), it is a time of the clock.
+In: process numbers. Out: :class:`ProcessId` values that can be recorded, read on any node and
+checked later. Numbers are reused, so the start time is added: in the kernel's ticks since a named
+boot, which no step of the clock changes. Where the kernel does not give that (and in records of
+older versions), it is a time of the clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import IO, Literal
 import psutil
 
 log = logging.getLogger(__name__)
-#: For times of the clock: the kernel counts from boot, and the boot time moves a little with it.
+#: For times of the clock: the kernel counts from boot, and the boot time drifts a little.
 _START_TOLERANCE_S = 2.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _STATE, _START_TICKS = 0, 19  # fields of /proc/PID/stat after the command's name
@@ -35,8 +35,8 @@ _LISTENS = "0A"
 
 
 def environment() -> dict[str, str]:
-    """All variables as they are now. ``{**os.environ}`` raises where another thread deletes one
-    meanwhile, as submitting a job does with the settings of the job that we run in."""
+    """A copy of all variables. ``{**os.environ}`` raises if another thread deletes one meanwhile,
+    as submitting a job does with the settings of this process's own job."""
     known = ((name, os.environ.get(name)) for name in list(os.environ))
     return {name: value for name, value in known if value is not None}
 
@@ -56,7 +56,7 @@ def start_apart(
     pass_fds: Collection[int] = (),
     cwd: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A process in a session of its own, without a terminal: neither Ctrl-C there nor its end
+    """A process in a session of its own, without a terminal: neither Ctrl-C nor the terminal's end
     reaches it."""
     return subprocess.Popen(
         command,
@@ -73,12 +73,12 @@ def start_apart(
 def run_program(
     command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, with nothing to read; what it printed, whatever its exit status.
+    """Run a program to its end, with empty input; its output, whatever its exit status.
 
     Raises
     ------
     OSError
-        It is not there, or no process could be started.
+        It is missing, or no process could be started.
     TimeoutExpired
         It did not end in time.
     """
@@ -96,12 +96,12 @@ def run_program(
 
 @dataclass(frozen=True)
 class ProcessId:
-    """One process, for good: ``host:pid:ticks@boot``, or ``host:pid:seconds``.
+    """The unique identity of a process: ``host:pid:ticks@boot``, or ``host:pid:seconds``.
 
     Attributes
     ----------
     host, pid
-        Where, and its number there.
+        Its host, and its number there.
     started
         Ticks since ``boot``; without one, seconds since the epoch.
     boot
@@ -119,12 +119,12 @@ class ProcessId:
 
     @classmethod
     def parse(cls, text: str) -> ProcessId:
-        """The process that ``str`` wrote down.
+        """The process from its text.
 
         Raises
         ------
         ValueError
-            That is not one.
+            The text is not one.
         """
         host, pid, when = text.rsplit(":", 2)
         started, _, boot = when.partition("@")
@@ -141,12 +141,12 @@ class ProcessId:
 
     @property
     def here(self) -> bool:
-        """True if it is, or was, a process of this host, so that one can look."""
+        """True if it is, or was, a process of this host, which can be checked."""
         return self.host == host_name()
 
     @property
     def alive(self) -> bool:
-        """True if the very same process still runs; False for one of another host."""
+        """True if the same process still runs; False for another host's."""
         if not self.here:
             return False
         if self.boot:
@@ -167,8 +167,8 @@ class ProcessId:
             return False
         try:
             stat = _stat(self.pid)
-        except OSError as error:  # not allowed to look, or no file may be opened: it is not gone
-            log.debug("process %s cannot be looked at: %s", self, error)
+        except OSError as error:  # no permission, or no file can be opened: it is not gone
+            log.debug("process %s cannot be checked: %s", self, error)
             return True
         if stat is None:
             return bool(psutil.pid_exists(self.pid))  # hidden by `hidepid`: another user's
@@ -179,7 +179,7 @@ class ProcessId:
         return self._send(signal.SIGTERM)
 
     def kill_group(self) -> None:
-        """End it and all it has started, now."""
+        """End it and its children, now."""
         if not self.alive:
             return
         try:
@@ -189,7 +189,7 @@ class ProcessId:
                 return
         except (ProcessLookupError, PermissionError):  # it has just ended, or is another user's
             return
-        # It was started by hand from our own shell: its group is ours too, so go by parentage.
+        # It was started by hand from our own shell, in our group: use its descendants instead.
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -219,12 +219,12 @@ class ProcessId:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """State and start of a process as the kernel tells them; None if it tells nothing of it."""
+    """State and start of a process from the kernel; None if it has no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(")")[2].split()  # the command's name may hold anything
+    fields = text.rpartition(")")[2].split()  # the command's name may contain any character
     return fields[_STATE], int(fields[_START_TICKS])
 
 
@@ -237,12 +237,12 @@ def _boot() -> str:
 
 
 def host_name() -> str:
-    """The name that processes of this host carry."""
+    """The host name in process ids."""
     return socket.gethostname()
 
 
 def user_name() -> str:
-    """Whom a record names; in a container a user may have a number only."""
+    """The user's name for records; in a container a user may only have a number."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -250,10 +250,10 @@ def user_name() -> str:
 
 
 def holder_of(port: int, top: int, *, by_daemon: bool = False) -> Holder:
-    """The holder of a port: ``ours`` where all who listen there descend from process ``top``.
+    """The holder of a port: ``ours`` if all its listeners descend from process ``top``.
 
-    ``by_daemon`` is for servers that a container's daemon starts (docker): they descend from
-    nothing of ours, and it is enough that they are this user's or root's.
+    ``by_daemon`` is for servers started by a container's daemon (docker): they do not descend from
+    our processes, so it suffices that they belong to this user or root.
     """
     sockets = _listening(port)
     if not sockets:
@@ -264,7 +264,7 @@ def holder_of(port: int, top: int, *, by_daemon: bool = False) -> Holder:
 
 
 def _listening(port: int) -> dict[int, int]:
-    """Sockets that listen at a port, on any address: their numbers, and whose they are."""
+    """Sockets that listen at a port, on any address: their inodes, with owners."""
     found = {}
     for table in _TABLES:
         with suppress(FileNotFoundError):  # no IPv6
@@ -284,7 +284,7 @@ def _family(top: int) -> list[psutil.Process]:
 
 
 def _open_in(processes: list[psutil.Process]) -> set[int]:
-    """Numbers of the sockets that processes have open."""
+    """Inodes of the open sockets of processes."""
     found = set()
     for process in processes:
         with suppress(OSError):  # it has ended
@@ -304,7 +304,7 @@ def listens(pid: int, port: int) -> bool:
 
 
 def free_port(host: str) -> int:
-    """A port of an address that nobody listens on at the moment."""
+    """A port of an address without a listener at the moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))
@@ -312,13 +312,13 @@ def free_port(host: str) -> int:
 
 
 def node_address() -> str:
-    """An address of this machine that other nodes reach: that of its name, or of its way out."""
+    """An address of this machine for other nodes: that of its name, or of its default route."""
     with contextlib.suppress(OSError):
         for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET):
             address = str(found[4][0])
             if not address.startswith("127."):
                 return address
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; the system only looks for the way
+        probe.connect(("192.0.2.1", 9))  # sends nothing; the system only chooses the route
         return str(probe.getsockname()[0])
     return "127.0.0.1"

@@ -1,8 +1,8 @@
 """Texts without credentials.
 
-In: what a library, a server or a person has said. Out: the same with tokens, signed addresses and
-passwords in addresses masked, wherever they come from; settings that people put tokens into are
-left out whole. Which names are those of secrets, :mod:`refiner_core.contract.checks.secrets` says.
+In: a text from a library, a server or a person. Out: the same with tokens, signed addresses and
+passwords in addresses masked, wherever they come from; settings that often contain tokens are
+left out whole. :mod:`refiner_core.contract.checks.secrets` defines the names of secrets.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from refiner_core.contract.checks.secrets import given_secrets, is_secret_name, 
 from refiner_core.contract.config import RecipeConfig
 
 MASK = "***"
-#: Instead of a setting's value that nobody is to see.
+#: Placeholder for a hidden value of a setting.
 HIDDEN = "(not shown)"
-#: Settings whose values people put tokens into, whatever they are asked to do.
+#: Settings that often contain tokens, despite all advice.
 _CARRIERS = ("command.env", "judge.extra_body", "notify.urls", "notify.webhook", "notify.command")
 _SECRETS = (
     re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{6,}"),
@@ -30,18 +30,18 @@ _SECRETS = (
 )
 _SHORTEST = 6
 _LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
-#: Variables that hold a secret though their names do not say so; see :func:`mask_keys_of`.
+#: Variables with a secret whose names do not show it; see :func:`mask_keys_of`.
 _also: set[str] = set()
 
 
 def mask_keys_of(config: RecipeConfig) -> None:
-    """From here on mask the values of the variables that a configuration names as keys
-    (``judge.api_key_env``), whatever they are called."""
+    """From now on mask the values of the variables that a configuration names as keys
+    (``judge.api_key_env``), whatever their names."""
     _also.update(key_variables(config))
 
 
 def masked(text: str) -> str:
-    """``text`` without credentials: those that are known here, and what looks like one."""
+    """``text`` without credentials: known ones, and everything that looks like one."""
     for value in sorted(_known(), key=len, reverse=True):
         text = text.replace(value, MASK)
     for secret in _SECRETS:
@@ -60,12 +60,12 @@ def _known() -> set[str]:
 
 
 def carries_secrets(field: str) -> bool:
-    """True if people put tokens into a setting, named with dots; a part of one counts."""
+    """True if a setting, named with dots, often contains tokens; a part of one counts."""
     return any(field == c or field.startswith((f"{c}.", f"{c}[")) for c in _CARRIERS)
 
 
 def without_secrets(text: str) -> str:
-    """Text that somebody has set, without logins in addresses, nor what looks like a token."""
+    """A user's text without logins in addresses, and without apparent tokens."""
     text, parts, at = masked(_LOGIN.sub("", text)), [], 0
     for given in given_secrets(text):
         if given.start >= at and (given.is_set or not given.value.isalpha()):

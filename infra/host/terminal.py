@@ -1,8 +1,8 @@
-"""The terminal: text of trainers, judges and models reaches it without its control sequences.
+"""The terminal: text of trainers, judges and models is printed without its control sequences.
 
 In: a stream. Out: a stream that writes the same text, and on a terminal nothing that moves the
-cursor, sets the title or the clipboard, or hides what stands there. What goes into a pipe or a file
-is as it was. What redraws itself writes to :func:`raw` and gives its texts to :func:`printable`.
+cursor, sets the title or the clipboard, or hides text. Output to a pipe or a file is unchanged.
+Code that redraws writes to :func:`raw` and passes its texts through :func:`printable`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from typing import Any, TextIO
 
 #: Whole sequences (CSI, OSC and other strings, two characters), then single characters: all
-#: controls but line ends and tabs, and what turns the direction of text.
+#: controls except line ends and tabs, and characters that change the direction of text.
 _SEQUENCE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*+[ -/]*+[@-~]?"
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*+(?:\x07|\x1b\\|\x9c)?"
@@ -21,12 +21,12 @@ _SEQUENCE = re.compile(
 
 
 def printable(text: str) -> str:
-    """A text without control sequences; a progress bar's returns are ends of lines."""
+    """A text without control sequences; a progress bar's returns become line ends."""
     return _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def printed_plainly(stream: TextIO) -> TextIO:
-    """``stream`` where it is no terminal, and else one that writes to it what is printable."""
+    """``stream`` if it is no terminal, else one that writes only printable text to it."""
     if isinstance(stream, _Plain) or not stream.isatty():
         return stream
     return _Plain(stream)  # type: ignore[return-value]
@@ -38,18 +38,18 @@ def raw(stream: TextIO) -> TextIO:
 
 
 class _Plain:
-    """All of a terminal's stream but that it passes on printable text alone."""
+    """A terminal's stream that passes on only printable text."""
 
     def __init__(self, terminal: TextIO) -> None:
         self.terminal = terminal
 
     def write(self, text: str) -> int:
-        """The number of characters that were given."""
+        """Write printable text; returns the number of given characters."""
         self.terminal.write(printable(text))
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
-        """Each of them."""
+        """Write each line."""
         for line in lines:
             self.write(line)
 

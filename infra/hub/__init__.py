@@ -1,6 +1,6 @@
-"""The Hugging Face Hub as a place to publish to; this package alone speaks with it to write.
+"""Publishing to the Hugging Face Hub; the only package that writes there.
 
-``target`` opens the Hub, asks before a run whether it will take what the run makes, and publishes;
-``client`` has the words for that, carries requests and files, and is loaded where it is used;
-``errors`` puts the Hub's words into ours, and says how long outages are borne.
+``target`` opens the Hub, checks before a run that it will accept the results, and publishes;
+``client`` sends requests and files, and is imported only where it is used; ``errors`` translates
+the Hub's errors, and limits the waiting for outages.
 """

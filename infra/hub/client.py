@@ -1,14 +1,14 @@
-"""A repository on the Hub, in the few words that publishing needs, and the requests that go there.
+"""A client for one repository on the Hub, with the few operations of publishing.
 
-In: a repository id and what to ask or do; files with the hashes that their stage has computed. Out:
-commits, trees with hashes, branches and tags; every failure as an error of ours.
+In: a repository id and operations; files with the hashes computed by their stage. Out: commits,
+trees with hashes, branches and tags; every failure as a refiner error.
 
-Requests go through one HTTP session of ours, so they are counted, bounded in time, and can be
-stopped: rate limits, outages and lost connections are waited for within ``publish.patience_s``. The
-client has retries of its own, without a limit in time (six tries, each after as long as the Hub
-asks for); they never see a failure, because this session raises only what is final. Files go
-through huggingface_hub, and are not hashed again; while their bytes go out, progress is told and a
-stop is noticed.
+Requests go through one HTTP session of ours, so they are counted, bounded in time and
+interruptible: rate limits, outages and lost connections are waited for within
+``publish.patience_s``. The client's own retries, which have no time limit (six tries, each after as
+long as the Hub asks for), never see a failure, because this session raises only final ones. Files
+go through huggingface_hub without being hashed again; while they are sent, progress is reported and
+a request to stop is noticed.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from infra.hub.errors import (
 from infra.publishing import FileToPublish, bytes_of, replaced, stopped
 from refiner_core.contract.types import Progress
 
-#: Files that are sent at the same time.
+#: Files sent at the same time.
 THREADS = 4
-#: Smaller files are read and checked before they go out: the Hub may keep them in git itself, and
-#: then it knows no SHA-256 that would tell that one was replaced.
+#: Smaller files are read and checked before sending: the Hub may store them in git itself, and then
+#: has no SHA-256 that would reveal a replaced file.
 READ_BYTES = 10 << 20
-#: Progress of a large file is told this often.
+#: Progress of a large file is reported after this many bytes.
 _TELL_BYTES = 32 << 20
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-#: The client asks this by the way, for words in its user agent, and does without an answer. It must
-#: neither use up patience nor reach another Hub than the one that is published to.
+#: The client requests this for words in its user agent, and works without an answer. The request
+#: must neither use up patience nor reach another Hub than the one being published to.
 _BY_THE_WAY = "/api/agent-harnesses"
 _FINAL = (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError)
 #: The client repeats this one at once and for ever; here it is waited for.
 _BUSY = "another conflicting operation is in progress"
-#: Longer than anybody waits.
+#: Effectively unlimited.
 _MOST_S = 366 * 86_400.0
 #: The client has one session in a process, so one publication at a time uses it.
 _ONE_AT_A_TIME = threading.Lock()
@@ -89,7 +89,7 @@ class HubClient:
         self.repo_id, self.endpoint = repo_id, endpoint
         self.session = session
         self._api = huggingface_hub.HfApi(endpoint=endpoint)
-        #: Whether large files go by Xet, the official Hub's own transfer, which is no HTTP of ours.
+        #: Whether large files go by Xet, the official Hub's own transfer, outside this session.
         self.by_xet = is_xet_available()
 
     def address(self, revision: str) -> str:
@@ -98,13 +98,13 @@ class HubClient:
 
     # ------------------------------------------------------------------ reading
     def whoami(self) -> dict[str, Any]:
-        """Whom the token belongs to."""
+        """The owner of the token."""
         with self._words("asking whose the token is"):
             found: dict[str, Any] = self._api.whoami()
             return found
 
     def info(self) -> ModelInfo | None:
-        """The repository; None if there is none that this token may see."""
+        """The repository; None if there is none that this token can see."""
         with self._words("asking for the repository"):
             try:
                 return self._api.model_info(self.repo_id)
@@ -143,19 +143,19 @@ class HubClient:
 
     # ------------------------------------------------------------------ changing
     def create(self, *, private: bool) -> None:
-        """Make the repository, unless it is there."""
+        """Create the repository unless it exists."""
         with self._words("creating the repository"), _unless(409):
             self._api.create_repo(self.repo_id, private=private)
 
     def commit(self, branch: str, parent: str, operations: Sequence[Any], message: str) -> str:
-        """Send what operations bring, and commit them on top of ``parent``; the new commit.
+        """Send the files of ``operations`` and commit them on top of ``parent``; the new commit.
 
         Raises
         ------
         Moved
             The branch is no longer at ``parent``, or is gone.
         Rejected
-            The storage of large files has not taken one.
+            The storage of large files did not accept one.
         """
         with self._words("sending files"):
             try:
@@ -175,16 +175,16 @@ class HubClient:
                 if error.response.status_code in (409, 412) and "/commit/" in path:
                     raise Moved(f"{branch} has moved on") from error
                 raise
-            except RuntimeError as error:  # the client's word for an upload that failed
+            except RuntimeError as error:  # the client's class for a failed upload
                 if words := rejection(error):
                     raise Rejected(words) from None
                 raise
             return str(done.oid)
 
     def _send_by_xet(self, branch: str, operations: Sequence[Any]) -> None:
-        """Large files one after the other, so that progress is told and a stop noticed between.
+        """Send large files one by one, with progress and a check for stops in between.
 
-        What the transfer reads it hashes on the way, which is how a replaced source is noticed.
+        The transfer hashes what it reads, which reveals a replaced source.
         """
         for operation in operations if self.by_xet else ():
             if not getattr(operation, "is_large", False):
@@ -199,34 +199,34 @@ class HubClient:
             operation.check_sent()
 
     def pause(self, failures: int, why: str = "") -> None:
-        """Wait before another try of what failed for the ``failures``-th time.
+        """Wait before the retry after failure number ``failures``.
 
         Raises
         ------
         HubOutage
-            Patience is over; only if ``why`` says what has failed.
+            Patience is over; only if ``why`` gives the failure.
         """
         patience = self.session.patience
         if not patience.wait(failures, None, patience.clock()) and why:
             raise outage(why, self.session.doing, self.repo_id)
 
     def create_branch(self, branch: str, commit: str) -> None:
-        """Make a branch, unless it is there."""
+        """Create a branch unless it exists."""
         with self._words(f"making the branch {branch}"):
             self._api.create_branch(self.repo_id, branch=branch, revision=commit, exist_ok=True)
 
     def delete_branch(self, branch: str) -> None:
-        """Remove a branch, if it is there."""
+        """Delete a branch if it exists."""
         with self._words(f"removing the branch {branch}"), _unless(404):
             self._api.delete_branch(self.repo_id, branch=branch)
 
     def create_tag(self, tag: str, commit: str) -> None:
-        """Make a tag, unless it is there (where it points then is not said)."""
+        """Create a tag unless it exists (wherever it points)."""
         with self._words(f"making the tag {tag}"):
             self._api.create_tag(self.repo_id, tag=tag, revision=commit, exist_ok=True)
 
     def delete_tag(self, tag: str) -> None:
-        """Remove a tag, if it is there."""
+        """Delete a tag if it exists."""
         with self._words(f"moving the tag {tag}"), _unless(404):
             self._api.delete_tag(self.repo_id, tag=tag)
 
@@ -241,8 +241,8 @@ class HubClient:
 def hub_client(
     repo_id: str, endpoint: str, patience: Patience, timeout_s: float
 ) -> Iterator[HubClient]:
-    """Let huggingface_hub use a session of ours until the end of the block."""
-    with in_our_words("looking whether it may be asked", repo_id):
+    """Make huggingface_hub use our session until the end of the block."""
+    with in_our_words("checking for permission", repo_id):
         if constants.HF_HUB_OFFLINE:
             raise OfflineModeIsEnabled("HF_HUB_OFFLINE")
     with _ONE_AT_A_TIME:
@@ -258,7 +258,7 @@ def hub_client(
 
 @contextmanager
 def _unless(status: int) -> Iterator[None]:
-    """For requests whose effect is there already if the Hub answers that."""
+    """Ignore an answer that means that the request's effect exists already."""
     try:
         yield
     except HfHubHTTPError as error:
@@ -267,28 +267,28 @@ def _unless(status: int) -> Iterator[None]:
 
 
 class _HubSession(httpx2.Client):
-    """A session that bears with the Hub as long as ``patience`` lasts."""
+    """A session that retries for as long as ``patience`` lasts."""
 
     def __init__(self, repo_id: str, patience: Patience, timeout_s: float) -> None:
         super().__init__(follow_redirects=True, timeout=timeout_s)
-        #: What is being done, for messages.
+        #: The present operation, for messages.
         self.doing = "asking for the repository"
         self._repo_id, self.patience = repo_id, patience
 
     def request(self, method: str, url: Any, **kwargs: Any) -> httpx2.Response:
-        """Send a request until there is an answer that is not a passing one.
+        """Send a request until the answer is final.
 
         Raises
         ------
         HubOutage
-            There was none as long as patience lasted.
+            There was none within the limit of patience.
         Interrupted
-            A stop was asked for.
+            A stop was requested.
         """
         if str(url).endswith(_BY_THE_WAY):
             raise httpx2.ConnectError("not asked")
         if kwargs.get("timeout") is None:
-            kwargs.pop("timeout", None)  # the client's "none" would mean to wait for ever
+            kwargs.pop("timeout", None)  # the client's "none" would wait for ever
         body: Any = kwargs.get("data")
         begin = body.tell() if hasattr(body, "seek") else None
         failures = 0
@@ -323,7 +323,7 @@ def asked_wait(response: httpx2.Response) -> float | None:
 
 
 def _passing(response: httpx2.Response) -> bool:
-    """True if the same request may get another answer a little later."""
+    """True if the same request may get another answer soon."""
     if response.status_code in _TRANSIENT:
         return True
     return response.status_code == 409 and _BUSY in response.text
@@ -336,7 +336,7 @@ def _words(response: httpx2.Response) -> str:
 
 @dataclass(eq=False)
 class Sending:
-    """Progress that is told while files go out, by any of the sending threads."""
+    """Progress of sent files, reported by any of the sending threads."""
 
     total: int
     progress: Callable[[Progress], None]
@@ -348,7 +348,7 @@ class Sending:
         self._lock = threading.Lock()
 
     def moved(self, name: str, count: int) -> None:
-        """``count`` more bytes of a file are on their way; 0 is its end."""
+        """Note ``count`` more sent bytes of a file; 0 is its end."""
         if self.should_stop():
             raise stopped()
         with self._lock:
@@ -364,7 +364,7 @@ class Sending:
 
 
 class _Told(io.FileIO):
-    """A file that says how much of it was read."""
+    """A file that reports how much of it was read."""
 
     def __init__(self, path: str, name: str, sending: Sending) -> None:
         super().__init__(path)
@@ -378,12 +378,12 @@ class _Told(io.FileIO):
 
 
 class _Addition(CommitOperationAdd):  # type: ignore[misc]
-    """A file whose hash is known; ``trusted`` is whether the receiver will check it.
+    """A file with a known hash; ``trusted`` is whether the receiver will check it.
 
     Attributes
     ----------
     is_large
-        Its bytes are read from disk while it is sent.
+        Its bytes are read from disk while being sent.
     """
 
     def __init__(self, file: FileToPublish, sending: Sending, *, trusted: bool) -> None:
@@ -395,12 +395,12 @@ class _Addition(CommitOperationAdd):  # type: ignore[misc]
         self._file, self._sending = file, sending
 
     def check_sent(self) -> None:
-        """After a transfer that has hashed what it read: was it the file that was meant?
+        """Check a transfer's hash against the file's.
 
         Raises
         ------
         StageFailed
-            It was another one.
+            It was another file.
         """
         info = self.upload_info
         if info.is_hashed and info.sha256.hex() != self._file.sha256:
@@ -410,7 +410,7 @@ class _Addition(CommitOperationAdd):  # type: ignore[misc]
 
     @contextmanager
     def as_file(self, with_tqdm: bool = False) -> Iterator[BinaryIO]:
-        """The bytes; ``with_tqdm`` is how the client says that it uploads them."""
+        """The bytes; ``with_tqdm`` marks the client's upload."""
         if with_tqdm and isinstance(self.path_or_fileobj, str):
             with _Told(self.path_or_fileobj, self.path_in_repo, self._sending) as file:
                 yield file
@@ -422,7 +422,7 @@ class _Addition(CommitOperationAdd):  # type: ignore[misc]
 
 
 def _checked(file: FileToPublish) -> bytes:
-    """The bytes of a small file, if they still are what they were."""
+    """The bytes of a small file, checked against its hash."""
     data = bytes_of(file)
     if hashlib.sha256(data).hexdigest() != file.sha256:
         raise replaced(file, "has other content")
@@ -439,13 +439,13 @@ def operations(
 ) -> list[Any]:
     """Operations that send ``wanted`` and delete ``gone``.
 
-    ``trusted`` says that who receives large files checks their hashes; otherwise the transfer
-    computes them as it reads.
+    ``trusted``: the receiver of large files checks their hashes; otherwise the transfer computes
+    them as it reads.
 
     Raises
     ------
     StageFailed
-        A small file is not what its stage has left.
+        A small file differs from what its stage wrote.
     """
     sending = Sending(len(wanted), progress, should_stop)
     deleted = [CommitOperationDelete(name) for name in gone]

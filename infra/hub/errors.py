@@ -1,12 +1,12 @@
-"""Trouble with the Hub: what its client raises, in refiner's words, and how long it is borne.
+"""Errors of the Hub, translated into refiner's, and the patience with outages.
 
-In: an exception of huggingface_hub, httpx or the Xet transfer. Out: :class:`HubRefused` where a
-person has to do something, :class:`HubOutage` where time mends it, each with what happened, what
-was expected and the Hub's own words. No message carries a credential: tokens, signed addresses and
-passwords in addresses are masked, wherever they come from.
+In: an exception of huggingface_hub, httpx or the Xet transfer. Out: :class:`HubRefused` if a
+person has to act, :class:`HubOutage` if time may fix it, each with what happened, what was expected
+and the Hub's own message. No message contains a credential: tokens, signed addresses and passwords
+in addresses are masked, wherever they come from.
 
-:class:`Patience` holds for all waits of a publication together, and waits of several threads at
-the same time count once, so that an attempt ends within a known time.
+:class:`Patience` limits all waits of a publication together; simultaneous waits of several threads
+count once, so that an attempt ends within a known time.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _STORAGE = re.compile(
 _FULL = (402, 413, 507)
 
 FIRST_S, LONGEST_S = 0.25, 30.0
-#: A stop is noticed within this time, however long the wait.
+#: Longest delay until a stop is noticed during a wait, seconds.
 _SLICE_S = 0.2
 
 
 class Moved(Exception):
-    """Somebody else has changed the branch or tag meanwhile: look again, decide again."""
+    """The branch or tag was changed by another process: read and decide again."""
 
 
 class Rejected(Exception):
-    """The Hub's storage has not taken a file."""
+    """The Hub's storage did not accept a file."""
 
 
 @contextlib.contextmanager
 def in_our_words(doing: str, repo_id: str) -> Iterator[None]:
-    """Raise what the client raises in the block as an error of ours.
+    """Translate the client's exceptions in the block into refiner errors.
 
-    The cause is left behind on purpose: its text may hold credentials. What is no matter of the Hub
-    (a bug, a full disk) passes through.
+    The cause is dropped on purpose: its text may contain credentials. Exceptions that do not
+    concern the Hub (a bug, a full disk) pass through.
     """
     try:
         yield
@@ -67,14 +67,14 @@ def in_our_words(doing: str, repo_id: str) -> Iterator[None]:
 
 
 def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError | None:
-    """The error of ours for one of the client's; None for what is none of the Hub's.
+    """The refiner error for one of the client's; None if it does not concern the Hub.
 
     Parameters
     ----------
     error
-        What was raised; the chain of its causes is looked at, too.
+        The exception; the chain of its causes is searched, too.
     doing
-        What was being done, after "while": ``creating the repository``.
+        The operation, as after "while": ``creating the repository``.
     repo_id
         ``OWNER/NAME``.
     """
@@ -93,13 +93,13 @@ def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError |
             return _no_token("There is no token for the Hub.")
         if isinstance(link, theirs.OfflineModeIsEnabled):
             return HubRefused(
-                f"HF_HUB_OFFLINE is set, so the Hub is not asked for {repo_id}.",
-                expected="that publishing may use the network",
+                f"HF_HUB_OFFLINE is set, so the Hub cannot be asked for {repo_id}.",
+                expected="permission to use the network for publishing",
                 fix="unset it where the publish stage runs, or set publish.target=folder",
             )
         if isinstance(link, theirs.HFValidationError):
             return ConfigurationError(
-                f"{repo_id} is no name of a repository on the Hub: {_shown(str(link))}",
+                f"{repo_id} is not a valid repository name on the Hub: {_shown(str(link))}",
                 expected="OWNER/NAME of letters, digits, `-`, `_` and `.`, 96 characters at most",
                 fix="correct publish.repo_id",
             )
@@ -107,7 +107,7 @@ def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError |
             link, httpx2.UnsupportedProtocol | httpx2.LocalProtocolError | httpx2.InvalidURL
         ):
             return ConfigurationError(
-                f"No request can be made for {doing}: {_shown(str(link))}.",
+                f"A request for {doing} is not possible: {_shown(str(link))}.",
                 expected="HF_ENDPOINT to be an http(s) address, and HF_TOKEN to be one word",
                 fix="correct these variables where the publish stage runs",
             )
@@ -119,14 +119,14 @@ def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError |
 
 
 def refused(status: int, said: str, doing: str, repo_id: str) -> RefinerError:
-    """The error of ours for an answer of the Hub that is a no."""
+    """The refiner error for a refusal by the Hub."""
     words = _shown(said)
     owner = repo_id.partition("/")[0]
     what = f"The Hub refused {doing} ({status}: {words})."
     if status in _FULL or _STORAGE.search(said):
         return HubRefused(
-            f"The storage of {owner} on the Hub has no room for {repo_id} ({status}: {words}).",
-            expected="room for all files of the checkpoint",
+            f"The storage of {owner} on the Hub has no space for {repo_id} ({status}: {words}).",
+            expected="space for all files of the checkpoint",
             fix="delete repositories or old revisions there, or get more storage; then run the "
             "same command again",
         )
@@ -142,8 +142,8 @@ def refused(status: int, said: str, doing: str, repo_id: str) -> RefinerError:
     if status == 404:
         return HubRefused(
             f"The Hub shows no {repo_id} while {doing} ({status}: {words}).",
-            expected="a repository that this token may see; private ones look as if they were not "
-            "there to all others",
+            expected="a repository that this token can see; private ones look missing "
+            "to all others",
             fix="use a token of its owner (`hf auth login`, or HF_TOKEN), or another "
             "publish.repo_id",
         )
@@ -151,22 +151,22 @@ def refused(status: int, said: str, doing: str, repo_id: str) -> RefinerError:
         return outage(f"{status}: {words}", doing, repo_id)
     return HubRefused(
         what,
-        expected="that the Hub takes the request",
-        fix="mend what it names; the same command tries again",
+        expected="the Hub to accept the request",
+        fix="correct what it names; the same command tries again",
     )
 
 
 def outage(why: str, doing: str, repo_id: str) -> HubOutage:
-    """The Hub does not answer as it should, and patience is over."""
+    """The Hub did not answer properly until patience was over."""
     return HubOutage(
         f"The Hub could not be used for {repo_id} while {doing} ({_shown(why)}).",
         expected="an answer within publish.patience_s",
-        fix="nothing is lost: the same command goes on with what is not there yet",
+        fix="nothing is lost: the same command continues with the missing parts",
     )
 
 
 def _of_text(error: BaseException, repo_id: str) -> RefinerError | None:
-    """Errors of the client that have no class of their own, only a text."""
+    """Errors of the client without a class of their own, recognised by text."""
     text = str(error)
     known = ("LFS batch API returned errors", "Invalid metadata in README.md")
     if isinstance(error, ValueError) and text.startswith(known):
@@ -198,10 +198,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def rejection(error: BaseException) -> str | None:
-    """The Hub's words where its storage does not take a file, or has it no more; None for others.
+    """The Hub's message if its storage refuses a file, or has lost it; None for other errors.
 
-    A file that has arrived otherwise than announced, or an address that was signed too long ago:
-    asked again, the Hub gives new addresses for what it lacks.
+    A file arrived damaged, or an address was signed too long ago: at the next request, the Hub
+    gives new addresses for missing files.
     """
     from huggingface_hub import errors as theirs
 
@@ -220,12 +220,12 @@ def rejection(error: BaseException) -> str | None:
 
 @dataclass(eq=False)
 class Patience:
-    """Rest of ``limit_s`` seconds.
+    """The rest of ``limit_s`` seconds.
 
     Attributes
     ----------
     borne_s
-        Seconds of trouble so far: waits, and requests that failed in the end.
+        Seconds of failure so far: waits, and requests that failed in the end.
     """
 
     limit_s: float
@@ -239,16 +239,16 @@ class Patience:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Raise :class:`Interrupted` if a stop was asked for."""
+        """Raise :class:`Interrupted` if a stop was requested."""
         if self.should_stop():
             raise stopped()
 
     def wait(self, failures: int, asked_s: float | None, since: float) -> bool:
-        """Wait after the ``failures``-th failure in a row of a request begun at ``since``.
+        """Wait after failure number ``failures`` in a row of a request begun at ``since``.
 
-        ``asked_s`` is what the Hub wants; without it waits grow from :data:`FIRST_S` by a factor of
-        2 up to :data:`LONGEST_S`, each times something between 0.5 and 1.5. False means that this
-        would take longer than is left; then nothing was waited for.
+        ``asked_s`` is the Hub's request; without it waits grow from :data:`FIRST_S` by a factor of
+        2 up to :data:`LONGEST_S`, each times a random factor from 0.5 to 1.5. False: the wait would
+        exceed the rest, and was skipped.
         """
         backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self.draw())
         end = self.clock() + (backoff if asked_s is None else asked_s)

@@ -3,17 +3,18 @@
 In: a :class:`Publication`. Out: a revision of its repository that holds it, verified hash by hash.
 
     read: repository, branches and tags, files and refiner.json of the revision
-    decide: what differs, whether main moves on
-    send: large files (those that are there already are not sent), one commit on a known parent
+    decide: what differs, whether main moves forward
+    send: large files (unless they are there already), one commit on a known parent
     verify: the tree of that commit
     name: the tag, last
 
-Each step looks at what is there and does only what is missing, so publishing can be interrupted at
-any request and repeated. A commit states its parent, so two publishers cannot overwrite each other:
-who comes second reads and decides again. How steps share a repository is ``publish.per_step``:
+Each step reads the present state and does only what is missing, so publishing can be interrupted
+at any request and repeated. A commit states its parent, so two publishers cannot overwrite each
+other: the second one reads and decides again. ``publish.per_step`` sets how steps share a
+repository:
 
-    tag     one commit on main for each step, and a tag there. A step that comes late is committed
-            on a branch of its own, which goes once the tag is there; main never goes back.
+    tag     one commit on main per step, with a tag. A late step is committed on a branch of its
+            own, which is deleted once the tag is there; main never goes back.
     branch  each step on its branch; the last one on main, too.
 """
 
@@ -58,14 +59,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OFFICIAL = "https://huggingface.co"
-#: How often others may get in between before it counts as an outage.
+#: Conflicts with other publishers before they count as an outage.
 ROUNDS = 8
-#: How often a large file is sent that does not arrive as it is.
+#: Most sends of a large file that arrives damaged.
 SENDS = 3
-#: Nobody waits for longer than this before a run.
+#: Longest wait before a run.
 _PATIENCE_S = 5.0
 _WRITING = ("write", "admin", "contributor")
-#: What the Hub itself puts into a new repository.
+#: The Hub's own files in a new repository.
 _OF_THE_HUB = frozenset({".gitattributes"})
 
 
@@ -94,11 +95,12 @@ def open_hub(
 
 
 def _choose_transfer(endpoint: str) -> None:
-    """Other Hubs than the official one have no Xet storage, and the client knows no way back."""
+    """Disable Xet for other Hubs than the official one: they have none, and the client no
+    fallback."""
     if endpoint == OFFICIAL:
         return
     if os.environ.setdefault("HF_HUB_DISABLE_XET", "1").upper() not in ("1", "ON", "YES", "TRUE"):
-        return  # the user says that there is
+        return  # set by the user
     if constants := sys.modules.get("huggingface_hub.constants"):
         constants.HF_HUB_DISABLE_XET = True  # type: ignore[attr-defined]  # it was read at import
 
@@ -144,7 +146,7 @@ class _Revision(NamedTuple):
 
 @dataclass(eq=False)
 class _Publishing:
-    """Looks at the repository, and what follows from each."""
+    """Reads the repository, and decides."""
 
     hub: HubClient
     config: PublishConfig
@@ -156,12 +158,12 @@ class _Publishing:
     evidence: Lying | None = None
 
     def publish(self) -> Published:
-        """Look once, and bring the repository to what the publication says.
+        """Read once, and bring the repository to the state of the publication.
 
         Raises
         ------
         Moved
-            Somebody else got in between.
+            Another process changed it in between.
         """
         publication = self.publication
         revision = step_revision(self.config, publication.step, final=publication.final)
@@ -178,9 +180,9 @@ class _Publishing:
                 commit = self._tagged(revision, refs, main)
         return self._published(revision, commit)
 
-    # ------------------------------------------------------------------ what is there
+    # ------------------------------------------------------------------ the present state
     def _repository(self) -> str:
-        """The commit at ``main``; the repository is made if there is none."""
+        """The commit at ``main``; the repository is created if there is none."""
         publication, wanted = self.publication, self.config.private
         info = self.hub.info()
         if info is None and not publication.only_these:
@@ -202,7 +204,7 @@ class _Publishing:
             check_strangers(self.publication.repo_id, files.keys() - {EVIDENCE}, bad=bool(text))
         return _Revision(commit, files, lying)
 
-    # ------------------------------------------------------------------ where it goes
+    # ------------------------------------------------------------------ the branch
     def _on_branch(self, branch: str, refs: Mapping[str, str], main: _Revision) -> str:
         at = refs.get(f"heads/{branch}")
         if at is None:
@@ -225,14 +227,14 @@ class _Publishing:
         return commit
 
     def _aside(self, branch: str, tag: str, refs: Mapping[str, str], main: _Revision) -> str:
-        """A commit with the publication that is not on main."""
+        """A commit with the publication outside of main."""
         tagged, at = main, refs.get(f"heads/{branch}")
         if (tag_at := refs.get(f"tags/{tag}")) is not None:
             tagged = self._read(tag_at)
             if not any(self._difference(tagged)) and holds(tagged.lying, self.publication):
                 self.evidence = tagged.lying
                 return tagged.commit
-        elif at is None:  # it outlives a tag that is gone while it is moved
+        elif at is None:  # it outlives a tag that is deleted to be moved
             self._nothing_to_update(tag)
         self.made_aside = True
         if at is not None:
@@ -253,15 +255,15 @@ class _Publishing:
         if self.hub.refs().get(f"tags/{tag}") != commit:
             raise Moved(f"the tag {tag} points elsewhere")
 
-    # ------------------------------------------------------------------ bringing it there
+    # ------------------------------------------------------------------ sending
     def _bring(self, branch: str, before: _Revision) -> str:
-        """A commit on ``branch`` that holds the publication, verified."""
+        """A verified commit on ``branch`` with the publication."""
         publication = self.publication
         if publication.only_these:
             check_update(before.lying, publication, f"{publication.repo_id}@{branch}")
         self.evidence = before.lying
         wanted, gone = self._difference(before)
-        if not wanted:  # what is no longer there changes the evidence file too
+        if not wanted:  # removed files change the evidence file too
             return before.commit
         self.changed |= {f.name for f in wanted}
         commit = self._send(branch, before.commit, wanted, gone)
@@ -270,14 +272,14 @@ class _Publishing:
         wrong += [name for name in gone if name in after]
         if wrong:
             raise outage(
-                f"{wrong[0]} at commit {commit[:12]} is not what was sent",
+                f"{wrong[0]} at commit {commit[:12]} differs from what was sent",
                 "verifying what was published",
                 publication.repo_id,
             )
         return commit
 
     def _difference(self, there: _Revision) -> tuple[list[FileToPublish], list[str]]:
-        """Files to send, and names of ours that are no longer wanted."""
+        """Files to send, and names of our files that are no longer part of it."""
         publication = self.publication
         wanted = [f for f in publication.files if not _same(there.files.get(f.name), f)]
         if publication.only_these or there.lying is None:
@@ -296,11 +298,11 @@ class _Publishing:
             try:
                 return self.hub.commit(branch, parent, todo, self.publication.message)
             except Rejected as rejected:
-                _check_sources(wanted, by_hash=True)  # or it is the transfer
+                _check_sources(wanted, by_hash=True)  # else the transfer damaged them
                 sends += 1
                 if sends == SENDS:
                     raise outage(
-                        f"its storage does not take what is sent, {SENDS} times: {rejected}",
+                        f"its storage refused the files, {SENDS} times: {rejected}",
                         "sending files",
                         self.publication.repo_id,
                     ) from None
@@ -318,12 +320,12 @@ class _Publishing:
 
 
 def check_visibility(repo_id: str, *, is_private: bool, wanted: bool) -> list[str]:
-    """Refuse a public repository for what is to be private; returns what else is to be known.
+    """Refuse a public repository if it must be private; returns remarks.
 
     Raises
     ------
     HubRefused
-        It is.
+        It is public.
     """
     if wanted and not is_private:
         raise HubRefused(
@@ -338,9 +340,9 @@ def check_visibility(repo_id: str, *, is_private: bool, wanted: bool) -> list[st
 
 
 def check_strangers(repo_id: str, names: Collection[str], *, bad: bool = False) -> None:
-    """Refuse a repository that holds something and nothing of ours.
+    """Refuse a repository that has files, but none of ours.
 
-    ``bad`` says that there is a ``refiner.json`` which is none.
+    ``bad``: its ``refiner.json`` is not one of ours.
 
     Raises
     ------
@@ -349,27 +351,27 @@ def check_strangers(repo_id: str, names: Collection[str], *, bad: bool = False) 
     """
     strange = sorted(set(names) - _OF_THE_HUB)
     if bad or (strange and EVIDENCE not in names):
-        held = f"a {EVIDENCE} that is not of refiner" if bad else strange[0]
+        held = f"a {EVIDENCE} that is not refiner's" if bad else strange[0]
         raise ConfigurationError(
             f"{repo_id} on the Hub is taken: it holds {held}, which refiner did not put there",
-            expected="a repository of its own for what refiner publishes",
+            expected="a repository of its own for refiner's publications",
             fix="name another one with `publish.repo_id=`, or move that one away",
         )
 
 
 def _same(remote: RemoteFile | None, file: FileToPublish) -> bool:
-    """True if what lies there is the file, by hash."""
+    """True if the remote file is the same, by hash."""
     if remote is None or remote.bytes != file.bytes:
         return False
     if remote.sha256 is not None:
         return remote.sha256 == file.sha256
     from huggingface_hub.utils.sha import git_hash
 
-    return bool(remote.oid == git_hash(bytes_of(file)))  # which the Hub knows small files by
+    return bool(remote.oid == git_hash(bytes_of(file)))  # the Hub's hash of small files
 
 
 def _check_sources(files: Sequence[FileToPublish], *, by_hash: bool = False) -> None:
-    """Raise if a file on this disk is not what it was."""
+    """Raise if a file on this disk has changed."""
     for file in files:
         if file.source is None:
             continue
@@ -381,19 +383,19 @@ def _check_sources(files: Sequence[FileToPublish], *, by_hash: bool = False) -> 
 
 
 def check_hub(config: RecipeConfig) -> list[str]:
-    """Ask the Hub whether the token may publish what the recipe names; two requests at most.
+    """Ask the Hub whether the token may publish to the recipe's repository; two requests at most.
 
     Returns
     -------
     list of str
-        What a person should know though it stops nothing.
+        Remarks for the user that do not prevent the run.
 
     Raises
     ------
     ConfigurationError
-        ``publish.repo_id`` is no name of a repository, or the name is taken.
+        ``publish.repo_id`` is not a valid name, or the name is taken.
     HubRefused
-        The token or the repository will not do.
+        The token or the repository does not permit it.
     """
     name = config.publish.repo_id
     known = {"recipe": config.recipe, "seed": config.seed}
@@ -404,7 +406,7 @@ def check_hub(config: RecipeConfig) -> list[str]:
         with open_hub(repo_id, config.publish, patience_s=_PATIENCE_S) as hub:
             _check_token(hub.whoami(), repo_id)
             if "{step}" in name or "{fingerprint}" in name:
-                return []  # which repository it will be is not known yet
+                return []  # the repository is not known yet
             info, private = hub.info(), config.publish.private
             if info is None:
                 return []
@@ -412,7 +414,7 @@ def check_hub(config: RecipeConfig) -> list[str]:
             check_strangers(repo_id, {s.rfilename for s in info.siblings or ()})
             return notes
     except HubOutage as error:
-        return [masked(f"Whether the Hub takes {repo_id} is not known: {error}")]
+        return [masked(f"Whether the Hub accepts {repo_id} is not known: {error}")]
 
 
 def _check_name(repo_id: str) -> None:
@@ -443,7 +445,7 @@ def _check_token(who: Mapping[str, Any], repo_id: str) -> None:
 
 
 def _scoped_elsewhere(token: Mapping[str, Any], owner: str, repo_id: str) -> bool:
-    """True if a fine-grained token lists what it may write to, and this is not among it."""
+    """True if a fine-grained token lists its write permissions, without this repository."""
     scopes = (token.get("fineGrained") or {}).get("scoped")
     if token.get("role") != "fineGrained" or not scopes:
         return False

@@ -1,6 +1,6 @@
-"""Jobs: what is asked of whatever runs them, this machine's own, and what they run.
+"""Jobs: their interface, this machine's dispatcher, and what a job runs.
 
-``protocol`` says what a job is, and what it runs; ``dispatch`` picks who runs it: this machine, or
-:mod:`infra.slurm`. ``signals`` and ``failures``: who asked it to end, which attempt a second start
-goes on with, and why it ended. ``give_way`` is what a job becomes that others are not to wait for.
+``protocol`` defines a job and its command; ``dispatch`` picks its dispatcher: this machine, or
+:mod:`infra.slurm`. ``signals`` and ``failures``: who asked a job to end, which attempt a restarted
+job continues, and why an attempt ended. ``give_way`` lowers the priority of background jobs.
 """

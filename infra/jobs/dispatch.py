@@ -1,15 +1,15 @@
-"""Dispatching of jobs: this machine's own, and which dispatcher a stage's job goes to.
+"""Dispatching of jobs: as processes of this machine, or through the dispatcher of a stage's job.
 
 In: a recipe's ``dispatch`` section. Out: a :class:`Router`: this machine alone, or this machine for
-what the cluster's profile keeps here (CPU stages, stages that need the network) and Slurm for the
-rest. An attempt says for good by which executor it was submitted, so whoever looks later asks the
-right one.
+the stages that the cluster's profile keeps here (CPU stages, stages that need the network) and
+Slurm for the rest. An attempt records the executor that it was submitted by, so later observers ask
+the right one.
 
-Jobs of this machine are processes in sessions of their own: workers that outlive the orchestrator,
-for Ctrl-C in its terminal does not reach them, nor does its end. Liveness is judged from processes.
-If the orchestrator is killed before it has noted a job down, the attempt is given up by the next
-one, and the worker, which has to take it first, finds that and leaves. Those that only move bytes,
-or evaluate while training goes on, give way to the trainer (:mod:`infra.jobs.give_way`).
+Jobs of this machine are processes in sessions of their own: workers outlive the orchestrator, since
+neither Ctrl-C in its terminal nor its end reaches them. Liveness is judged from processes. If the
+orchestrator is killed before it has recorded a job, the next one gives the attempt up, and the
+worker, which has to take the attempt first, finds that and exits. Jobs that only move bytes, or
+evaluate while training continues, give way to the trainer (:mod:`infra.jobs.give_way`).
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class LocalDispatcher:
     # ------------------------------------------------------------ submitting
 
     def check(self, stage: PlannedStage) -> None:
-        """This machine is asked for what it has when the job runs."""
+        """Accept any stage: a lack of resources shows when the job runs."""
 
     def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
-        """Start each job; what went wrong, by attempt."""
+        """Start each job; errors by attempt."""
         failed: dict[AttemptRef, Exception] = {}
         for request in requests:
             try:
                 self._submit(request)
-            except Exception as error:  # one job's trouble is told with it, not with the others
+            except Exception as error:  # reported with this job, not with the others
                 failed[request.ref] = error
         return failed
 
@@ -81,7 +81,7 @@ class LocalDispatcher:
         note = {"job_id": str(worker.pid), "executor": "local", "comment": request.comment}
         atomic.write_json(paths.job, {**note, "process": str(ProcessId.of(worker.pid))})
 
-    # ------------------------------------------------------------ looking and stopping
+    # ------------------------------------------------------------ observing and stopping
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
         """``live`` while the worker runs on this host, ``dead`` when it is certain that it does
@@ -92,7 +92,7 @@ class LocalDispatcher:
             gone = bool(known) and all(p.here and not p.alive for p in known)
             lives = any(p.alive for p in known)
             sights[attempt.ref] = "live" if lives else "dead" if gone else "unknown"
-        # Afterwards, so that of whatever was seen dead the exit code is known.
+        # Last, so that the exit code of every job seen dead is known.
         for ref, child in tuple(self._children.items()):
             if (code := child.poll()) is not None:
                 self._codes[ref] = code
@@ -115,8 +115,8 @@ class LocalDispatcher:
         return worker is not None and worker.terminate()
 
     def kill(self, attempt: OpenAttempt) -> bool:
-        """SIGKILL to the job's process group. True also for one of another host, which nobody here
-        can reach: its fence must do."""
+        """SIGKILL to the job's process group. True also for a job of another host, which cannot be
+        reached from here: its fence protects the workspace."""
         for process in self._processes(attempt):
             if process.here:
                 process.kill_group()
@@ -151,9 +151,9 @@ def _visible_gpus(count: int) -> str:
     names = [name.strip() for name in given.split(",")] if given else list(map(str, range(count)))
     if len(names) < count:
         raise StageFailed(
-            f"{count} GPUs are asked for, and CUDA_VISIBLE_DEVICES names {len(names)}",
+            f"{count} GPUs are requested, but CUDA_VISIBLE_DEVICES names {len(names)}",
             expected="as many as the stage's `resources.gpus`",
-            fix="ask for fewer, or let this process see more",
+            fix="request fewer, or give this process more",
         )
     return ",".join(names[:count])
 
@@ -163,7 +163,7 @@ _KINDS = ("fetch", "export", "publish", "card")
 
 def gives_way(plan: Plan, stage: PlannedStage) -> bool:
     """Tell whether a stage's job gives way: it only moves bytes, or it evaluates a checkpoint that
-    was exported while training goes on."""
+    was exported during training."""
     if stage.kind in _KINDS:
         return True
     source = plan.by_name.get(stage.inputs.get("weights", ""))
@@ -181,7 +181,7 @@ class Router:
     executor_for
         The executor of the next attempt at a stage.
     missing
-        Why a dispatcher is not there that the configuration names; empty if it names none.
+        Reason why a configured dispatcher is not available; empty if all are.
     """
 
     dispatchers: Mapping[str, Dispatcher]
@@ -189,19 +189,19 @@ class Router:
     missing: str = ""
 
     def check(self, stages: Iterable[PlannedStage]) -> None:
-        """Refuse stages that can never run where they would go; errors as of the dispatchers."""
+        """Refuse stages that can never run on their executor; errors as in the dispatchers."""
         for stage in stages:
             self.dispatchers[self.executor_for(stage)].check(stage)
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
-        """All of them, by one look per dispatcher. Jobs of an executor that this call does not
+        """All attempts, with one query per dispatcher. Jobs of an executor that this call does not
         have are ``unknown``."""
         seen: dict[AttemptRef, JobSight] = {}
         for executor in dict.fromkeys(a.attempt.executor for a in attempts):
             members = [a for a in attempts if a.attempt.executor == executor]
-            reason = f"how its job is, only a call with dispatch.executor={executor} can see"
+            reason = f"its state is visible only to calls with dispatch.executor={executor}"
             if self.missing:
-                reason = f"how its job is cannot be seen from here: {self.missing}"
+                reason = f"its state is not visible from here: {self.missing}"
             if executor in self.dispatchers:
                 seen |= self.dispatchers[executor].look(members)
             else:
@@ -209,7 +209,7 @@ class Router:
         return seen
 
     def stop(self, attempt: OpenAttempt) -> bool:
-        """Ask the worker to save and end; False if nobody could be asked."""
+        """Ask the worker to save and end; False if it could not be asked."""
         found = self.dispatchers.get(attempt.attempt.executor)
         return found is not None and found.stop(attempt)
 
@@ -225,7 +225,7 @@ class Router:
 
 
 def make_router(config: DispatchConfig, workspace: Workspace, *, adopt: bool = True) -> Router:
-    """The dispatchers that a recipe names. ``adopt=False``: only to look; nothing is written.
+    """The dispatchers that a recipe names. ``adopt=False``: read only.
 
     Raises
     ------
@@ -248,8 +248,8 @@ def make_router(config: DispatchConfig, workspace: Workspace, *, adopt: bool = T
 
 
 def router_to_look(config: DispatchConfig, workspace: Workspace) -> Router:
-    """Like :func:`make_router`, for who only looks (plan, status): never refuses. Where Slurm
-    cannot be asked, its jobs are ``unknown``."""
+    """Like :func:`make_router`, for read-only callers (plan, status): never refuses. If Slurm does
+    not answer, its jobs are ``unknown``."""
     try:
         return make_router(config, workspace, adopt=False)
     except RefinerError as error:

@@ -1,9 +1,9 @@
-"""Failures: reasons why attempts end, and what they lead to.
+"""Failures: the reasons why attempts end, and their consequences.
 
-In: the exception that ended a worker, or what a process left behind that ended without a word. Out:
-an :class:`Outcome` of a failure class. One table (:data:`CLASSES`) says for every class what is
-done about it, and with which exit code `refiner` ends when no attempt is left. How often is a
-matter of the recipe (``dispatch.retries``).
+In: the exception that ended a worker, or the traces of a process that ended without an outcome.
+Out: an :class:`Outcome` of a failure class. One table (:data:`CLASSES`) has the remedy of every
+class, and the exit code of `refiner` when no attempt is left. The number of retries is set in the
+recipe (``dispatch.retries``).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MESSAGE_LIMIT = 2000
 
 Remedy = Literal[
     "nothing",  # it is over
-    "resume",  # another attempt goes on from the last checkpoint
+    "resume",  # another attempt continues from the last checkpoint
     "resume elsewhere",  # the same, and the node is avoided
     "pause, then resume",  # the same, after a pause that doubles each time
-    "make room, then resume",  # reclaim what the policy allows, wait for room, go on
+    "free space, then resume",  # reclaim what the policy allows, wait for space, continue
     "stop",  # another attempt would only repeat it
 ]
 
@@ -40,9 +40,9 @@ Remedy = Literal[
 class _ClassRule(NamedTuple):
     """Consequences of a failure class.
 
-    ``exhausted`` is how the stage looks when no attempt of this call is left: ``interrupted`` where
-    the world has to change first and the same command then goes on, ``failed`` where somebody
-    should look.
+    ``exhausted`` is the stage's state when no attempt of this call is left: ``interrupted`` where
+    something outside must change first and the same command then continues, ``failed`` where a
+    person should look.
     """
 
     remedy: Remedy
@@ -51,18 +51,18 @@ class _ClassRule(NamedTuple):
 
     @property
     def decision(self) -> Decision:
-        """Decision that the outcome of an attempt records."""
+        """Decision recorded in the outcome of an attempt."""
         if self.remedy == "nothing":
             return "finish"
         return "stop" if self.remedy == "stop" else "resume"
 
     @property
     def avoids_node(self) -> bool:
-        """Tell whether the node is not asked again for this stage."""
+        """Tell whether the stage's next jobs avoid the node."""
         return self.remedy == "resume elsewhere"
 
 
-#: By what each is recognised stands in the table of `infra/README.md`.
+#: The signs of each class are in the table of `infra/README.md`.
 CLASSES: dict[FailureClass, _ClassRule] = {
     "none": _ClassRule("nothing", 0, "failed"),
     "interrupted": _ClassRule("resume", 6, "interrupted"),
@@ -76,7 +76,7 @@ CLASSES: dict[FailureClass, _ClassRule] = {
     "out_of_memory": _ClassRule("resume", 1, "failed"),
     "gpu_out_of_memory": _ClassRule("resume", 1, "failed"),
     "gpu_error": _ClassRule("resume elsewhere", 1, "failed"),
-    "disk_full": _ClassRule("make room, then resume", 5, "interrupted"),
+    "disk_full": _ClassRule("free space, then resume", 5, "interrupted"),
     "hung": _ClassRule("resume", 1, "failed"),
     "judge_outage": _ClassRule("pause, then resume", 7, "interrupted"),
     "judge_unusable": _ClassRule("resume", 7, "failed"),
@@ -110,14 +110,14 @@ _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
     (MemoryError, "out_of_memory"),
     (FloatingPointError, "not_finite"),
 )
-#: The first class of each exit code that says more than that something failed.
+#: The first class of each exit code that is more specific than a failure.
 _BY_EXIT_CODE = {r.exit_code: c for c, r in reversed(CLASSES.items()) if 1 < r.exit_code < 10}
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM)
-#: A file system that fails over is read-only, or answers nothing, for a while.
+#: After a failover, a file system is read-only or does not answer for a while.
 _AWAY = (errno.EIO, errno.ESTALE, errno.EROFS, errno.EREMOTEIO)
-#: Errors that another attempt can only repeat, however far this one had come.
+#: Errors that another attempt can only repeat, whatever its progress.
 _STATIC = (ImportError, SyntaxError, NameError)
-#: In the order in which they are looked for.
+#: In the order of the search.
 _BY_TEXT: tuple[tuple[FailureClass, tuple[str, ...]], ...] = (
     (
         "gpu_out_of_memory",
@@ -157,8 +157,8 @@ def outcome_of(failure: FailureClass, message: str = "", exit_code: int | None =
 def classify(error: BaseException, folder: Path | None = None) -> Outcome:
     """The outcome that an exception in a worker (or a launch) means.
 
-    ``folder`` is where the attempt writes; it is probed when the exception only says that a write
-    failed. An exception that no rule knows is a bug: another try would only repeat it.
+    ``folder`` is where the attempt writes; it is probed if the exception reports only that a write
+    failed. An exception that no rule matches is a bug: another attempt would only repeat it.
     """
     for kind, failure in _BY_TYPE:
         if isinstance(error, kind):
@@ -170,12 +170,12 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
     if isinstance(error, OSError) and error.errno in _NOT_ALLOWED:
         error = errors.WorkspaceError(
             f"The system refused: {error.strerror or error}: "
-            f"{error.filename or '(it names no file)'}.",
-            expected="to be allowed to read and write there",
+            f"{error.filename or '(no file named)'}.",
+            expected="permission to read and write there",
             fix="correct the permissions, or name another place, and run the same command again",
         )
         return Outcome("bug", "stop", _message(error), errors.WorkspaceError.exit_code)
-    # What libraries say only in words: by the name of the class, and by the message.
+    # Errors that libraries report only in words: by the class's name, and by the message.
     named: FailureClass | None = (
         "gpu_out_of_memory" if type(error).__name__ == "OutOfMemoryError" else None
     )
@@ -191,15 +191,15 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Tell whether an error says only that something could not be asked or done just now: it is
-    tried again, and nothing follows from it. A damaged file is none; it would be found so again."""
+    """Tell whether an error means only that something did not answer just now: it is retried, and
+    nothing follows from it. A damaged file is no outage: it would be read the same again."""
     if isinstance(error, errors.SystemOutage | errors.NoSpaceError):
         return True
     return isinstance(error, OSError) and error.errno is not None
 
 
 def class_of_text(text: str) -> FailureClass | None:
-    """The class that an error message speaks of, in whatever program; None if of none."""
+    """The class that an error message of any program indicates; None if it indicates none."""
     lowered = text.lower()
     if says_no_space(lowered):
         return "disk_full"
@@ -207,9 +207,9 @@ def class_of_text(text: str) -> FailureClass | None:
 
 
 def detailed(outcome: Outcome, error: BaseException, step: int | None) -> Outcome:
-    """The outcome with what is needed to know the failure again: step, traceback, errno.
+    """The outcome with the facts that identify the failure: step, traceback, errno.
 
-    A bug before the first step is found again at once by whoever mends it: it is not tried again.
+    A bug before the first step is quick to reproduce: it is not retried.
     """
     numbers = (getattr(e, "errno", None) for e in chain_of(error) if isinstance(e, OSError))
     found = next((n for n in numbers if n is not None), None)
@@ -224,8 +224,8 @@ def detailed(outcome: Outcome, error: BaseException, step: int | None) -> Outcom
 
 
 def traceback_signature(error: BaseException) -> str:
-    """Identifies a traceback: the exception's type and the functions and lines it went through,
-    but not where the code is installed. One that was raised in another process brings its own."""
+    """Identifies a traceback: the exception's type, and its functions and lines, independent of
+    where the code is installed. An exception raised in another process brings its own."""
     if brought := getattr(error, "signature", ""):
         return str(brought)
     frames = [
@@ -236,10 +236,10 @@ def traceback_signature(error: BaseException) -> str:
 
 
 def without_progress(attempts: Sequence[Attempt], failure: FailureClass) -> int:
-    """Number of the newest attempts that ended in ``failure`` since one got further.
+    """Number of newest attempts that ended in ``failure`` since the last one with progress.
 
-    An attempt got further when a later one went on from a later checkpoint than it had itself. One
-    that died before it could go on from any is taken to have got nowhere.
+    An attempt made progress if a later one resumed from a later checkpoint than the attempt itself
+    did. One that died before it could resume is taken to have made none.
     """
     count, floor = 0, 0
     for attempt in reversed(attempts):
@@ -253,7 +253,7 @@ def without_progress(attempts: Sequence[Attempt], failure: FailureClass) -> int:
 
 
 def _began_at(attempt: Attempt) -> int | None:
-    """The step that an attempt went on from; 0 from the start, None if nobody can tell."""
+    """The step that an attempt resumed from; 0 from the start, None if unknown."""
     if attempt.resumed_from_step is not None:
         return attempt.resumed_from_step
     told = attempt.outcome is not None and attempt.outcome.step is not None
@@ -272,9 +272,9 @@ def budget_left(attempts: Sequence[Attempt], retries: RetryConfig) -> bool:
     bug = (outcome.step, outcome.signature)
     if known and any((o.step, o.signature) == bug for o in earlier):
         return False
-    # A stop that nobody here asked for is as good as a kill.
+    # A stop that this call did not request counts as a kill.
     budget = getattr(retries, outcome.failure, retries.killed)
-    if outcome.failure == "judge_unusable":  # what is done up to then says nothing of the judge
+    if outcome.failure == "judge_unusable":  # progress up to then says nothing about the judge
         ended = (a.outcome is not None and a.outcome.failure for a in reversed(attempts))
         spent = len(list(takewhile(lambda failure: failure == outcome.failure, ended)))
     else:
@@ -283,11 +283,11 @@ def budget_left(attempts: Sequence[Attempt], retries: RetryConfig) -> bool:
 
 
 def classify_silent_end(started: bool, printed: str, exit_code: int | None = None) -> Outcome:
-    """The outcome of a job that is gone and has written none itself.
+    """The outcome of a job that is gone and has recorded none itself.
 
-    ``started`` says whether its worker ever took the attempt; ``printed`` is what the job printed
-    before the worker opened its own log (an import error, for one); ``exit_code`` is the worker's,
-    where it is known otherwise than by what submitit printed.
+    ``started``: its worker took the attempt; ``printed``: the job's output before the worker
+    opened its own log (an import error, for one); ``exit_code``: the worker's, if it is known from
+    elsewhere than submitit's output.
     """
     codes = [exit_code] if exit_code else [int(code) for code in _EXIT_STATUS.findall(printed)]
     if codes and codes[-1] in _BY_EXIT_CODE:
@@ -299,7 +299,7 @@ def classify_silent_end(started: bool, printed: str, exit_code: int | None = Non
         why = f"the worker could not start: {_last_line(printed)}"
         return replace(outcome_of("bug", why), decision="stop")
     if started:
-        return outcome_of("killed", "the worker is gone and left no word (killed, or a reboot)")
+        return outcome_of("killed", "the worker ended without a message (killed, or a reboot)")
     return outcome_of("killed", "the job is gone and its worker never started")
 
 

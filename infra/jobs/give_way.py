@@ -1,11 +1,11 @@
-"""A process that gives way to others, for processor and disk.
+"""Lowers the priority of a process for processor and disk.
 
-    python -P give_way.py NICE COMMAND…      becomes the command, and gives way
+    python -P give_way.py NICE COMMAND…      replaces itself by the command, at low priority
 
 A job runs in a session of its own. Where Linux groups tasks by session (``sched_autogroup``), a
 nice value counts inside its session only, so the session as a whole is lowered, too.
 
-Nothing of ours is imported: it runs from its file, whatever code the job is pinned to.
+It imports no package of ours: it runs from its file, whatever code the job is pinned to.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ _LOWEST_OF_BEST_EFFORT = 7  # and not the idle class, in which a busy disk would
 
 
 def give_way(nice: int) -> None:
-    """Lower the priority of this process and of all that it starts, for processor and disk.
+    """Lower the priority of this process and its children, for processor and disk.
 
-    What this system or user may not do is told in the log, and nothing worse: a job that is not
-    lowered is still a job.
+    Anything that this system or user may not do is logged: the job runs all the same.
     """
     for lower in (os.nice, _lower_session, _lower_disk):
         try:
             lower(nice)
         except (OSError, ValueError, psutil.Error) as error:
-            log.warning("this job gives way less than it should: %s", error)
+            log.warning("the priority of this job could not be lowered fully: %s", error)
 
 
 def _lower_session(nice: int) -> None:
-    # Only in a session of one's own: another's other processes are nobody's to slow.
+    # Only in the job's own session: other processes are not to be slowed.
     if _AUTOGROUP.exists() and os.getsid(0) == os.getpid():
         _AUTOGROUP.write_text(str(nice))
 

@@ -1,13 +1,13 @@
-"""Jobs: what one is, what it runs, and what is asked of whatever runs it.
+"""Jobs: their definition, their command, and the interface of dispatchers.
 
-In: claimed attempts and how to run them. Out: jobs that outlive whoever submitted them, and one
-look at all of them at once. Implementers: :class:`infra.jobs.dispatch.LocalDispatcher` (this
-machine), :class:`infra.slurm.dispatcher.SlurmDispatcher`, a simulated world in tests;
+In: claimed attempts and how to run them. Out: jobs that outlive the process that submitted them,
+and one observation of all of them. Implementations: :class:`infra.jobs.dispatch.LocalDispatcher`
+(this machine), :class:`infra.slurm.dispatcher.SlurmDispatcher`, a simulation in tests;
 :class:`infra.jobs.dispatch.Router` picks one per stage.
 
 A job runs an argument list, never a pickled closure: ``env … python -P -m flows.worker --workspace
-W STAGE ATTEMPT`` with the settings that it needs. Settings travel in the command, where they can
-be seen; secrets only in the environment that a job inherits.
+W STAGE ATTEMPT`` with its settings. Settings travel in the command, where they can be seen; secrets
+only in the environment that a job inherits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import Attempt, Outcome
 
 Sight = Literal[
-    "live",  # it runs, or is on its way to
-    "dead",  # it is certain that nothing of it runs any more
-    "hung",  # it runs and has shown no sign of life, or no progress, for too long
-    "unknown",  # not looked at yet, or nobody could say
+    "live",  # it runs, or will
+    "dead",  # certainly no process of it runs any more
+    "hung",  # it runs, but has shown no sign of life, or no progress, for too long
+    "unknown",  # not observed yet, or the scheduler could not tell
 ]
 
 
@@ -46,9 +46,9 @@ class JobRequest:
 
     ``comment`` is the attempt's unique mark; ``code`` the folder that the job imports our packages
     from (none: those of this process); ``threads`` the compute threads of one process.
-    ``save_s`` is the longest that a checkpoint has taken so far: the warning before a time limit
-    comes that much earlier. ``avoid`` names nodes that have failed this stage. ``nice`` is how far
-    it gives way to other local jobs (0: not at all).
+    ``save_s`` is the longest time that a checkpoint has taken so far: the warning before a time
+    limit comes that much earlier. ``avoid`` names nodes that have failed this stage. ``nice`` is
+    its niceness towards other local jobs (0: none).
     """
 
     stage_id: str
@@ -65,7 +65,7 @@ class JobRequest:
 
     @property
     def ref(self) -> AttemptRef:
-        """The attempt that it is for."""
+        """The job's attempt."""
         return AttemptRef(self.stage_id, self.attempt)
 
 
@@ -76,24 +76,24 @@ class JobSight:
     Attributes
     ----------
     sight
-        Never ``hung``: that is for who watches heartbeats to say.
+        Never ``hung``: only heartbeats show that.
     running
-        Its processes run, so that it owes a heartbeat (not while it queues or is suspended).
+        Its processes run, so that it owes a heartbeat (not while queued or suspended).
     local
         It takes one of this machine's slots.
     state, reason
         In the scheduler's words (``PENDING``, ``Resources``), for people.
     held
-        The scheduler holds it back after a failed start, until somebody releases it.
+        The scheduler holds it back after a failed start, until it is released.
     end
-        Why it ended, where the dispatcher knows: of use when the worker left no word.
+        Why it ended, if the dispatcher knows: used if the worker recorded no outcome.
     facts
-        What the scheduler said about the end (states, exit codes, nodes), to be recorded.
+        The scheduler's facts about the end (states, exit codes, nodes), to be recorded.
     node
         Where it runs or ran.
     lost
-        It is ``dead`` because nobody knows it any more: a worker that shows signs of life knows
-        better.
+        It is ``dead`` because the scheduler does not know it any more: signs of life of its worker
+        overrule that.
     """
 
     sight: Sight
@@ -110,7 +110,7 @@ class JobSight:
 
 @dataclass(frozen=True)
 class OpenAttempt:
-    """An attempt without an outcome, and what the workspace says of it.
+    """An attempt without an outcome, with its facts from the workspace.
 
     ``started`` is the content of ``started.json``: None before its worker has taken the token.
     """
@@ -121,7 +121,7 @@ class OpenAttempt:
 
     @property
     def begun(self) -> bool:
-        """Tell whether its worker has taken the token, and not whoever gave the attempt up."""
+        """Tell whether a worker has taken the token, rather than a process that gave it up."""
         return self.started is not None and not self.started.get("void")
 
 
@@ -136,30 +136,30 @@ class Dispatcher(Protocol):
         Raises
         ------
         RefinerError
-            Says what it asks for, and what there is.
+            Names what it requests, and what there is.
         """
 
     def submit(self, requests: Sequence[JobRequest]) -> Mapping[AttemptRef, Exception]:
         """Start jobs, as one array where that saves the scheduler work, and record each one's id
-        beside its attempt (``job.json``). Returns what went wrong, for those that did not start.
+        beside its attempt (``job.json``). Returns the errors of jobs that did not start.
         """
 
     def look(self, attempts: Sequence[OpenAttempt]) -> Mapping[AttemptRef, JobSight]:
-        """Look at these jobs, by one query for all of them. Never raises for a scheduler that does
-        not answer: such jobs are ``unknown``."""
+        """Observe these jobs with one query for all. Never raises if the scheduler does not answer:
+        such jobs are ``unknown``."""
 
     def stop(self, attempt: OpenAttempt) -> bool:
-        """Ask the worker to save and end. False: there is nothing to ask yet, or any more."""
+        """Ask the worker to save and end. False: there is no worker yet, or any more."""
 
     def kill(self, attempt: OpenAttempt) -> bool:
-        """End the job and all it has started, now; one that queues is withdrawn. False: the order
-        did not get through, and the job may go on."""
+        """End the job and all its processes, now; one that is queued is withdrawn. False: the order
+        did not get through, and the job may continue."""
 
     def release(self, attempt: OpenAttempt) -> None:
         """Let a held job start again."""
 
 
-#: Settings of a job that must not look for the internet.
+#: Settings of a job that must not use the internet.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
@@ -189,16 +189,16 @@ def job_settings(threads: int, code: Path | None) -> dict[str, str]:
     settings = {
         # A user's own `infra` folder in the working directory must not shadow ours.
         "PYTHONSAFEPATH": "1",
-        # Part of what is computed (`model.cpu_threads`), so the caller's own setting is overruled.
+        # Part of what is computed (`model.cpu_threads`), so it overrules the caller's setting.
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
-        # Bars that redraw themselves are rubble in a log.
+        # Progress bars that redraw themselves clutter a log.
         "TQDM_DISABLE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
     if shared := os.environ.get(SHARED):
-        settings[SHARED] = shared  # a site may have jobs begin without their user's environment
+        settings[SHARED] = shared  # a site may start jobs without their user's environment
     # An empty or relative part would put the working directory in front of everything.
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = [p for p in given if p and Path(p).is_absolute()]
@@ -209,7 +209,7 @@ def job_settings(threads: int, code: Path | None) -> dict[str, str]:
 
 
 def tail_of(files: Sequence[Path], size: int = 20_000) -> str:
-    """The end of what was printed into these files."""
+    """The end of the output in these files."""
     texts = [""] * len(files)
     for number, path in enumerate(files):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:

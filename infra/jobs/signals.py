@@ -1,16 +1,15 @@
-"""Requests to stop, whose they were, and jobs that the scheduler has started again.
+"""Requests to stop, their origin, and jobs that the scheduler has restarted.
 
-In: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2; a note beside the attempt (``stop.json``); what Slurm says
-of the job. Out: a flag that the stage looks at between two steps (nothing is ever saved in a
-handler: that hangs now and then), and the failure class that the request means. Slurm tells a job
-nothing but a number, so the job asks: ``scontrol show job`` once, when it ends; what it answers in
-each case was measured on Slurm 22.05.
+In: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2; a note beside the attempt (``stop.json``); Slurm's facts
+about the job. Out: a flag that the stage checks between two steps (handlers never save: that hangs
+now and then), and the failure class of the request. Slurm sends a job nothing but a number, so the
+job asks: ``scontrol show job`` once, when it ends. The answers in each case were measured on
+Slurm 22.05.
 
-Slurm starts a requeued job with its *original* command, so that names the first attempt for ever,
-whatever has happened since: :func:`attempt_to_run` says which attempt the worker is to run. The
-attempt of the last start is closed, with the reason that the scheduler knows, and the next one is
-claimed for the same orchestrator: with no orchestrator alive, too. An orchestrator may claim it at
-the same moment; exactly one wins, and the loser leaves.
+Slurm starts a requeued job with its *original* command, which always names the first attempt:
+:func:`attempt_to_run` returns the attempt to run instead. It closes the attempt of the last start,
+with the scheduler's reason, and claims the next one for the same orchestrator, even if none is
+alive. An orchestrator may claim it at the same moment; exactly one wins, and the loser exits.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 ASK_TIMEOUT_S = 5.0
 #: Setting of a job: how long before the time limit Slurm was asked to warn it, seconds.
 SIGNAL_LEAD = "REFINER_SIGNAL_LEAD_S"
-#: A plain SIGTERM this close to the time limit is taken for it, or as close as the warning comes.
+#: A plain SIGTERM counts as the time limit this close to it, or as close as the warning comes.
 _LIMIT_SHARE, _LIMIT_MIN_S, _LIMIT_MAX_S = 0.05, 5.0, 60.0
 _EARLY_S = 60.0
 _NO_TIME = (None, "", "None", "Unknown", "N/A")
@@ -47,7 +46,7 @@ _NO_TIME = (None, "", "None", "Unknown", "N/A")
 class Why(NamedTuple):
     """Reason why a job was asked to stop, or ended.
 
-    ``comes_back``: the scheduler has put the job into its queue again, and it will go on by itself.
+    ``comes_back``: the scheduler has requeued the job, and it will continue by itself.
     """
 
     failure: FailureClass
@@ -62,13 +61,13 @@ class SlurmJob:
     Attributes
     ----------
     id
-        What Slurm calls the job itself (``123``).
+        Slurm's id of the job (``123``).
     array_id
-        What it is called as part of an array (``120_3``); empty outside of one.
+        Its id as part of an array (``120_3``); empty outside of one.
     restart
-        How often Slurm has started the job again.
+        Number of restarts by Slurm.
     node
-        The node's name, as Slurm knows it.
+        The node's name in Slurm.
     """
 
     id: str
@@ -78,7 +77,7 @@ class SlurmJob:
 
     @classmethod
     def from_environment(cls) -> SlurmJob | None:
-        """The job that the environment speaks of; None outside of Slurm."""
+        """The job that the environment names; None outside of Slurm."""
         values = os.environ
         if not values.get("SLURM_JOB_ID"):
             return None
@@ -91,12 +90,12 @@ class SlurmJob:
         )
 
     def is_called(self, name: object) -> bool:
-        """Tell whether ``name`` means this job."""
+        """Tell whether ``name`` is an id of this job."""
         return bool(name) and str(name) in (self.id, self.array_id)
 
 
 class StopFlag:
-    """Notes that a signal came; a context manager that puts the old handlers back."""
+    """Notes a signal; a context manager that restores the old handlers."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -118,7 +117,7 @@ class StopFlag:
 
 # ---------------------------------------------------------------- asking Slurm
 
-#: Runs a command of the scheduler; what it printed, empty where it cannot say.
+#: Runs a command of the scheduler and returns its output, empty if it fails.
 Ask = Callable[[Sequence[str]], str]
 
 
@@ -140,18 +139,18 @@ def why_stopped(
     asked: Mapping[str, Any] | None,
     ask: Ask = ask_scheduler,
 ) -> Why:
-    """Reason why a worker that ends on request was asked to.
+    """Reason why a worker that ends on request was asked to end.
 
     Parameters
     ----------
     job
         The Slurm job, if it is one.
     number
-        The signal, if one came.
+        The signal, if there was one.
     asked
-        What ``stop.json`` says: our own side gives its reason before it sends a signal.
+        The content of ``stop.json``: refiner records its reason before it sends a signal.
     ask
-        How Slurm's commands are called.
+        Runs Slurm's commands.
     """
     if asked is not None:
         cancelled = asked.get("failure") == "cancelled"
@@ -173,7 +172,7 @@ def why_stopped(
 def job_facts(text: str, job_id: str) -> dict[str, str]:
     """The fields of one job in the output of ``scontrol show job -o``.
 
-    The number of an array's last task is the array's own: Slurm prints all tasks then.
+    The last task of an array has the array's own number: Slurm prints all tasks then.
     """
     for line in text.splitlines():
         facts = dict(part.split("=", 1) for part in line.split() if "=" in part)
@@ -190,7 +189,7 @@ def _why(number: int | None, facts: Mapping[str, str]) -> Why:
         return Why("node_failure", "the node failed")
     if state in ("TIMEOUT", "DEADLINE") or _time_is_up(number, facts):
         return Why("time_limit", f"the job's time limit ({facts.get('TimeLimit', '?')}) is near")
-    if state in ("CANCELLED", "COMPLETING"):  # it still runs, so it is being ended from outside
+    if state in ("CANCELLED", "COMPLETING"):  # it still runs, so it is ended from outside
         return Why("cancelled", "the job was cancelled (scancel)")
     return Why("interrupted", "stopped on request")
 
@@ -203,7 +202,7 @@ def _time_is_up(number: int | None, facts: Mapping[str, str]) -> bool:
         return True  # our own warning ahead of the limit (sbatch --signal)
     near_s = min(_LIMIT_MAX_S, max(_LIMIT_MIN_S, _LIMIT_SHARE * limit))
     told = os.environ.get(SIGNAL_LEAD, "")
-    # Slurm looks at limits only every half minute or so, and may warn that much earlier.
+    # Slurm checks limits only every half minute or so, and may warn that much earlier.
     lead_s = float(told) + _EARLY_S if told.replace(".", "", 1).isdigit() else 0.0
     return limit - ran <= max(near_s, lead_s)
 
@@ -223,7 +222,7 @@ def _seconds(text: str) -> float | None:
 
 # ---------------------------------------------------------------- after a restart
 
-#: States of a start after which the scheduler starts a job again.
+#: States of a start after which the scheduler restarts a job.
 _ENDS: Mapping[str, Why] = {
     "PREEMPTED": Why("preempted", "Slurm preempted the job"),
     "REQUEUED": Why("preempted", "Slurm put the job back into its queue"),
@@ -234,16 +233,16 @@ _ENDS: Mapping[str, Why] = {
 
 
 def why_restarted(job: SlurmJob, ask: Ask = ask_scheduler) -> Why:
-    """Reason why the scheduler has started this job again: what accounting says of its last start.
+    """Reason why the scheduler has restarted this job: accounting's state of its last start.
 
-    Where accounting is off nobody knows any more; then it counts as a preemption.
+    Without accounting the reason is lost; then it counts as a preemption.
     """
     why = _end_of_start(job, job.restart - 1, ask) or Why("preempted", "the job ended")
     return Why(why.failure, f"{why.message}; Slurm has started it again (restart {job.restart})")
 
 
 def _end_of_start(job: SlurmJob, start: int, ask: Ask) -> Why | None:
-    """End of the job's start number ``start`` (from 0); None where accounting does not say, or not
+    """End of the job's start number ``start`` (from 0); None if accounting does not have it, or not
     yet. It keeps one line for each, oldest first."""
     name = job.array_id or job.id
     printed = ask(("sacct", "-D", "-X", "-n", "-P", "-j", name, "-o", "State"))
@@ -251,21 +250,21 @@ def _end_of_start(job: SlurmJob, start: int, ask: Ask) -> Why | None:
     return _ENDS.get(states[start]) if start < len(states) else None
 
 
-#: Ends after which the same job simply goes on. Others are for an orchestrator, which keeps count
-#: of them, pauses, makes room or avoids the node.
+#: Ends after which the same job simply continues. Others need an orchestrator, which counts them,
+#: pauses, frees space or avoids the node.
 _GOES_ON: frozenset[FailureClass] = frozenset(
     {"preempted", "time_limit", "node_failure", "interrupted", "killed"}
 )
 
 
 class AttemptClosed(Interrupted):
-    """Somebody gave this attempt up, or a later one exists: it must not make anything visible."""
+    """This attempt was given up, or a later one exists: it must not publish any file."""
 
 
 def job_of(workspace: Workspace, stage_id: str, number: int) -> SlurmJob | None:
     """The Slurm job that this process is, if the attempt was submitted to Slurm.
 
-    A local worker may well live inside somebody's allocation, which is no job of its own.
+    A local worker may run inside an allocation, which is not its own job.
     """
     attempt = workspace.read_attempt(stage_id, number)
     is_slurm = attempt is not None and attempt.executor == "slurm"
@@ -284,7 +283,7 @@ def attempt_to_run(
     Raises
     ------
     AttemptClosed
-        There is nothing left to do for this job: the stage is done, was stopped, or goes on in
+        There is nothing left to do for this job: the stage is done, was stopped, or continues in
         another job.
     NoSpaceError
         The next attempt could not be claimed.
@@ -297,7 +296,7 @@ def attempt_to_run(
         raise _nothing_to_do(stage_id, newest, "it is done")
     paths = workspace.layout.attempt(stage_id, newest)
     started = workspace.read_control(paths.started)
-    # Only the job of the newest attempt may go on with it.
+    # Only the job of the newest attempt may continue it.
     said = (started or {}, workspace.read_control(paths.job) or {})
     if not any(job.is_called(file.get("job_id")) for file in said):
         raise _nothing_to_do(stage_id, newest, "it is another job's")
@@ -305,9 +304,9 @@ def attempt_to_run(
     if started is not None and started.get("void"):
         raise _nothing_to_do(stage_id, newest, "an orchestrator gave it up")
     if attempt is not None and attempt.outcome is None and started is None:
-        return newest  # an earlier restart claimed it and came no further
-    # Slurm starts a job again only when it has ended all of its last start, so a lower count of
-    # restarts says that the holder is gone, or so nearly that its fence keeps it from harm.
+        return newest  # an earlier restart claimed it and made no progress
+    # Slurm restarts a job only when it has ended all processes of the last start, so a lower count
+    # of restarts means that the holder is gone, or so nearly that its fence keeps it from harm.
     restarted = int((started or {}).get("restart") or 0) < job.restart
     holder = None if restarted or not started else ProcessId.parse(str(started["process"]))
     lives = holder is not None and (not holder.here or holder.alive)
@@ -324,7 +323,7 @@ def attempt_to_run(
     again = {"job_id": job.array_id or job.id, "restart": job.restart}
     claimed = workspace.claim_restart(stage_id, newest, again)
     if claimed is None:
-        raise _nothing_to_do(stage_id, newest, "somebody else was faster to go on with it")
+        raise _nothing_to_do(stage_id, newest, "another process continued it first")
     log.info("restart %d of job %s: attempt %d", job.restart, job.id, claimed.number)
     return claimed.number
 
@@ -341,5 +340,5 @@ def _close(workspace: Workspace, stage_id: str, number: int, job: SlurmJob, ask:
 def _nothing_to_do(stage_id: str, number: int, why: str) -> AttemptClosed:
     return AttemptClosed(
         f"This job has nothing left to do for {stage_id}: of attempt {number}, {why}",
-        fix="nothing; whoever works on it goes on",
+        fix="nothing; the stage continues elsewhere",
     )

@@ -1,17 +1,17 @@
-"""Files of judgements: their names, header and records, and the one that this process writes.
+"""Files of judgements: their names, header and records, and the writer of this process.
 
-A *segment* is a file that one process writes, once, from its beginning to its end::
+A *segment* is a file that one process writes once, from beginning to end::
 
     header   48 bytes   magic, version, bytes of a record, CRC-32; the rest is zeros
     record   36 bytes   key (16), score (float64), prompt tokens, completion tokens, CRC-32
     record   …
 
 Files are named ``NAME.live``, or ``NAME.sealed`` by older versions, which also had counters in the
-header's rest. All numbers are little-endian. What is after the last whole record, or has another
-CRC, is not there.
+rest of the header. All numbers are little-endian. Data after the last whole record, and records
+with a wrong CRC, are ignored.
 
-A write that fails is taken back; where that fails too, the segment gets no further record. When the
-store is full, the oldest segments go, whoever has written them: a writer whose file is gone begins
+A failed write is undone; if that fails too, the segment gets no further record. When the store is
+full, the oldest segments are deleted, whoever wrote them: a writer whose file is gone starts
 another one. Imports nothing heavy.
 """
 
@@ -47,12 +47,12 @@ def encode_record(key: bytes, judgement: StoredJudgement) -> bytes:
     Raises
     ------
     ValueError
-        The key has not 16 bytes, or the score is no number from 0 to 1.
+        The key does not have 16 bytes, or the score is not a number from 0 to 1.
     """
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
     if not 0.0 <= judgement.score <= 1.0:
-        raise ValueError(f"a judgement that is kept has a score from 0 to 1, not {judgement.score}")
+        raise ValueError(f"a stored judgement has a score from 0 to 1, not {judgement.score}")
     tokens = (judgement.prompt_tokens, judgement.completion_tokens)
     prompt, completion = (min(max(0, n), _MOST_TOKENS) for n in tokens)
     values = _VALUES.pack(key, judgement.score, prompt, completion)
@@ -65,39 +65,39 @@ def is_segment(name: str) -> bool:
 
 
 def list_segments(folder: Path) -> list[tuple[Path, int]]:
-    """All segments with their sizes, oldest first by the file server's clock; none where the folder
-    is missing or closed to us."""
+    """All segments with their sizes, oldest first by the file server's clock; none if the folder
+    is missing or unreadable."""
     found = []
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if is_segment(path.name):
-                with contextlib.suppress(OSError):  # gone meanwhile
+                with contextlib.suppress(OSError):  # deleted
                     status = path.lstat()
                     found.append((status.st_mtime_ns, path, status.st_size))
     return [(path, size) for _, path, size in sorted(found)]
 
 
 def summarise(folder: Path) -> dict[str, int]:
-    """Contents of the store in a folder, from sizes alone: bytes, files and judgements (the same
-    one may be there twice)."""
+    """Contents of the store in a folder, from sizes alone: bytes, files and judgements (with
+    duplicates)."""
     sizes = [size for _, size in list_segments(folder)]
     records = sum(max(0, size - HEADER_BYTES) // RECORD_BYTES for size in sizes)
     return {"bytes": sum(sizes), "files": len(sizes), "judgements": records}
 
 
 class SegmentWriter:
-    """Appends to segments of its own. Not for several threads at once.
+    """Appends to segments of its own. Not thread-safe.
 
     Parameters
     ----------
     folder
-        Made when the first record is written.
+        Created with the first record.
     writer
-        Who writes, for people who look at the names; host, process and a random part follow.
+        Readable part of the names; host, process and a random part follow.
     largest_bytes
-        A segment that has reached this size gets no further record.
+        A segment of this size gets no further record.
     on_new
-        Told the path of each new segment.
+        Called with the path of each new segment.
     """
 
     def __init__(
@@ -117,21 +117,21 @@ class SegmentWriter:
         Raises
         ------
         OSError
-            They were not written; the file is as it was, or will not be used again.
+            They were not written; the file is unchanged, or will not be used again.
         """
-        if self._size >= self._largest or not self._path.exists():  # it was deleted to make room
+        if self._size >= self._largest or not self._path.exists():  # deleted to free space
             self.seal()
         if self._file is None:
             self._begin()
         self._write(records)
 
     def sync(self) -> None:
-        """Have the disk take everything.
+        """Sync all records to the disk.
 
         Raises
         ------
         OSError
-            What was written last may be lost in a power cut.
+            The last records may be lost in a power cut.
         """
         if self._file is None or self._synced:
             return
@@ -143,10 +143,7 @@ class SegmentWriter:
         self._synced = True
 
     def seal(self) -> None:
-        """Nothing more comes into this segment.
-
-        Never raises.
-        """
+        """End this segment. Never raises."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.close(self._file)
@@ -177,7 +174,7 @@ class SegmentWriter:
             while rest:
                 rest = rest[os.write(self._file, rest) :]
         except OSError:
-            try:  # cut off what was written in part, or leave the segment for good
+            try:  # cut off the partial record, or abandon the segment
                 os.ftruncate(self._file, self._size)
             except OSError:
                 self.seal()

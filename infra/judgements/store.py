@@ -5,19 +5,18 @@
     put ─> memory ─> (at most 0.2 s) ─> a file of this process, in the workspace
     get <─ memory <─ (at most once a second) <─ files of all processes
 
-In: keys and scored judgements. Out: what is known of keys. A judgement that was put is on its way
-to the disk within 0.2 s, whatever becomes of the process then; :meth:`WorkspaceStore.flush` waits
-for the disk. A full disk or quota, or a folder that is closed to this user, is one line in the log:
-the store goes on in memory and tries again. Whoever begins a segment sees to it that all of them
-stay within a size and a number: the oldest go.
+In: keys and scored judgements. Out: known judgements of keys. A judgement is on its way to the disk
+within 0.2 s, whatever happens to the process then; :meth:`WorkspaceStore.flush` waits for the disk.
+A full disk or quota, or a folder closed to this user, is logged once: the store continues in memory
+and retries. A writer that starts a segment keeps all of them within a size and a number: the oldest
+are deleted.
 
 In memory, the index is one array, sorted by key, in which thousands of keys are looked up at once;
-what is few waits in a dictionary until there is enough of it to be sorted in.
+small numbers of records wait in a dictionary until there are enough to be merged.
 
-A reader gives sound records that were not given before, whoever has written them. How far each
-segment was read is remembered by its name, so that only what has been added is read again. What
-cannot be read (closed to this user, of a newer version, damaged) is skipped, with one line in the
-log for each sort of trouble.
+A reader returns valid records once, whoever wrote them. It remembers how far each segment was read,
+so that only new records are read. Unreadable data (closed to this user, of a newer version,
+damaged) are skipped and logged once per kind.
 """
 
 from __future__ import annotations
@@ -55,23 +54,23 @@ log = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
 
 _KEY, _VALUES = "S16", [("score", "<f8"), ("prompt", "<u4"), ("completion", "<u4")]
-#: One record as it stands in a file.
+#: One record of a file.
 RECORD = np.dtype([("key", _KEY), *_VALUES, ("crc", "<u4")])
 _ENTRY = [name for name, _ in _VALUES]
 assert RECORD.itemsize == RECORD_BYTES
-_MOST_RECENT = 1 << 16  # that wait in the dictionary
-_MANY = 1 << 12  # that come together are sorted in together
-#: Read, checked and given together.
+_MOST_RECENT = 1 << 16  # in the dictionary
+_MANY = 1 << 12  # this many at a time are merged together
+#: Read, checked and returned together.
 _CHUNK_BYTES = RECORD_BYTES << 18
-#: Bytes of the header that say what a file is.
+#: Bytes of the header that identify a file.
 _COMPARED = 16
-#: More segments than these are not kept, however small they are.
+#: Limit of the number of segments, however small they are.
 MOST_SEGMENTS = 4096
 
 
 def decode(raw: bytes) -> tuple[Array, int]:
-    """The sound records of a file's bytes (behind its header), and how many bytes lead up to the
-    end of the last of them; others are left out."""
+    """The valid records of a file's bytes (behind its header), and the number of bytes up to the
+    end of the last of them; invalid records are left out."""
     whole, view = len(raw) // RECORD_BYTES, memoryview(raw)
     records = np.frombuffer(raw, RECORD, whole)
     starts = range(0, whole * RECORD_BYTES, RECORD_BYTES)
@@ -83,7 +82,7 @@ def decode(raw: bytes) -> tuple[Array, int]:
 
 
 class Table:
-    """All that is known. Not for several threads at once."""
+    """The index of known judgements. Not thread-safe."""
 
     def __init__(self) -> None:
         self._keys, self._values = np.empty(0, _KEY), np.empty(0, _VALUES)
@@ -104,7 +103,7 @@ class Table:
         return found
 
     def put(self, key: bytes, judgement: StoredJudgement) -> None:
-        """Add one, or replace one that was put lately."""
+        """Add one, or replace a recent one."""
         self._recent[key] = judgement
         if len(self._recent) >= _MOST_RECENT:
             raw = b"".join(itertools.starmap(encode_record, self._recent.items()))
@@ -112,12 +111,12 @@ class Table:
             self._recent = {}
 
     def add(self, records: Array) -> None:
-        """Add many; what is known already stays as it is."""
+        """Add many; known ones stay unchanged."""
         if len(records) >= _MANY:
             self._pending.append(records)
             return
         for key, *values, _ in records.tolist():
-            key = key.ljust(KEY_BYTES, b"\0")  # numpy drops zeros at the end of a text
+            key = key.ljust(KEY_BYTES, b"\0")  # numpy drops trailing zeros
             if key not in self._recent:
                 self.put(key, StoredJudgement(*values))
 
@@ -136,14 +135,14 @@ class Table:
 
 
 class _Reader:
-    """Reads the files of a folder but for ``mine``. Not for several threads at once."""
+    """Reads the files of a folder except ``mine``. Not thread-safe."""
 
     def __init__(self, folder: Path, mine: Set[str], complaints: Complaints) -> None:
         self._folder, self._mine, self._complaints = folder, mine, complaints
         self._read_to: dict[str, int] = {}
 
     def fresh(self) -> Iterator[Array]:
-        """Records that have come since the last time, in batches."""
+        """New records since the last call, in batches."""
         try:
             names = [name for name in names_in(self._folder) if is_segment(name)]
         except OSError as error:
@@ -154,7 +153,7 @@ class _Reader:
                 if name not in self._mine:
                     yield from self._added(self._folder / name)
             except FileNotFoundError:
-                continue  # removed meanwhile
+                continue  # deleted
             except OSError as error:
                 text = "stored judgements are skipped: %s"
                 self._complaints.say(f"read {error.errno}", text, error)
@@ -168,18 +167,18 @@ class _Reader:
             size = os.fstat(file.fileno()).st_size
             if not at:
                 if size < HEADER_BYTES:
-                    return  # it has just been made
+                    return  # just created
                 at = HEADER_BYTES
                 if file.read(HEADER_BYTES)[:_COMPARED] != HEADER[:_COMPARED]:
                     at = sys.maxsize
-                    text = "%s is not used: it is no file of judgements of version %d"
+                    text = "%s is not used: it is not a file of judgements of version %d"
                     self._complaints.say("format", text, path, VERSION)
             while size - at >= RECORD_BYTES:
                 file.seek(at)
                 raw = file.read(min(_CHUNK_BYTES, size - at))
                 found, passed = decode(raw)
-                # On NFS, the end of a file that grows may be seen as zeros at first: that end
-                # is read once more. A damaged place with sound records behind it is passed.
+                # On NFS, the end of a growing file may look like zeros at first: that end is read
+                # again. A damaged place with valid records behind it is skipped.
                 is_end = at + len(raw) + RECORD_BYTES > size
                 if not is_end:
                     passed = len(raw) - len(raw) % RECORD_BYTES
@@ -194,8 +193,8 @@ class _Reader:
 
 
 def keep_small(new: Path, limit_bytes: int, complaints: Complaints) -> None:
-    """Remove the oldest segments until the folder of ``new``, which was just begun, is within its
-    limits. Never raises: what cannot be done is said in the log, once."""
+    """Remove the oldest segments until the folder of ``new``, which was just started, is within its
+    limits. Never raises: failures are logged once."""
     segments = list_segments(new.parent)
     total, count = sum(size for _, size in segments), len(segments)
     for path, size in segments:
@@ -205,7 +204,7 @@ def keep_small(new: Path, limit_bytes: int, complaints: Complaints) -> None:
             if path != new:
                 path.unlink(missing_ok=True)
                 total, count = total - size, count - 1
-        except OSError as error:  # another user's, in a folder that protects it
+        except OSError as error:  # another user's file, in a protected folder
             complaints.say("upkeep", "the store of judgements cannot be kept small: %s", error)
 
 
@@ -214,22 +213,22 @@ _LOOK_EVERY_S = 1.0
 _TRY_AGAIN_S = 30.0
 _SMALLEST_SEGMENT, _LARGEST_SEGMENT = 64 << 10, 64 << 20
 _SEGMENTS_IN_LIMIT = 8
-#: Most bytes that wait for a disk that takes none; what comes after them stays in memory only.
+#: Most bytes that wait for a failing disk; later judgements stay in memory only.
 _MOST_WAITING = RECORD_BYTES * 10**6
 
 
 class WorkspaceStore:
-    """Implements :class:`~refiner_core.contract.types.JudgementStore` on files. Any thread may use
-    it; use it as a context manager, or :meth:`close` it.
+    """Implements :class:`~refiner_core.contract.types.JudgementStore` on files. Thread-safe; use it
+    as a context manager, or :meth:`close` it.
 
     Parameters
     ----------
     folder
-        ``judgements/`` of the workspace; made when the first judgement is put.
+        ``judgements/`` of the workspace; created with the first judgement.
     writer
-        Who it is, in the names of files (stage and attempt).
+        Readable part of the file names (stage and attempt).
     limit_bytes
-        Largest size of all files together; the oldest go.
+        Largest size of all files together; the oldest are deleted.
     """
 
     def __init__(self, folder: Path, *, writer: str, limit_bytes: int) -> None:
@@ -245,7 +244,7 @@ class WorkspaceStore:
         self._table, self._waiting = Table(), bytearray()
         self._looked_at = self._try_again_at = -1e9
         self._thread: threading.Thread | None = None
-        # Always taken in this order. Only the last one is held while nothing slow happens.
+        # Always taken in this order. Only the last one is held during fast operations alone.
         self._looking, self._writing = threading.RLock(), threading.RLock()
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -259,18 +258,18 @@ class WorkspaceStore:
     # ------------------------------------------------------------ the protocol
 
     def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
-        """Known judgements, in order; also what others have put, about a second after they did."""
+        """Known judgements, in order; including those of others, with a delay of about a second."""
         self._look()
         with self._lock:
             return self._table.get(keys)
 
     def put(self, key: bytes, judgement: StoredJudgement) -> None:
-        """Keep one. Cheap, and never fails for the disk's sake.
+        """Store one. Cheap; disk errors are never raised.
 
         Raises
         ------
         ValueError
-            The key has not 16 bytes, or the score is no number from 0 to 1.
+            The key does not have 16 bytes, or the score is not a number from 0 to 1.
         """
         record = encode_record(key, judgement)
         with self._lock:
@@ -283,7 +282,7 @@ class WorkspaceStore:
                 self._thread.start()
 
     def flush(self) -> None:
-        """Have the disk take what was put so far; what it refuses is said in the log."""
+        """Sync all judgements to the disk; failures are logged."""
         with self._writing:
             if not self._write(now=True):
                 return
@@ -293,7 +292,7 @@ class WorkspaceStore:
                 self._trouble(error)
 
     def close(self) -> None:
-        """Flush, and write no more. More than one call does no harm."""
+        """Flush, and write no more. Repetition is harmless."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -308,7 +307,7 @@ class WorkspaceStore:
             self._write()
 
     def _write(self, *, now: bool = False) -> bool:
-        """Write what waits; ``now``: also soon after a failure. False: it still waits."""
+        """Write waiting records; ``now``: even soon after a failure. False: they still wait."""
         with self._writing:
             if not now and time.monotonic() < self._try_again_at:
                 return False
@@ -331,7 +330,7 @@ class WorkspaceStore:
         self._try_again_at = time.monotonic() + _TRY_AGAIN_S
         self._complaints.say(
             "write",
-            "judgements are kept in memory only for now, and would be asked again after a crash: "
+            "judgements are stored in memory only for now, and would be repeated after a crash: "
             "%s cannot be written to (%s)",
             self._folder,
             error,
@@ -340,7 +339,7 @@ class WorkspaceStore:
     # ------------------------------------------------------------ reading
 
     def _look(self) -> None:
-        """Take in what is new in the files, at most every second."""
+        """Read new records of the files, at most once a second."""
         with self._looking:
             if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
                 return

@@ -1,8 +1,8 @@
-"""The loop that brings the world to a plan: looks, decides, acts; and says why attempts ended.
+"""The loop that brings a workspace to a plan: observe, decide, act; and its incidents.
 
-One round: ``observe`` (what lives) -> ``reconcile`` (a pure function: union of plans, records,
-observed -> actions) -> ``acting`` (submit, close, stop), while ``waiting`` knows what pauses for
-room or for a system that does not answer. ``orchestrator`` goes round until all is done, and shows
-how it looks; ``members`` are the runs that it works on, as a source gives them. Read only:
-``timeline`` (what went wrong, and what it cost).
+One round: ``observe`` (what runs) -> ``reconcile`` (a pure function: union of plans, records,
+observations -> actions) -> ``acting`` (submit, close, stop); ``waiting`` tracks pauses for disk
+space and for systems that do not answer. ``orchestrator`` repeats rounds until all stages have
+ended and publishes their state; ``members`` are the runs that it works on. Read only:
+``timeline`` (incidents and their cost).
 """

@@ -1,13 +1,12 @@
-"""Carries out what was decided: claims and submits attempts, closes them, asks jobs to end.
+"""Carries out decisions: claims and submits attempts, closes them, asks jobs to end.
 
 In: the reconciler's actions, one round at a time. Out: files in the workspace and calls of the
-dispatchers; each may fail or be cut short at any point, and whoever looks next goes on from what is
-recorded. What could not be done is kept for the next round's decision; an error on the way is kept
-with its stage while everything else is tried.
+dispatchers. Each may fail or be cut short at any point; the next round continues from the records.
+A failed action is kept for the next decision; an error is kept with its stage while all other
+actions are tried.
 
-Jobs end on a stop of the whole call, or when somebody has cancelled their stages: they are asked to
-save, and killed after the grace. What another call, another process or another member goes on with
-is left alone.
+Jobs end when the whole call stops or a user cancels their stages: they are asked to save, and
+killed after the grace period. Jobs that another call, process or member still needs are left alone.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class Actor:
     owner
         The process.
     members, homes
-        Those that are worked on, as they come and go; and which of them begins a stage (by id): its
+        The runs being worked on, as they come and go; and which of them starts a stage (by id): its
         configuration and code are the job's.
     rooms
-        Hears of control files that could not be written.
+        Notified of control files that could not be written.
     grace_s
         How long a job may take to save.
     clock
@@ -65,7 +64,7 @@ class Actor:
     Attributes
     ----------
     wish, since
-        That the whole call is to end (None: it is not), and when the newest wish was heard.
+        The request to end the whole call (None: there is none), and the time of the newest one.
     """
 
     workspace: Workspace
@@ -84,29 +83,29 @@ class Actor:
     _released: dict[AttemptRef, int] = field(default_factory=dict)
     _unsure: dict[AttemptRef, str] = field(default_factory=dict)
     _complaints: Complaints = field(default_factory=Complaints)
-    #: Stage id -> the run that goes on with it.
+    #: Stage id -> the run that continues with it.
     _spared: dict[str, str] = field(default_factory=dict)
 
     def _note(self, stage: PlannedStage, event: str, **more: Any) -> None:
-        """A line in the log of the run that begins the stage."""
+        """Add a line to the log of the run that starts the stage."""
         self.homes[stage.id].note({"event": event, "stage": stage.name, **more})
 
     def keep_ends(self, sights: Mapping[AttemptRef, JobSight]) -> None:
-        """Keep what the scheduler says of jobs that have ended: it forgets."""
+        """Record the scheduler's facts about ended jobs, which it forgets later."""
         for ref, sight in sights.items():
             if sight.sight == "dead" and sight.facts:
                 try:
                     self.workspace.note_scheduler(*ref, sight.facts)
-                except OSError as error:  # tried again in each round, until its outcome is written
-                    text = "what the scheduler says of %s cannot be kept: %s"
+                except OSError as error:  # tried again in each round until its outcome is written
+                    text = "the scheduler's facts about %s cannot be recorded: %s"
                     self._complaints.say(ref, text, ref, error)
 
-    # ------------------------------------------------------------ beginning
+    # ------------------------------------------------------------ starting
 
     def launch(
         self, actions: Iterable[Launch], records: Mapping[str, StageRecord], errors: Trouble[str]
     ) -> None:
-        """Claim an attempt at each stage and submit them, those of one executor together."""
+        """Claim an attempt at each stage, then submit all of one executor together."""
         groups: dict[str, list[tuple[PlannedStage, JobRequest]]] = {}
         for action in actions:
             with errors.at(action.stage.id):
@@ -127,10 +126,10 @@ class Actor:
                             self._note(stage, "submit", attempt=request.attempt)
 
     def _claim(self, action: Launch, executor: str, before: Sequence[Attempt]) -> JobRequest | None:
-        """Claim an attempt at a stage; the job for it."""
+        """Claim an attempt at a stage, and return its job."""
         stage, home = action.stage, self.homes[action.stage.id]
         own = home.planned[stage.id]
-        # Before the claim: what is claimed is to be submitted.
+        # Before the claim: a claimed attempt must be submitted.
         save_s = self.workspace.longest_save_s(stage.id)
         apart = reads_parts_apart(self.workspace, home.run.code)
         claim = Claim(self.owner, executor, action.after, apart)
@@ -161,21 +160,21 @@ class Actor:
 
     def _not_submitted(self, stage: PlannedStage, request: JobRequest, error: Exception) -> None:
         # Recorded as the attempt's outcome, and shown; the job may still be on its way.
-        # A refusal in plain words needs no traceback beside it, except for --debug.
+        # A plain refusal needs no traceback, except with --debug.
         level = logging.DEBUG if isinstance(error, RefinerError) else logging.WARNING
         log.log(level, "submitting %s failed", stage.title, exc_info=error)
         outcome = classify(error, self.workspace.root)
         message = outcome.message
         if outcome.failure != "disk_full" and isinstance(error, OSError) and is_outage(error):
-            # No process could be started, or a file not be read: nobody knows whether there is a
-            # job now. The next looks tell, and close the attempt if there is none.
+            # No process could be started, or a file not be read: whether there is a job is not
+            # known. The next rounds find out, and close the attempt if there is none.
             self._unsure[request.ref] = message
         elif self._give_up(request.ref, outcome) and outcome.decision == "stop":
             self.refused.setdefault(stage.id, outcome)
         self._note(stage, "refused", message=message)
 
     def _give_up(self, ref: AttemptRef, outcome: Outcome) -> bool:
-        """Close an attempt that should not have started. False: it has, so it is waited for."""
+        """Close an attempt that should not have started. False: it has started, and is awaited."""
         try:
             if not self.workspace.void_attempt(*ref):
                 return False
@@ -185,8 +184,8 @@ class Actor:
         return True
 
     def _unwritten(self, ref: AttemptRef, end: Outcome, error: OSError) -> None:
-        """The attempt stays open: on a full disk it is closed when there is room, and after an
-        outage by another round; with the end that was found now."""
+        """Keep the outcome of an attempt that stays open: it is closed with this outcome when there
+        is space again, or the outage is over."""
         self.rooms.unwritten[ref] = end
         if classify(error, self.workspace.root).failure != "disk_full":
             raise error
@@ -202,11 +201,11 @@ class Actor:
         if outcome.failure == "hung" and not self.router.kill(attempt):
             return  # it may still run: the next round tries again
         if attempt.started is None:
-            # Its job may be late rather than lost: take the token away before saying it is gone.
+            # Its job may be late rather than lost: take the token before recording the end.
             if not self._give_up(attempt.ref, outcome):
                 return
         elif not self._write_end(attempt.ref, outcome):
-            return  # it did not fit, or its worker has had the last word after all
+            return  # it did not fit, or its worker has recorded its own outcome after all
         told = {"failure": outcome.failure, "message": outcome.message}
         self._note(action.stage, "closed", attempt=action.attempt, **told)
 
@@ -218,19 +217,19 @@ class Actor:
             return False
 
     def release(self, action: Release, attempt: OpenAttempt, limit: int) -> None:
-        """Let a held job start again; after ``limit`` times it is withdrawn instead."""
+        """Let a held job start again; after ``limit`` times, withdraw it."""
         count = self._released.get(attempt.ref, 0) + 1
         self._released[attempt.ref] = count
         if 0 <= limit < count:
             self.router.kill(attempt)
-            outcome = outcome_of("launch_failure", f"held again and again: {action.reason}")
+            outcome = outcome_of("launch_failure", f"held repeatedly: {action.reason}")
             self.close(CloseAttempt(action.stage, action.attempt, outcome), attempt)
             return
         self._note(action.stage, "release", reason=action.reason)
         self.router.release(attempt)
 
     def stop(self, stage: PlannedStage, attempt: OpenAttempt, seen: Seen, wish: StopWish) -> None:
-        """Ask a live job to save and end, and end it if it takes too long."""
+        """Ask a live job to save and end; kill it after the grace period."""
         owner, ref = attempt.attempt.owner, attempt.ref
         process = ProcessId.parse(owner)
         theirs = owner != self.owner and (not process.here or process.alive)
@@ -247,27 +246,27 @@ class Actor:
     def _ask_to_stop(self, attempt: OpenAttempt, seen: Seen, wish: StopWish) -> None:
         try:
             self.workspace.ask_stop(*attempt.ref, wish.failure, wish.reason)
-        except OSError as error:  # it only tells the worker why; the signal comes all the same
-            log.warning("why %s is to stop could not be noted: %s", attempt.ref, error)
+        except OSError as error:  # only the reason is lost; the signal comes all the same
+            log.warning("the reason to stop %s could not be recorded: %s", attempt.ref, error)
         if attempt.started is not None and self.router.stop(attempt):
             self._stop_sent[attempt.ref] = self.clock()
             return
         if attempt.started is not None and seen.running:
             return  # it cannot be asked just now; the next round tries again
-        outcome = outcome_of(wish.failure, f"not begun: {wish.reason}")
+        outcome = outcome_of(wish.failure, f"not started: {wish.reason}")
         if attempt.started is not None:
-            # Put back into the queue by the scheduler: `stop.json` keeps a late start from work.
+            # Requeued by the scheduler: `stop.json` keeps a late start from work.
             self.router.kill(attempt)
             self._write_end(attempt.ref, outcome)
         elif self._give_up(attempt.ref, outcome):
-            self.router.kill(attempt)  # its worker has not begun, and now never will
+            self.router.kill(attempt)  # its worker has not started, and now never will
 
-    # ------------------------------------------------------------ who wants what to end
+    # ------------------------------------------------------------ requests to end
 
     def request(
         self, reason: str, failure: Literal["interrupted", "cancelled"], spared: Mapping[str, str]
     ) -> None:
-        """All is to end, but for ``spared``; the first wish counts."""
+        """Request the end of all stages but ``spared``; the first request counts."""
         if self.wish is not None:
             return
         self._spared |= spared
@@ -277,12 +276,12 @@ class Actor:
             member.note({"event": "stop", "reason": reason})
 
     def hear(self, member: Member) -> None:
-        """Hear whether somebody has cancelled a run, or stages of it, with `refiner cancel`."""
+        """Read whether a user has cancelled a run, or stages of it, with `refiner cancel`."""
         asked = self.workspace.cancel_asked(member.run.run)
         if asked is None:
             return
         if not asked.get("stages") and not member.cancelled:
-            # Who ends a call means its own work; another call goes on with what they share.
+            # Cancelling a call ends its own work; other calls continue shared stages.
             ours = {m.run.run for m in self.members}
             self._spared |= wanted_by_others(self.workspace, ours)
         if member.hear_cancel(asked, self.grace_s):
@@ -295,7 +294,7 @@ class Actor:
         open_attempts: Mapping[str, OpenAttempt],
         errors: Trouble[str],
     ) -> None:
-        """Ask live jobs to end that nobody here wants any more."""
+        """Ask live jobs to end that no member needs any more."""
         cancelled = cancelled_of(self.members)
         if self.wish is None and not cancelled:
             return
@@ -319,8 +318,8 @@ class Actor:
     def _may_end(
         self, service: PlannedStage, ending: Iterable[PlannedStage], seen: Mapping[str, Seen]
     ) -> bool:
-        """Tell whether nobody needs a server any more: not the jobs that are ended here, which may
-        still wait for answers while they save, nor anybody else."""
+        """Tell whether a server is no longer needed: neither by the jobs that are ended here, which
+        may still wait for answers while they save, nor by any other."""
         asking = (s.id for s in ending if service.id in s.after)
         if any(i in seen and seen[i].sight != "dead" for i in asking):
             return False
@@ -331,7 +330,7 @@ class Actor:
 
 
 def cancelled_of(members: Iterable[Member]) -> dict[str, StopWish]:
-    """Stages that somebody has cancelled and that no member wants any more, by id."""
+    """Stages by id that a user has cancelled and no member still needs."""
     members = list(members)
     wishes = {i: wish for m in members for i, wish in m.cancelled.items()}
     if not wishes:
@@ -341,17 +340,17 @@ def cancelled_of(members: Iterable[Member]) -> dict[str, StopWish]:
 
 
 def left_to(view: StageView, whose: str) -> StageView:
-    """The view of a stage that is over here, and that somebody else goes on with."""
+    """The view of a stage that is over here and that another run continues."""
     if is_service(f"{view.kind}-"):
-        return replace(view, state="done", message=f"goes on: {whose} needs it")
-    message = f"goes on: it belongs to {whose}, which still runs"
+        return replace(view, state="done", message=f"continues: {whose} needs it")
+    message = f"continues: it belongs to {whose}, which still runs"
     return replace(view, state="interrupted", message=message, exit_code=6)
 
 
 def seen_by(
     member: Member, stage: PlannedStage, view: StageView, members: Iterable[Member]
 ) -> StageView:
-    """The view of a stage for a member that has cancelled it, where another still wants it."""
+    """The view of a stage for a member that has cancelled it, where another still needs it."""
     if stage.id not in member.cancelled or view.terminal:
         return view
     others = (m for m in members if stage.id in m.stages and stage.id not in m.cancelled)
@@ -360,10 +359,10 @@ def seen_by(
         return view
     if view.attempt and view.state != "waiting":
         return left_to(view, f"run {other.run.run}")
-    return replace(view, state="interrupted", message="not begun: cancelled", exit_code=6)
+    return replace(view, state="interrupted", message="not started: cancelled", exit_code=6)
 
 
-# ---------------------------------------------------------------- where nobody works on a call
+# ---------------------------------------------------------------- calls without an orchestrator
 
 Tell = Callable[[str], None]
 POLL_S = 0.3
@@ -371,20 +370,20 @@ _TELL_EVERY_S = 5.0
 
 
 class Seldom:
-    """Tells a message again after some seconds only, and another one at once."""
+    """Limits repetition: passes on a new message at once, the same one only after some seconds."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell, self._said, self._said_at = tell, "", 0.0
 
     def __call__(self, message: str) -> None:
-        """Tell it, if it is news."""
+        """Pass on the message if it is new."""
         now = time.monotonic()
         if message != self._said or now - self._said_at >= _TELL_EVERY_S:
             self._said, self._said_at = message, now
             self._tell(message)
 
     def wait_out(self, error: OSError) -> None:
-        """Tell of an outage, and wait a moment; raises what is none."""
+        """Report an outage and wait a moment; other errors are raised."""
         if not is_outage(error):
             raise error
         self(first_line(str(error), 300))
@@ -392,7 +391,7 @@ class Seldom:
 
 
 def open_stages(workspace: Workspace, stages: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of those (id -> name) that have an attempt without an end."""
+    """Names of the stages (id -> name) with an attempt without an outcome."""
     records = ((name, workspace.read_record(stage_id)) for stage_id, name in stages.items())
     return tuple(n for n, record in records if record is not None and record.state == "claimed")
 
@@ -406,20 +405,20 @@ def end_jobs(
     tell: Tell,
     patience_s: float,
 ) -> tuple[str, ...]:
-    """Ask the jobs of stages (id -> name) to end, kill and close, until no attempt is open or it
-    has taken too long; names of stages that are open still.
+    """Ask the jobs of stages (id -> name) to end, kill and close them, until no attempt is open or
+    ``patience_s`` is over. Returns the names of stages that are still open.
 
     Parameters
     ----------
     workspace, settings
-        Where they are recorded, and how their jobs are reached; ``settings.grace_s`` is how long
+        Where stages are recorded, and how their jobs are reached; ``settings.grace_s`` is how long
         one may take to save.
     failure, reason
         The outcome that they get.
     tell
-        Hears what is waited for.
+        Receives messages about what is waited for.
     patience_s
-        How long it may take in all.
+        Limit for the whole call.
     """
     router, told = make_router(settings, workspace), Seldom(tell)
     observer = Observer(workspace, router, settings)
@@ -432,23 +431,23 @@ def end_jobs(
         elif ref not in asked_at:
             try:
                 workspace.ask_stop(*ref, failure, reason)
-            except OSError as error:  # it only tells the worker why; the signal comes all the same
-                tell(f"why its jobs are to stop could not be noted: {error.strerror or error}")
+            except OSError as error:  # only the reason is lost; the signal comes all the same
+                tell(f"the reason to stop could not be recorded: {error.strerror or error}")
             if attempt.begun and router.stop(attempt):
                 asked_at[ref] = time.monotonic()
             else:
-                close(attempt, reason if attempt.begun else f"not begun: {reason}")
+                close(attempt, reason if attempt.begun else f"not started: {reason}")
         elif time.monotonic() - asked_at[ref] > settings.grace_s and router.kill(attempt):
             asked_at[ref] = inf
             tell(f"{ref.stage_id} has not ended in {settings.grace_s:g} s: killed")
 
     def close(attempt: OpenAttempt, why: str) -> None:
-        """Close an attempt that has not begun, is dead or cannot be asked. Where the order to end
-        its job does not get through it stays open, for the next round, or the next call."""
+        """Close an attempt that has not started, is dead or cannot be asked. If the order to end
+        its job does not get through, it stays open for the next round or call."""
         try:
             ends = attempt.begun or workspace.void_attempt(*attempt.ref)
         except OSError:
-            router.kill(attempt)  # on a full disk its token cannot be taken, but it can be ended
+            router.kill(attempt)  # on a full disk its token cannot be taken, but it can be killed
             raise
         if ends and router.kill(attempt):
             workspace.close_attempt(*attempt.ref, outcome_of(failure, why))

@@ -1,11 +1,11 @@
 """Members: runs that an orchestrator works on, with their plans, event logs and views.
 
-A :class:`Member` is a whole run, a trial of a sweep, or one checkpoint of a night. Each keeps its
-own event log, leases of servers and views, so that whoever looks at a run afterwards finds the
-same, however many were worked on together. A log has one writer, the process that works on the run;
-neither it nor the orchestrator's file decides anything, so what cannot be written is logged, and
-the work goes on. A :class:`Source` gives members as they come: those of a run and of
-a night at once, a sweep admits its trials (:mod:`flows.sweeping.admission`).
+A :class:`Member` is a whole run, a trial of a sweep, or one checkpoint of a night. Each has its own
+event log, leases of servers and views, the same however many are worked on together. A log has one
+writer, the process that works on the run. Neither the log nor the orchestrator's file decides
+anything, so a failed write is logged and the work continues. A :class:`Source` gives the members:
+those of a run and of a night at once; a sweep admits its trials
+(:mod:`flows.sweeping.admission`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Diary:
     Parameters
     ----------
     workspace, run
-        Where it is kept, and the call's id.
+        Where it is written, and the call's id.
     """
 
     def __init__(self, workspace: Workspace, run: str) -> None:
@@ -45,7 +45,7 @@ class Diary:
         self._complaints = Complaints()
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """A line in the run's event log, from any thread."""
+        """Add a line to the run's event log, from any thread."""
         path = self._workspace.layout.run(self._run).events
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,13 +55,13 @@ class Diary:
             self._complaints.say("log", "the event log cannot be written: %s", error)
 
     def write_orchestrator(self, state: str, exit_code: int | None) -> None:
-        """Say that this process works on the run, for `refiner status`, `cancel` and `resume`."""
+        """Record that this process works on the run, for `refiner status`, `cancel`, `resume`."""
         me = {"process": str(ProcessId.of()), "host": host_name()}
         value = {**me, "state": state, "at": now_text(), "exit_code": exit_code}
         try:
             self._workspace.write_orchestrator(self._run, value)
         except OSError as error:
-            log.warning("who works on the run could not be noted: %s", error)
+            log.warning("the process that works on the run could not be recorded: %s", error)
 
 
 def stage_event(view: StageView) -> dict[str, Any]:
@@ -76,10 +76,10 @@ class Member(Diary):
     Parameters
     ----------
     plan, run, workspace
-        What should be, the call, and where it is recorded. The call's ``code`` names the snapshot
+        The run's plan, its call, and where it is recorded. The call's ``code`` names the snapshot
         that its jobs import.
     name
-        Tells it from the others, such as ``ARM/seed1``; empty for a run alone.
+        Name within the orchestrator, such as ``ARM/seed1``; empty for a run alone.
     clock
         Seconds, monotonic.
     """
@@ -94,22 +94,22 @@ class Member(Diary):
     ) -> None:
         super().__init__(workspace, run.run)
         self.plan, self.run, self.name = plan, run, name
-        #: By id: as the plan has them, and with their inputs by id, too.
+        #: By id: as in the plan, and with their inputs by id.
         self.planned = {stage.id: stage for stage in plan.stages}
         self.stages, self.given = stages_by_id(plan)
         self.ids = frozenset((*self.stages, *self.given))
         self.holds = Holds(plan, workspace.layout)
         self.leases = CallLeases(workspace, run.run, clock)
         self.outage = Outage(plan.config.dispatch.poll_s, clock, self.note)
-        #: What was done when it began; None before the first look.
+        #: What was done when it began; None before the first round.
         self.done_before: frozenset[str] | None = None
-        #: Stages that somebody has cancelled, by id.
+        #: Stages that a user has cancelled, by id.
         self.cancelled: dict[str, StopWish] = {}
         self._views: dict[str, StageView] = {}
 
     def take_up(self, *, regardless: bool = False) -> None:
-        """Take the run up in this process; whoever follows it hears at once that what its log said
-        before is history. See :func:`infra.store.orchestrators.take_up`."""
+        """Take over the run in this process; its log tells followers that earlier lines are
+        history. See :func:`infra.store.orchestrators.take_up`."""
         take_up(self._workspace, self.run.run, regardless=regardless)
         self.note({"event": "begin", "process": str(ProcessId.of())})
 
@@ -119,9 +119,9 @@ class Member(Diary):
         Raises
         ------
         NoSpaceError
-            Not even the run's record fits.
+            Not even the run's record fits on the disk.
         WorkspaceError
-            The run's code is gone, or is not what was pinned.
+            The run's code is gone or differs from its digest.
         """
         with_patience(lambda: self._workspace.keep_run(self.run))
         if self.run.code:  # after the record, which keeps it from being reclaimed
@@ -129,18 +129,18 @@ class Member(Diary):
         self.write_orchestrator("running", None)
 
     def end(self) -> None:
-        """Say that every stage is in a terminal state."""
+        """Record that every stage is in a terminal state."""
         self._leave(next((v.exit_code for v in self._views.values() if v.exit_code), 0))
 
     def give_up(self, error: BaseException) -> None:
-        """Say that nobody works on the run any more; what it has begun goes on."""
+        """Record that no process works on the run any more; its jobs continue."""
         self._leave(getattr(error, "exit_code", 70))
 
     def _leave(self, exit_code: int) -> None:
         try:
             self.leases.keep(())
         except OSError as trouble:
-            log.warning("leases of servers are not given back: %s", trouble)
+            log.warning("leases of servers could not be returned: %s", trouble)
         self.write_orchestrator("ended", exit_code)
 
     def views(self) -> dict[str, StageView]:
@@ -148,17 +148,17 @@ class Member(Diary):
         return dict(self._views)
 
     def publish(self, views: dict[str, StageView]) -> bool:
-        """Replace the views, and log what is news of them; whether all are final."""
-        before, self._views = self._views, views  # replaced as a whole: others read it meanwhile
+        """Replace the views and log what changed; True if all are final."""
+        before, self._views = self._views, views  # replaced as a whole: other threads read it
         for name, view in views.items():
-            old = before.get(name, StageView("", "", "", "waiting", -1))  # progress is no news
+            old = before.get(name, StageView("", "", "", "waiting", -1))  # progress is not logged
             if (old.state, old.attempt, old.job_id) != (view.state, view.attempt, view.job_id):
                 self.note(stage_event(view))
         return all(view.terminal for view in views.values())
 
     def hear_cancel(self, asked: Mapping[str, Any], grace_s: float) -> list[str]:
-        """Take note of who has cancelled the run, or stages of it; names of those that are new."""
-        reason = f"cancelled by {asked.get('by', 'somebody')}"
+        """Note a request to cancel the run, or stages of it; names of those that are new."""
+        reason = f"cancelled by {asked.get('by', 'an unknown user')}"
         wish = StopWish(reason, "cancelled", grace_s, everybody=True)
         names = asked.get("stages") or list(self.plan.by_name)
         wanted = [s for s in self.plan.stages if s.name in names or s.id in names]
@@ -170,22 +170,22 @@ class Member(Diary):
 
 
 class Source:
-    """Gives members to an orchestrator, and hears how they end: all of them at the beginning,
-    where a class below does not say otherwise, and what breaks one of them ends the call.
+    """Gives members to an orchestrator and is notified of their ends. This one gives all of them at
+    the beginning, and an error of one of them ends the call.
 
     Parameters
     ----------
     members
         In the order in which they get free slots.
     tell
-        Hears of each that has ended.
+        Called with each member that has ended.
 
     Attributes
     ----------
     more, at_once
-        Others may come; right now.
+        More members may come; more may come right now.
     request_stop
-        The orchestrator's, which sets it.
+        Set by the orchestrator.
     """
 
     more = at_once = False
@@ -199,29 +199,29 @@ class Source:
 
     @property
     def shown(self) -> Collection[Member]:
-        """Members whose stages are to be seen now."""
+        """Members whose stages are shown now."""
         return self._members
 
     def begin(self) -> None:
-        """Record them; called once, before anything else."""
+        """Record the members; called once, first."""
         for member in self._members:
             member.begin()
 
     def admit(self, stopping: bool) -> Sequence[Member]:
-        """Members that begin now; asked after each round."""
+        """Members that begin now; called after each round."""
         found, self._coming = self._coming, ()
         return found
 
     def ended(self, member: Member, error: Exception | None) -> None:
-        """Hear that every stage of a member is in a terminal state, or what broke it."""
+        """Handle the end of a member: all stages in a terminal state, or ``error``."""
         if error is not None:
             raise error
         self._tell(member)
 
     def end(self, error: BaseException | None) -> None:
-        """Hear that nothing is left to do, or what ended the orchestrator."""
+        """Handle the end of the orchestrator: nothing left to do, or ``error``."""
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """A line in the call's event log, from any thread."""
+        """Add a line to the call's event log, from any thread."""
         for member in self._members:
             member.note(event)

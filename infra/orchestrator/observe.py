@@ -1,18 +1,18 @@
-"""Looks at the world: which attempts live, are gone, or hang; and what a run would do now.
+"""Observes attempts: which run, are gone, or hang; and forecasts what a run would do now.
 
 In: a workspace and a router of dispatchers. Out: records and
-:class:`~infra.orchestrator.reconcile.Observed`, together, in the right order (a record is read
-*after* its attempt was seen dead, so its last word is in it).
+:class:`~infra.orchestrator.reconcile.Observed`, read in a consistent order (a record is read
+*after* its attempt was seen dead, so its outcome is in it).
 
-Liveness goes by process or scheduler first. Whether a job that runs does anything goes by whether
-its heartbeat's *counter*, and more slowly its *progress*, move, timed by this process's own clock:
-clocks are never compared.
+Whether a job lives is taken from process or scheduler. Whether it works is taken from its
+heartbeat's *counter*, and more slowly its *progress*, timed by this process's own clock: clocks
+are never compared.
 
-What was there a moment ago does not vanish: a look that finds less than the last one is no look but
-an outage (``OSError``), as is one that could not read.
+Records do not vanish: an observation that finds less than the last one is an outage (``OSError``),
+as is one that could not read.
 
-:func:`observe_actions` only looks, at a workspace that need not exist: per stage ``run``, ``skip``
-or ``reattach`` with a reason, and in what a stage differs from the most similar recorded one.
+:func:`observe_actions` only reads, from a workspace that need not exist: per stage ``run``,
+``skip`` or ``reattach`` with a reason, and its difference from the most similar recorded stage.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from refiner_core.contract.services import is_service
 
 
 class Observer:
-    """Remembers between looks only since when a sign of life has not changed.
+    """Keeps between observations only since when a sign of life has not changed.
 
-    ``settings`` say for how long a worker may be silent.
+    ``settings`` limit how long a worker may be silent.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Observer:
     def look(
         self, stage_ids: Iterable[str], trouble: Trouble[str] | None = None
     ) -> tuple[dict[str, StageRecord], Observed]:
-        """Records of the stages that have one, and what is seen of their newest attempts.
+        """Records of the stages that have one, and the state of their newest attempts.
 
-        What is said of a stage that ``trouble`` names afterwards counts for nothing.
+        Values for a stage that ``trouble`` names afterwards are not valid.
 
         Raises
         ------
         OSError, WorkspaceError
-            One of them could not be looked at, and no ``trouble`` takes that.
+            A stage could not be observed, and there is no ``trouble`` to collect the error.
         """
         errors = Trouble[str]() if trouble is None else trouble
         records: dict[str, StageRecord] = {}
@@ -115,14 +115,14 @@ class Observer:
         return records, Observed(seen, ready=frozenset(self._ready))
 
     def forget(self, stage_ids: Collection[str]) -> None:
-        """Let go of what nobody will ask about any more."""
+        """Forget stages that are no longer needed."""
         for stage_id in stage_ids:
             self._done.pop(stage_id, None)
             self._last.pop(stage_id, None)
         self._signs = {k: s for k, s in self._signs.items() if k[0].stage_id not in stage_ids}
 
     def _read(self, stage_id: str) -> StageRecord | None:
-        """The record of a stage, which only ever grows."""
+        """The record of a stage, which only grows."""
         record, before = self.workspace.read_record(stage_id), self._last.get(stage_id)
         lacks = before is not None and (record is None or _lacks(record, before))
         if lacks and not self.workspace.has_damaged(stage_id):
@@ -152,7 +152,7 @@ class Observer:
         sight = self._sight(attempt, job)
         end = job.end
         if sight == "dead" and end is None and self._is_mine(attempt) and started is None:
-            end = outcome_of("system_outage", "claimed, and its job could not be submitted")
+            end = outcome_of("system_outage", "claimed, but its job could not be submitted")
         if sight == "dead" and end is None:
             end = classify_silent_end(started is not None, "")
         return Seen(number, sight, job.local, end, note, job.held, job.running)
@@ -161,21 +161,21 @@ class Observer:
         owner = ProcessId.parse(attempt.attempt.owner)
         submitted = attempt.attempt.job_id is not None or attempt.started is not None
         if not submitted and owner.here:
-            mine = self._is_mine(attempt)  # and I do not submit while I look
+            mine = self._is_mine(attempt)  # and this process does not submit while it observes
             if owner.alive and not mine and job.sight in ("unknown", "dead"):
                 return "live"  # it is being submitted
             if job.sight == "unknown" and attempt.attempt.executor == "local":
-                return "dead"  # claimed, and whoever did died, or failed, before it was submitted
+                return "dead"  # claimed; its claimer died or failed before submitting it
         if job.sight == "dead":
-            # A worker that has begun may be alive, whatever the scheduler knows of its job.
+            # A worker that has started may be alive, whatever the scheduler reports of its job.
             silent = (
                 self._silent_s(attempt) if job.lost and attempt.started is not None else (inf, inf)
             )
             return "unknown" if silent is None or silent[0] < LOST_AFTER_S else "dead"
         if job.sight == "unknown" and attempt.attempt.executor != "local":
-            return "unknown"  # it may queue, and who cannot be asked cannot end it either
+            return "unknown"  # it may queue; a scheduler that does not answer cannot end it either
         if job.sight == "live" and not job.running:
-            self._forget(attempt.ref)  # it queues, or is suspended: it owes no sign of life
+            self._forget(attempt.ref)  # queued or suspended: it owes no sign of life
             return "live"
         heart, progress = self._silent_s(attempt) or (0.0, 0.0)
         limits = self._settings
@@ -190,7 +190,7 @@ class Observer:
         return attempt.attempt.owner == str(ProcessId.of())
 
     def _silent_s(self, attempt: OpenAttempt) -> tuple[float, float] | None:
-        """For how long there was neither heartbeat nor progress; None if that cannot be read."""
+        """Seconds without heartbeat, and without progress; None if that cannot be read."""
         ref = attempt.ref
         try:
             beat = self.workspace.read_control(self.workspace.layout.attempt(*ref).heartbeat) or {}
@@ -203,7 +203,7 @@ class Observer:
         return heart, self._unchanged_s(ref, "progress", (*begun, beat.get("told")))
 
     def _unchanged_s(self, ref: AttemptRef, name: str, value: tuple[Any, ...]) -> float:
-        """For how long, as far as this process knows, a sign of life has not changed."""
+        """Seconds for which this process has seen a sign of life unchanged."""
         now = self._clock()
         before, since = self._signs.get((ref, name), (None, now))
         if before != value:
@@ -214,10 +214,9 @@ class Observer:
 
 def _vanished(path: Path) -> WorkspaceError:
     error = WorkspaceError(
-        f"{path} is not what it was a moment ago: something of it is not there",
-        expected="a mount that is there, and records that nobody deletes while they are in use",
-        fix="look whether `ls` shows the folder; who has deleted it, ends the run and begins it "
-        "again",
+        f"Part of {path} that was there a moment ago is missing",
+        expected="a mounted file system, and records that are not deleted while they are in use",
+        fix="check that `ls` shows the folder; to delete it, end the run first and begin it again",
     )
     error.errno = errno.ENOENT
     return error
@@ -246,16 +245,16 @@ class StageForecast(NamedTuple):
 
 
 def observe_actions(plan: Plan, workspace: Workspace) -> list[StageForecast]:
-    """Forecast a run of the plan, stage by stage. Writes nothing."""
+    """Forecast a run of the plan, stage by stage; read only."""
     found = observe_stages([plan], workspace)
     return [found[stage.id] for stage in plan.stages]
 
 
 def observe_stages(plans: Sequence[Plan], workspace: Workspace) -> dict[str, StageForecast]:
-    """Forecast runs of several plans, each stage once, by id. Writes nothing.
+    """Forecast runs of several plans, each stage once, by id; read only.
 
-    Of many plans the reasons of stages that were never run do not say which recorded stage is the
-    nearest: that takes a look at all of them for each.
+    With many plans, the reason of a stage that never ran does not name the nearest recorded stage:
+    that would take a comparison with all of them for each.
     """
     settings = plans[0].config.dispatch
     observer = Observer(workspace, router_to_look(settings, workspace), settings)
@@ -280,7 +279,7 @@ def observe_stages(plans: Sequence[Plan], workspace: Workspace) -> dict[str, Sta
             why = _why_run(stage, record, workspace, compare=len(plans) == 1)
             found[stage.id] = StageForecast(stage, "run", why)
     for service in [s for s in stages.values() if s.id not in found]:
-        # A server runs while somebody asks it.
+        # A server runs while a stage uses it.
         asking = (
             found[stage.id]
             for plan in plans
@@ -290,14 +289,14 @@ def observe_stages(plans: Sequence[Plan], workspace: Workspace) -> dict[str, Sta
         names = dict.fromkeys(f.stage.name for f in asking if f.action != "skip")
         action: PlannedAction = "run" if names else "skip"
         reason = f"serves {service.identity['serve.model']} to {', '.join(names)}"
-        reason = reason if names else "nobody asks it: all that would is done"
+        reason = reason if names else "not needed: all stages that use it are done"
         found[service.id] = StageForecast(service, action, reason)
     return found
 
 
 def explain_difference(stage: PlannedStage, workspace: Workspace) -> list[str]:
-    """In what a stage differs from the most similar recorded one of its kind, one line each:
-    ``grpo.beta: 0.001 → 0.01``. Empty if it is recorded itself or there is none of its kind."""
+    """Differences from the most similar recorded stage of its kind, one line each:
+    ``grpo.beta: 0.001 → 0.01``. Empty if it is recorded itself or none of its kind is."""
     nearest: list[str] | None = None
     for stage_id in workspace.stage_ids():
         if stage_id == stage.id:
@@ -319,7 +318,7 @@ def _why_run(
     if record is not None and record.attempts:
         last = record.attempts[-1]
         how = last.outcome.failure if last.outcome is not None else "killed"
-        return f"attempt {last.number} ended ({how}); goes on from its last checkpoint, if any"
+        return f"attempt {last.number} ended ({how}); resumes from its last checkpoint, if any"
     lines = explain_difference(stage, workspace) if compare else []
     if not lines:
         return "never run"
@@ -328,7 +327,7 @@ def _why_run(
 
 
 def differences(old: StageSpec, new: PlannedStage) -> list[str]:
-    """In what a planned stage differs from a recorded one, one line each."""
+    """Differences between a planned stage and a recorded one, one line each."""
     lines = []
     if old.stage_version != new.version:
         why = stage_changes(new.kind, new.version, since=old.stage_version)

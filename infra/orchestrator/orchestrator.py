@@ -1,13 +1,13 @@
-"""The loop: looks at the world, decides what is next, acts, and says how it stands.
+"""The loop: observe, decide, act, and publish the state of every stage.
 
-In: members (runs with their plans, as a source gives them), a workspace, a router of dispatchers.
-Out: a :class:`StageView` per stage of each, and an event log beside each run's record. A run has
-one member, a night one per checkpoint, a sweep one per trial, as they may begin; all are one plan
-here, the union of theirs, with one look, one decision and one launch per round. It may die at any
-point, and the next one on the same runs goes on from what is recorded.
+In: members (runs with their plans, from a source), a workspace, a router of dispatchers.
+Out: a :class:`StageView` per stage of each member, and an event log beside each run's record. A run
+has one member, a night one per checkpoint, a sweep one per trial. All are one plan, the union of
+theirs, with one observation, decision and launch per round. The process may die at any point; the
+next one on the same runs continues from the records.
 
-An error belongs to the members whose stages it came from: an outage (a file system or scheduler
-that does not answer) pauses them until it is over, anything else ends them; the others go on.
+An error belongs to the members whose stages it came from. An outage (a file system or scheduler
+that does not answer) pauses them until it is over; any other error ends them. The others continue.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def view_of(
 ) -> StageView:
     """The view of one stage.
 
-    ``owner`` is the call that asks; ``ended_before`` the newest attempt that had ended when it
-    began, whose time does not count; ``done_before`` whether it was done by then.
+    ``owner`` is the calling process; ``ended_before`` the newest attempt that had ended when the
+    call began (its time does not count); ``done_before`` whether the stage was done by then.
     """
     stage = action.stage
     attempts = record.attempts if record is not None else ()
@@ -83,7 +83,7 @@ def view_of(
     shown = result.attempt if result is not None else last.number if last is not None else 0
     beat = (workspace.read_heartbeat(stage.id, shown) if shown else None) or {}
     progress = beat.get("progress")
-    seconds = 0.0  # of work by the attempts of this call, by each worker's own clock
+    seconds = 0.0  # worked by the attempts of this call, by each worker's own clock
     for attempt in (a for a in attempts if a.number > ended_before):
         found = attempt.seconds
         if found is None:
@@ -108,9 +108,10 @@ def view_of(
 def views_in_outage(
     plan: Plan, views: Mapping[str, StageView], reason: str, *, leaves: bool
 ) -> dict[str, StageView]:
-    """The last views (none: all wait) while no round can be made, for ``reason``.
+    """The last views (none: all wait) while ``reason`` prevents a round.
 
-    What it names, else what was under way, is paused; on leaving, all that is not over is left.
+    The stage that it names, or else all that were running, are paused. With ``leaves``, all that
+    have not ended are left.
     """
     shown = dict(views) or {
         s.name: StageView(s.name, s.kind, s.fingerprint, "waiting") for s in plan.stages
@@ -122,7 +123,7 @@ def views_in_outage(
         message = f"{PAUSES} system outage, until it is over: {reason}"
         shown[view.name] = replace(view, state="paused", message=message)
         if leaves:
-            message = f"left, though how it is could not be seen: {reason}"
+            message = f"left; its state could not be read: {reason}"
             shown[view.name] = replace(view, state="interrupted", message=message, exit_code=6)
     return shown
 
@@ -136,7 +137,7 @@ def _state_of(
         case Done():
             return over, str(report.get("remark", "")), 0
         case Rest():
-            return over, "nobody needs it now; it ends by itself" if action.live else "", 0
+            return over, "not needed now; it ends by itself" if action.live else "", 0
         case Fail():
             return action.state, action.outcome.message, action.outcome.exit_code or 1
         case Block():
@@ -161,7 +162,7 @@ def _state_of(
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-#: Looking and showing may cost this share of a core, or the next round comes later.
+#: Limit on the share of a core for observing and publishing; beyond it, rounds become rarer.
 _LOOK_SHARE = 0.04
 _LONGEST_S = 30.0
 
@@ -172,13 +173,13 @@ class Orchestrator:
     Parameters
     ----------
     source
-        Gives the members, and hears how each has ended.
+        Gives the members, and is notified when each has ended.
     workspace, router
-        Where they are recorded, and where jobs run.
+        Where members are recorded, and where jobs run.
     config
-        What they have in common: its ``dispatch`` and ``disk``.
+        The settings that the members share: ``dispatch`` and ``disk``.
     keeper
-        What knows of room on the disk and makes it.
+        Tracks and frees disk space.
     clock
         Seconds, monotonic.
     """
@@ -201,13 +202,13 @@ class Orchestrator:
         self._observer = Observer(workspace, router, self._settings, clock=clock)
         self._keeper = keeper
         self._rooms = Rooms(workspace, self._keeper, config.disk, clock, self._note_of_room)
-        # The member that begins a stage, and in whose log that is told: the first that has it.
+        # The member that starts a stage and logs its events: the first one that has it.
         self._homes: dict[str, Member] = {}
         self._actor = Actor(
             *(workspace, router, self.owner, self.members, self._homes, self._rooms),
             *(self._settings.grace_s, clock),
         )
-        self._ready_at: dict[AttemptRef, float] = {}  # when an attempt after these may begin
+        self._ready_at: dict[AttemptRef, float] = {}  # when the next attempt may start
         self._records: dict[str, StageRecord] = {}
         self._seen: dict[str, Seen] = {}
         self._open: dict[str, OpenAttempt] = {}
@@ -222,19 +223,19 @@ class Orchestrator:
     # ------------------------------------------------------------ for the caller
 
     def start(self) -> None:
-        """Begin, and work in a thread; errors as of :meth:`begin`."""
+        """Begin, then work in a thread; errors as in :meth:`begin`."""
         self.begin()
         self._thread.start()
 
     def join(self) -> dict[str, StageView]:
-        """Wait until nothing is left to do; the last views.
+        """Wait until nothing is left to do, and return the last views.
 
         Raises
         ------
         Exception
-            Whatever ended the thread.
+            The error that ended the thread.
         """
-        # Not `Thread.join`: a Ctrl-C in it makes Python take the thread for ended (bpo-45274).
+        # Not `Thread.join`: after a Ctrl-C in it, Python considers the thread ended (bpo-45274).
         while not self._ended.wait(1.0):
             pass
         if self._error is not None:
@@ -242,21 +243,21 @@ class Orchestrator:
         return self.views()
 
     def begin(self) -> None:
-        """Record the calls and look, for who calls :meth:`work` or :meth:`step` themselves.
+        """Record the calls and observe, for callers of :meth:`work` or :meth:`step`.
 
         Raises
         ------
         NoSpaceError
-            Not even a run's record fits.
+            Not even a run's record fits on the disk.
         WorkspaceError
-            The code of a run is gone, or is not what was pinned.
+            The code of a run is gone or differs from its digest.
         """
         self.source.begin()
         self.members += self.source.admit(self._actor.wish is not None)
         self._round(act=False)
 
     def work(self, wait: Callable[[float], None]) -> None:
-        """Make rounds until nothing is left to do, with a ``wait`` of some seconds in between."""
+        """Make rounds until nothing is left to do; ``wait`` sleeps in between."""
         try:
             while not self.step():
                 wait(self.wake_after())
@@ -267,7 +268,7 @@ class Orchestrator:
             raise
 
     def step(self) -> bool:
-        """One round: look, decide, act. True when nothing is left to do."""
+        """One round: observe, decide, act. True when nothing is left to do."""
         self._round()
         self.members += self.source.admit(self._actor.wish is not None)  # those that may begin
         over = not self.members and not self.source.more
@@ -284,8 +285,8 @@ class Orchestrator:
         return max(self._settings.poll_s, look_s, min(pauses, default=0.0))
 
     def views(self) -> dict[str, StageView]:
-        """All stages that are worked on by name, in the plan's order; those of one of several
-        members with its name before theirs: ``ARM/seed1/grpo``."""
+        """All stages by name, in the plan's order; those of one of several members with its name as
+        a prefix: ``ARM/seed1/grpo``."""
         found: dict[str, StageView] = {}
         for member in self.source.shown:
             for name, view in member.views().items():
@@ -299,17 +300,16 @@ class Orchestrator:
         failure: Literal["interrupted", "cancelled"] = "interrupted",
         spared: Mapping[str, str] | None = None,
     ) -> None:
-        """Begin nothing more and ask the running jobs to save and end. Returns at once.
+        """Start nothing more and ask the running jobs to save and end. Returns at once.
 
-        Jobs that belong to another call that still runs are left alone, and so are those of
-        ``spared`` stages (id -> the run that goes on with them): after a job that was cancelled,
-        nobody begins another.
+        Jobs of another running call are left alone, and so are those of ``spared`` stages
+        (id -> the run that continues them): a cancelled job is not started again.
         """
         self._actor.request(reason, failure, spared or {})
         self._wake.set()
 
     def next_save_bytes(self) -> int:
-        """Need of the largest save that runs now, or is about to; 0 when nothing runs."""
+        """Size of the largest save that runs now or comes next; 0 when nothing runs."""
         return max((self._keeper.need_of(i) for i in list(self._open)), default=0)
 
     # ------------------------------------------------------------ the loop
@@ -327,7 +327,7 @@ class Orchestrator:
         self._ended.set()
 
     def _round(self, act: bool = True) -> None:
-        """Look, decide, act and show once for all members that are not in an outage's pause."""
+        """Observe, decide, act and publish once for all members that no outage pauses."""
         stops = self._actor.wish is not None
         due = [m for m in self.members if stops or not m.outage.pause_s]
         trouble = Trouble[Member]()
@@ -377,8 +377,8 @@ class Orchestrator:
                 self._note_beginning(member)
 
     def _note_beginning(self, member: Member) -> None:
-        """Note what had ended when a member began: that is history, and neither counts nor fails
-        it. What is shared has begun with the first of them."""
+        """Note what had ended when a member began: history, which neither counts for it nor fails
+        it. Shared stages began with the first of their members."""
         if member.done_before is not None:
             return
         known = {i: r for i in member.ids if (r := self._records.get(i)) is not None}
@@ -391,7 +391,7 @@ class Orchestrator:
             lives = last.outcome is None and seen is not None and seen.sight != "dead"
             self._ended_before.setdefault(stage_id, last.number - 1 if lives else last.number)
             if last.outcome is not None and last.outcome.failure == "cancelled":
-                # It was another's work that somebody has ended, not this call's.
+                # Another call's work, cancelled by a user; not this call's.
                 self._ended_before[stage_id] = last.number
 
     def _decide(self, sound: Collection[Member], trouble: Trouble[Member]) -> dict[str, Action]:
@@ -461,7 +461,7 @@ class Orchestrator:
         shown: dict[tuple[str, bool], StageView],
     ) -> None:
         before, views = member.views(), dict[str, StageView]()
-        # Servers last: to a member one is over when those of its stages are that ask it.
+        # Servers last: for a member, one is over when the member's stages that use it are.
         for stage in sorted(member.plan.stages, key=lambda s: is_service(s.id)):
             old = before.get(stage.name)
             if old is not None and old.state in ("done", "skipped") and not is_service(stage.id):
@@ -484,7 +484,7 @@ class Orchestrator:
     def _has_asked(
         self, member: Member, service: PlannedStage, views: Mapping[str, StageView]
     ) -> bool:
-        """Tell whether a member has had all from a server that it wanted, whoever else needs it."""
+        """Tell whether a member needs a server no longer, whether or not others do."""
         if self._actor.wish is not None or service.id in member.cancelled:
             return False
         asking = [views[s.name] for s in member.plan.stages if service.name in s.after]
@@ -500,8 +500,8 @@ class Orchestrator:
         return left_to(view, self._actor.left_alone[stage_id])
 
     def _wait_out(self, member: Member, error: Exception) -> None:
-        """Show that nothing can be done for a member now. Who wants it to end is waited for no
-        longer than jobs get to save: they are asked, as far as they are known."""
+        """Show that nothing can be done for a member now. A member that was asked to end gets the
+        grace of its jobs to save, then is left; its known jobs are asked."""
         if not is_outage(error):
             member.give_up(error)
             self._remove(member, error)
@@ -529,7 +529,7 @@ class Orchestrator:
 def _add_by_stage(
     errors: Mapping[str, Exception], members: Iterable[Member], trouble: Trouble[Member]
 ) -> None:
-    """Add what went wrong with a stage to the trouble of the members that have it."""
+    """Add the errors of stages to the trouble of the members that have them."""
     for member in members if errors else ():
         found = next((e for i, e in errors.items() if i in member.ids), None)
         if found is not None:

@@ -1,12 +1,12 @@
-"""Given what should be, what is recorded and what lives: what to do next.
+"""The next action of each stage, given plan, records and observations.
 
-In: the union of plans (each stage once, by id: what two trials share is decided on and launched
-once), the records of its stages, a look at the world and the rules of this call. Out: one action
-per stage, by id, which others carry out and show. :func:`reconcile` is pure and level-triggered: it
-has no memory, so whoever runs it next, after a crash or beside another orchestrator, comes to the
-same decisions; applied until nothing but terminal actions is left, it changes nothing more.
+In: the union of plans (each stage once, by id: a stage that two trials share is launched once), the
+records of its stages, an observation and the rules of this call. Out: one action per stage, by id,
+for others to carry out and show. :func:`reconcile` is pure and level-triggered: it has no memory,
+so the next process, after a crash or beside another orchestrator, comes to the same decisions;
+once only terminal actions are left, it changes nothing more.
 
-A service (kind ``serve``) is never done. It is *wanted* while a stage that asks it runs, or could
+A service (kind ``serve``) is never done. It is *wanted* while a stage that uses it runs, or could
 run but for it; *ready* when its live attempt answers. Only then are those stages launched, so that
 no trainer holds GPUs while a server loads its weights.
 """
@@ -29,7 +29,7 @@ from refiner_core.contract.types import ViewState
 
 
 def stages_by_id(plan: Plan) -> tuple[dict[str, PlannedStage], dict[str, PlannedStage]]:
-    """Stages of a plan and those that it is given, by id; ``inputs`` and ``after`` hold ids."""
+    """Stages of a plan and its given stages, by id; ``inputs`` and ``after`` hold ids."""
 
     def keyed(stage: PlannedStage) -> PlannedStage:
         inputs = {role: plan.by_name[name].id for role, name in stage.inputs.items()}
@@ -42,10 +42,10 @@ Stages = Mapping[str, PlannedStage]
 
 
 def union_of(plans: Iterable[tuple[Stages, Stages]]) -> tuple[Stages, Stages]:
-    """Stages of all plans by id, those of an earlier plan first, and those that no plan begins:
-    these are read only. ``plans`` is what :func:`stages_by_id` says of each.
+    """Stages of all plans by id, those of an earlier plan first; and the given stages that no plan
+    runs, which are only read. ``plans`` are results of :func:`stages_by_id`.
 
-    Of a stage that several plans name differently, ``name`` is the first one's.
+    A stage that several plans name differently has the first one's ``name``.
     """
     stages: dict[str, PlannedStage] = {}
     given: dict[str, PlannedStage] = {}
@@ -76,10 +76,10 @@ class Launch(Action):
 
 @dataclass(frozen=True)
 class Wait(Action):
-    """For an attempt that runs (``attempt`` > 0) or queues, for inputs, or for a free slot.
+    """Wait for a running (``attempt`` > 0) or queued attempt, for inputs, or for a free slot.
 
-    ``unseen``: nobody can say just now how the attempt is; ``short``: it goes on by itself
-    when there is room, or an outage is over.
+    ``unseen``: the state of the attempt is not known just now; ``short``: it continues by itself
+    when there is disk space, or an outage is over.
     """
 
     reason: str
@@ -91,8 +91,8 @@ class Wait(Action):
 
 @dataclass(frozen=True)
 class Serve(Wait):
-    """A service that lives, or may do so: ``ready`` if it answers, ``wanted`` if a stage of this
-    call needs it now."""
+    """A service that runs, or may: ``ready`` if it answers, ``wanted`` if a stage of this call
+    needs it now."""
 
     ready: bool = False
     wanted: bool = False
@@ -100,8 +100,8 @@ class Serve(Wait):
 
 @dataclass(frozen=True)
 class Rest(Action):
-    """Nobody in this call needs the service any more; ``live``: it still runs, and ends by itself
-    when nobody else needs it either."""
+    """This call no longer needs the service; ``live``: it still runs, and ends by itself when no
+    other call needs it either."""
 
     live: bool
 
@@ -116,7 +116,7 @@ class CloseAttempt(Action):
 
 @dataclass(frozen=True)
 class Release(Action):
-    """Let an attempt's job go on that the scheduler holds back after a failed start."""
+    """Release an attempt's job that the scheduler holds back after a failed start."""
 
     attempt: int
     reason: str
@@ -124,7 +124,7 @@ class Release(Action):
 
 @dataclass(frozen=True)
 class Fail(Action):
-    """Nothing more happens to the stage in this call; ``state`` is how it ends."""
+    """The stage is over in this call; ``state`` is how it ends."""
 
     outcome: Outcome
     state: ViewState
@@ -132,7 +132,7 @@ class Fail(Action):
 
 @dataclass(frozen=True)
 class Block(Action):
-    """An input cannot be had in this call."""
+    """An input is not available in this call."""
 
     by: str
     state: ViewState
@@ -140,9 +140,9 @@ class Block(Action):
 
 @dataclass(frozen=True)
 class StopWish:
-    """Wish that a job ends.
+    """Request to end a job.
 
-    ``everybody``: also jobs that another call has started.
+    ``everybody``: including jobs of other calls.
     """
 
     reason: str
@@ -155,9 +155,9 @@ class StopWish:
 class Seen:
     """One attempt as an observer sees it.
 
-    ``local``: it takes one of this machine's slots; ``silent_end`` is why it ended, if it left no
-    word; ``note`` what the scheduler says of it; ``held``: it waits to be released; ``running``:
-    it does not queue.
+    ``local``: it takes one of this machine's slots; ``silent_end`` is why it ended, if it recorded
+    no outcome; ``note`` is the scheduler's message; ``held``: it waits to be released; ``running``:
+    it is not queued.
     """
 
     number: int
@@ -171,9 +171,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Observed:
-    """The world now: the newest attempt of each stage (by stage id), which stages (by id) lack room
-    for what they would write next, which checkpoints (stage id, step) are complete, as far as a
-    stage waits for one, and which attempts (stage id, number) at services have answered."""
+    """The present state: the newest attempt of each stage (by stage id), the stages (by id) that
+    lack space for their next writes, the complete checkpoints (stage id, step) that a stage waits
+    for, and the attempts (stage id, number) at services that have answered."""
 
     attempts: Mapping[str, Seen] = field(default_factory=dict)
     short: Mapping[str, str] = field(default_factory=dict)
@@ -188,18 +188,18 @@ class Policy:
     Attributes
     ----------
     max_parallel, retries
-        How many local jobs may run at a time, how often each class may come.
+        Limit of local jobs at a time; limit of attempts per failure class.
     stopping, cancelled
-        Begin nothing more at all, or of these stages (by id).
+        Start nothing more at all, or of these stages (by id).
     ended_before
-        Stage id -> the newest attempt that had ended when this call began: what failed then is
-        history, and the same command tries again.
+        Stage id -> the newest attempt that had ended when this call began. Its failure is history:
+        the same command tries again.
     refused
         Stages that this call could not launch.
     not_before
-        Stages that pause between two attempts, and until when on the clock that ``now`` is of.
+        Stages that pause between two attempts, and until when, on the clock of ``now``.
     gave_up
-        Stages that have waited for room as long as they may.
+        Stages that have reached the limit of waiting for disk space.
     runs_local
         Whether a stage's next attempt takes a local slot.
     """
@@ -216,12 +216,12 @@ class Policy:
     runs_local: Callable[[PlannedStage], bool] = lambda _: True
 
 
-#: A live worker's, by its own word.
-NO_ROOM = "the disk is full: it waits for room, and goes on by itself"
-#: Ends that say no more than that nobody knows why. A full disk keeps a job from saying so.
+#: Message for a live worker that reports a full disk.
+NO_ROOM = "the disk is full: it waits for space and continues by itself"
+#: Ends of unknown cause. A full disk keeps a job from recording its own.
 SILENT: tuple[FailureClass, ...] = ("killed", "launch_failure", "system_outage")
 _OVER = (Done, Fail, Block, Rest)
-#: How the words begin for what waits for another try.
+#: Prefix of the message of a stage that waits for another attempt.
 PAUSES = "pauses after"
 
 
@@ -237,13 +237,13 @@ def reconcile(
     Parameters
     ----------
     stages, given
-        The stages as they should be, of which the first get free slots first; see
+        The stages that should be; earlier ones get free slots first. See
         :func:`union_of`.
     records
-        By stage id; a stage that nobody claimed is absent. Each must have been read *after* its
-        newest attempt was looked at, so that an attempt seen dead has its last word in it.
+        By stage id; a stage without a claim is absent. Each must have been read *after* its newest
+        attempt was observed, so that an attempt seen dead has its outcome in it.
     observed
-        The world now.
+        The present state.
     policy
         The rules of this call.
     """
@@ -258,7 +258,7 @@ def reconcile(
 
 
 class _Step:
-    """One pass over the union; knows what was decided for the stages before."""
+    """One pass over the union; holds the decisions of the stages before."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class _Step:
             if seen.local and seen.sight in ("live", "hung") and not is_service(stage_id)
             if (record := records.get(stage_id)) is not None and record.state == "claimed"
         ]
-        #: Free local slots: of stages that work, and of those that only move bytes.
+        #: Free local slots: for stages that compute, and for those that only move bytes.
         self.slots = {
             False: policy.max_parallel - busy.count(False),
             True: max(2, policy.max_parallel) - busy.count(True),
@@ -288,13 +288,13 @@ class _Step:
     def _before(self, stage_id: str) -> Action:
         """Decision about an input."""
         if stage_id in self.stages:
-            self.decide(self.stages[stage_id])  # it may be of a later plan than who reads it
+            self.decide(self.stages[stage_id])  # it may belong to a later plan than its consumer
             return self.actions[stage_id]
-        # A stage that this call is not about: it is done, or cannot be had.
+        # This call does not run it: it is done, or not available.
         record, stage = self.records.get(stage_id), self.known[stage_id]
         if record is not None and record.result is not None:
             return Done(stage)
-        why = f"{stage.name} ({stage.id}) is not done, and this call does not begin it"
+        why = f"{stage.name} ({stage.id}) is not done, and this call does not start it"
         return Fail(stage, outcome_of("bad_configuration", why), "failed")
 
     def decide(self, stage: PlannedStage) -> None:
@@ -306,7 +306,7 @@ class _Step:
             self.wanted.update(service.id for service in self._services_of(stage))
 
     def service_action(self, stage: PlannedStage) -> Action:
-        """Decide about a service: after the others, for it follows from what they need."""
+        """Decide about a service, after the stages, whose needs decide."""
         asking = [a for a in self.actions.values() if stage.id in a.stage.after]
         over = all(isinstance(a, _OVER) for a in asking)
         now = self._service(stage)
@@ -366,9 +366,9 @@ class _Step:
     def _open_attempt(self, stage: PlannedStage, last: Attempt) -> Action:
         seen = self.observed.attempts.get(stage.id)
         if seen is None or seen.number != last.number:
-            return Wait(stage, "not looked at yet", last.number)
+            return Wait(stage, "not observed yet", last.number)
         if seen.sight == "unknown":
-            return Wait(stage, seen.note or "nobody can say how it is", last.number, unseen=True)
+            return Wait(stage, seen.note or "its state is not known", last.number, unseen=True)
         if seen.sight == "live" and seen.held:
             return Release(stage, last.number, seen.note)
         if seen.sight == "live" and seen.running and last.has_room is False:
@@ -382,7 +382,7 @@ class _Step:
         else:
             outcome = seen.silent_end or classify_silent_end(last.started_at is not None, "")
         if last.has_room is False and outcome.failure in SILENT:
-            message = f"{outcome.message}; it had no room on the disk, not even for its last word"
+            message = f"{outcome.message}; the disk was too full even to record its end"
             outcome = outcome_of("disk_full", message)
         return CloseAttempt(stage, last.number, outcome)
 
@@ -399,7 +399,7 @@ class _Step:
             return Fail(stage, outcome, exhausted)
         if self._stopping(stage):
             return self._stopped(stage, outcome.message)
-        # A server that has answered has got further than one that did not come up.
+        # A server that has answered made more progress than one that never did.
         ready = [a.number for a in record.attempts if (stage.id, a.number) in self.observed.ready]
         mine = [
             a for a in record.attempts if a.number > before and a.number >= max(ready, default=0)
@@ -412,14 +412,14 @@ class _Step:
         return self.policy.stopping or stage.id in self.policy.cancelled
 
     def _stopped(self, stage: PlannedStage, message: str) -> Fail:
-        """Asked to end, whatever had happened to it before."""
+        """The stage was asked to end, whatever else happened to it."""
         failure: FailureClass = "interrupted"
         if stage.id in self.policy.cancelled:
             failure = "cancelled"
         return Fail(stage, outcome_of(failure, message), "interrupted")
 
     def _pause(self, stage: PlannedStage) -> Action | None:
-        """Wait for room, if that is what the stage lacks."""
+        """Wait for disk space, if the stage lacks it."""
         reason = self.observed.short.get(stage.id)
         if reason is None:
             return None
@@ -443,7 +443,7 @@ class _Step:
                 return _blocked(stage, before)
         if self._stopping(stage):
             why = "cancelled" if stage.id in self.policy.cancelled else "asked to stop"
-            return self._stopped(stage, f"not begun: {why}")
+            return self._stopped(stage, f"not started: {why}")
         waiting = [self.known[i].name for i in needed if not isinstance(self._before(i), Done)]
         if waiting:
             return Wait(stage, f"waits for {', '.join(waiting)}")
@@ -467,7 +467,7 @@ class _Step:
         return Launch(stage, 0 if last is None else last.number)
 
     def _checkpoint(self, stage: PlannedStage, source: str, step: int) -> Action | None:
-        """Action of a stage that reads the checkpoint of ``step``; None if that is there."""
+        """Action of a stage that reads the checkpoint of ``step``; None if it is there."""
         before, name = self._before(source), self.known[source].name
         if (before.stage.id, step) in self.observed.checkpoints:
             return None
@@ -476,31 +476,30 @@ class _Step:
         if isinstance(before, Done):
             why = (
                 f"The checkpoint of step {step} of {name} ({before.stage.id}) is not there: "
-                "training is over, and checkpoints that nothing waits for are not kept. Expected: "
-                "it is asked for by publish.which or publish.steps before training ends. To mend "
-                "it: take the step out of what is published; the last one always can be"
+                "training is over, and only checkpoints with a consumer are kept. Expected: "
+                "it is listed in publish.which or publish.steps before training ends. To fix "
+                "it: remove the step from what is published; the last one is always available"
             )
             return Fail(stage, outcome_of("bad_configuration", why), "failed")
         if self._stopping(stage):
-            return self._stopped(stage, "not begun: asked to stop")
+            return self._stopped(stage, "not started: asked to stop")
         return Wait(stage, f"waits for step {step} of {name}")
 
 
 def paused_after(message: str) -> str:
-    """The failure class after which a stage waits before it is tried again, by what is said of it;
-    empty where it waits for something else."""
+    """The failure class that a stage pauses for, from its message; empty if it waits for something
+    else."""
     head, _, rest = message.partition(f"{PAUSES} ")
     return "" if head or not rest else rest.partition(",")[0].replace(" ", "_")
 
 
 def is_light(stage_id: str) -> bool:
-    """Tell whether a stage only moves bytes: it takes no slot from those that compute, nor waits
-    for one of theirs."""
+    """Tell whether a stage only moves bytes: its slots are separate from those that compute."""
     return stage_id.partition("-")[0] in ("fetch", "export", "publish", "card")
 
 
 def _blocked(stage: PlannedStage, before: Fail | Block) -> Block:
-    """A stage whose input cannot be had; it goes on later where that was only interrupted."""
+    """A stage with an unavailable input; resumable if the input was only interrupted."""
     if isinstance(before, Block):
         return Block(stage, before.by, before.state)
     asked = before.outcome.failure in ("interrupted", "cancelled")

@@ -1,6 +1,6 @@
-"""Incidents of a run: what went wrong, when, what it cost, and how it went on.
+"""Incidents of a run: what failed, when, at what cost, and how the run continued.
 
-In: a workspace and a run, of which records, last heartbeats and the event log are read, or a
+In: a workspace and a run (records, last heartbeats and the event log are read), or a
 :class:`StageHistory` for each stage and the run's events. Out: :class:`Incident` values in the
 order of time, for terminals, Prefect, reports and cards.
 
@@ -8,10 +8,10 @@ order of time, for terminals, Prefect, reports and cards.
     after 4 min; 14 GPU-minutes lost
 
 *Lost* are the steps between the last one that an attempt finished and the one that the next attempt
-went on from, and the same share of the attempt's time, times its devices. Times are those that the
-writers' own clocks gave: they are shown, and nothing is decided by them. Which disk event belongs
-to which attempt goes by the order of lines in the event log, not by the clock. A line that was cut
-off by a crash, and a stage that nobody has begun, are left out.
+resumed from, and the same share of the attempt's time, times its devices. Times come from the
+writers' own clocks: they are shown, and decide nothing. Disk events are assigned to attempts by the
+order of lines in the event log, not by the clock. Lines cut off by a crash and stages that never
+started are left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from refiner_core.report.printing import size
 
 Event = Mapping[str, Any]
 
-#: How a failure class reads in a timeline, where not as it is called.
+#: Text of a failure class in a timeline, where it differs from its name.
 WHAT: dict[FailureClass, str] = {
     "none": "finished",
     "interrupted": "stopped on request",
@@ -41,11 +41,11 @@ WHAT: dict[FailureClass, str] = {
     "node_failure": "node failed",
     "launch_failure": "could not be started",
     "system_outage": "scheduler or file system did not answer",
-    "killed": "killed, no last word",
+    "killed": "killed without a message",
     "out_of_memory": "host memory ran out",
     "gpu_out_of_memory": "GPU memory ran out",
     "gpu_error": "GPU error",
-    "disk_full": "no room on the disk",
+    "disk_full": "disk full",
     "judge_outage": "judge did not answer",
     "judge_unusable": "judge gave no usable scores",
     "environment_outage": "environment or user failed",
@@ -63,7 +63,7 @@ _STEP = re.compile(r"sav\w+ .*?step (\d+)")
 
 @dataclass(frozen=True)
 class StageHistory:
-    """All that a timeline needs of one stage.
+    """The input of a timeline for one stage.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class StageHistory:
     beats
         Attempt number -> its last heartbeat.
     gpus
-        Those of all its nodes, in which the stage's time is counted; 0: its CPU alone, as one.
+        GPUs of all its nodes, which multiply its time; 0: its CPU, as one device.
     """
 
     name: str
@@ -84,22 +84,22 @@ class StageHistory:
 
 @dataclass(frozen=True)
 class Incident:
-    """One thing that went wrong.
+    """One failure.
 
     Attributes
     ----------
     at
-        When, as its writer's clock had it (ISO 8601).
+        Time of its writer's clock (ISO 8601).
     attempt
-        Its number; 0 where no attempt was under way.
+        Its number; 0 if no attempt was running.
     failure
-        A failure class; ``no_room`` for a stage that could not even begin for want of room.
+        A failure class; ``no_room`` for a stage that lacked space to start.
     text
         One line for people, without the time.
     lost_steps, lost_seconds
-        Work that was done again; device seconds (GPU or CPU). None where it is not known (yet).
+        Work that was repeated; device seconds (GPU or CPU). None if it is not known (yet).
     resolved
-        Another attempt has gone on, or the stage is done.
+        Another attempt has resumed, or the stage is done.
     """
 
     at: str
@@ -113,7 +113,7 @@ class Incident:
 
     @property
     def key(self) -> str:
-        """Tells it from the others of its run: ``grpo/2``."""
+        """Key of the incident within its run: ``grpo/2``."""
         return f"{self.stage}/{self.attempt}"
 
     @property
@@ -133,7 +133,7 @@ def incidents_of(stages: Iterable[StageHistory], events: Sequence[Event] = ()) -
             if outcome is None or outcome.failure == "none":
                 continue
             later = attempts[position + 1 :]
-            # What died before it could go on from anywhere says nothing of what was lost.
+            # An attempt that died before it resumed does not show what was lost.
             worked = (a for a in later if _came_to_work(stage, a))
             after = next(worked, later[0] if later else None)
             found.append(_incident(stage, attempt, outcome, after, around.get(attempt.number, ())))
@@ -187,7 +187,7 @@ def _what(stage: StageHistory, attempt: Attempt, outcome: Outcome) -> str:
         what = said if outcome.failure == "disk_full" else f"{what}: {said}"
     elif outcome.failure == "bug" and outcome.message:
         what = f"bug: {first_line(outcome.message)}"
-    elif outcome.failure == "killed" and "was ended by" in outcome.message:  # a rank's, not ours
+    elif outcome.failure == "killed" and "was ended by" in outcome.message:  # another rank's
         what = f"killed: {first_line(outcome.message).partition('. Expected')[0].rstrip('.')}"
     where = _where(stage, attempt, outcome)
     return " ".join(filter(None, [what, where, f"on {attempt.node}" if attempt.node else ""]))
@@ -206,7 +206,7 @@ def _where(stage: StageHistory, attempt: Attempt, outcome: Outcome) -> str:
 
 
 def last_step(stage: StageHistory, attempt: Attempt) -> int | None:
-    """The last step that an attempt is known to have finished; None where nobody knows."""
+    """The last step that an attempt is known to have finished; None if unknown."""
     if attempt.outcome is not None and attempt.outcome.step is not None:
         return attempt.outcome.step
     progress = stage.beats.get(attempt.number, {}).get("progress") or {}
@@ -215,7 +215,7 @@ def last_step(stage: StageHistory, attempt: Attempt) -> int | None:
 
 
 def _onward(attempt: Attempt, outcome: Outcome, after: Attempt | None) -> list[str]:
-    """``resumed from step 99 after 4 min``, or why nothing came after it."""
+    """``resumed from step 99 after 4 min``, or why no attempt followed."""
     if after is None:
         return ["not tried again by itself"] if outcome.decision == "stop" else ["not resumed yet"]
     step = after.resumed_from_step
@@ -227,7 +227,7 @@ def _onward(attempt: Attempt, outcome: Outcome, after: Attempt | None) -> list[s
         how = "started over"
     pause = seconds_between(attempt.ended_at, after.started_at)
     if after.restart > attempt.restart and attempt.seconds is not None:
-        # Slurm started the same job again: its end was noted by whoever went on, as it began.
+        # Slurm restarted the same job: its successor noted the end when it began.
         since = seconds_between(attempt.started_at, after.started_at)
         pause = pause if since is None else max(pause or 0.0, since - attempt.seconds)
     return [how if pause is None else f"{how} after {rough(pause)}"]
@@ -239,7 +239,7 @@ def _onward(attempt: Attempt, outcome: Outcome, after: Attempt | None) -> list[s
 def _lost(
     stage: StageHistory, attempt: Attempt, outcome: Outcome, after: Attempt | None
 ) -> tuple[int | None, float | None]:
-    """Steps that are done again, and device seconds: the attempt's time by the share of its steps.
+    """Repeated steps, and lost device seconds: the attempt's time by the share of its steps.
 
     An attempt that finished no step of its own lost all its time; one whose last step was saved
     lost none.
@@ -251,7 +251,7 @@ def _lost(
     if attempt.started_at is None:
         return 0, 0.0  # it never began
     if after is None or (after.started_at is None and after.resumed_from_step is None):
-        return None, None  # what is kept will be known when it goes on
+        return None, None  # what is kept is known only once it resumes
     kept = after.resumed_from_step or 0
     done = None if reached is None else max(reached - began, 0)
     lost = None if reached is None else max(reached - kept, 0)
@@ -265,7 +265,7 @@ def _lost(
 
 
 def _disk_events(stage: StageHistory, events: Sequence[Event]) -> dict[int, list[Event]]:
-    """Attempt -> what was said of room between its claim and the next one's."""
+    """Attempt -> disk events between its claim and the next one's."""
     found: dict[int, list[Event]] = {}
     current = 0
     for event in events:
@@ -278,7 +278,7 @@ def _disk_events(stage: StageHistory, events: Sequence[Event]) -> dict[int, list
 
 
 def _disk_texts(events: Sequence[Event], open_still: bool) -> list[str]:
-    """``56.0 GB reclaimed``, ``waited 4 min for room``; ``open_still``: nothing has gone on yet."""
+    """``56.0 GB reclaimed``, ``waited 4 min for space``; ``open_still``: not resumed yet."""
     texts = []
     reclaimed = sum(int(e.get("bytes") or 0) for e in events if e.get("event") == "reclaimed")
     if reclaimed:
@@ -286,19 +286,19 @@ def _disk_texts(events: Sequence[Event], open_still: bool) -> list[str]:
     waited = sum(float(e.get("waited_s") or 0.0) for e in events if e.get("event") == "room")
     short = sum(e.get("event") == "short" for e in events)
     if waited:
-        texts.append(f"waited {rough(waited)} for room")
+        texts.append(f"waited {rough(waited)} for space")
     elif short and open_still:
-        texts.append("waits for room")
+        texts.append("waits for space")
     return texts
 
 
 def _before_any_attempt(stage: StageHistory, events: Sequence[Event]) -> list[Incident]:
-    """A stage that could not begin: not even its control files had room."""
+    """A stage that could not start: not even its control files fitted."""
     first = next((e for e in events if e.get("event") == "short"), None)
     if first is None:
         return []
     need = size(int(first.get("need_bytes") or 0))
-    text = "; ".join([f"no room to begin ({need} needed)", *_disk_texts(events, True)])
+    text = "; ".join([f"no space to start ({need} needed)", *_disk_texts(events, True)])
     over = any(e.get("event") == "room" for e in events)
     at = str(first.get("at", ""))
     return [Incident(at, stage.name, 0, "no_room", text, 0, 0.0, over or bool(stage.record.result))]
@@ -308,8 +308,9 @@ def _before_any_attempt(stage: StageHistory, events: Sequence[Event]) -> list[In
 
 
 def first_line(text: str, limit: int = 100) -> str:
-    """Beginning of a message, without the way out of it, cut to ``limit`` characters."""
-    line = text.strip().partition("\n")[0].partition(" To mend it: ")[0]
+    """First line of a message without its fix, cut to ``limit`` characters."""
+    line = text.strip().partition("\n")[0].partition(" To fix it: ")[0]
+    line = line.partition(" To mend it: ")[0]  # as records made before 2026-12 have it
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
@@ -319,7 +320,7 @@ def clock_text(at: str) -> str:
 
 
 def seconds_between(before: str | None, after: str | None) -> float | None:
-    """Seconds from one time to another, not below 0; None where one is missing or no time."""
+    """Seconds from one time to another, at least 0; None if one is missing or not a time."""
     if before is None or after is None:
         return None
     try:
@@ -353,7 +354,7 @@ def run_incidents(workspace: Workspace, run: RunRecord) -> list[Incident]:
 
 
 def stage_history(workspace: Workspace, run: RunRecord, name: str) -> StageHistory | None:
-    """One stage of a run; None if nobody has begun it."""
+    """One stage of a run; None if it never started."""
     stage_id = run.stages[name]
     record = workspace.read_record(stage_id)
     if record is None:

@@ -1,12 +1,11 @@
-"""Waiting: for room on the disk, and for systems that do not answer.
+"""Waiting: for disk space, and for systems that do not answer.
 
-Outages: what an orchestrator does while a file system, a scheduler or a service does not answer.
-The next round, or the next attempt, is due after pauses that double; one event says that an outage
-of rounds begins and one that it is over, however long it lasts. Nothing follows from a question
-that was not answered; what is no outage is raised as ever.
+Outages: while a file system, a scheduler or a service does not answer, the next round or attempt
+comes after pauses that double. One event records the beginning of an outage of rounds, and one its
+end, however long it lasts. An unanswered query decides nothing; other errors are raised.
 
-Room: the stages (by id) that lack it have to wait, with a reason for people; some have waited as
-long as they may. Looks cost something, so each stage is asked about only every few seconds.
+Space: the stages (by id) that lack it wait, each with a reason for people; some have reached the
+limit of waiting. Checks cost time, so each stage is checked only every few seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.records import FailureClass, Outcome, StageRecord
 
 #: The longest pause between two rounds, and between two attempts, seconds. The scheduler or the
-#: file system is back for all at once, so that is looked at more often.
+#: file system comes back for all at once, so rounds are more frequent.
 _LONGEST_S = 30.0
 _LONGEST_BETWEEN_S: dict[FailureClass, float] = {"system_outage": 300.0}
 _ELSE_S = 900.0
@@ -40,7 +39,7 @@ K = TypeVar("K")
 
 @dataclass
 class Outage:
-    """The outage that lasts now, if any, as its rounds meet it.
+    """The outage of the rounds, if there is one now.
 
     Parameters
     ----------
@@ -64,7 +63,7 @@ class Outage:
         return max(0.0, self._due - self.clock()) if self._rounds else 0.0
 
     def met(self, error: Exception) -> None:
-        """A round has failed by it; raises what is no outage."""
+        """Note a round that failed with ``error``; raise it if it is no outage."""
         if not is_outage(error):
             raise error
         now = self.clock()
@@ -75,7 +74,7 @@ class Outage:
         self._rounds = min(self._rounds + 1, 16)
 
     def is_over(self) -> None:
-        """A round went through."""
+        """Note a round that succeeded."""
         if self._rounds:
             waited_s = round(self.clock() - self.since, 1)
             self.note({"event": "back", "reason": self.reason, "waited_s": waited_s})
@@ -89,8 +88,9 @@ def not_before(
     first_s: float,
     now: float,
 ) -> dict[str, float]:
-    """Stage id -> when it may go on, whose last attempt ended in a way that time may mend; attempts
-    up to ``ended_before`` are another call's. ``ready_at`` remembers it from round to round.
+    """Stage id -> when it may continue, for last attempts that ended in a class that time may fix.
+    Attempts up to ``ended_before`` are another call's. ``ready_at`` carries the times from round
+    to round.
     """
     found: dict[str, float] = {}
     for stage_id, record in records.items():
@@ -99,9 +99,9 @@ def not_before(
             continue
         failure, remedy = last.outcome.failure, CLASSES[last.outcome.failure].remedy
         count = without_progress(record.attempts, failure)
-        # Room has been looked for: only a second time in a row is strange.
-        count -= remedy == "make room, then resume"
-        pauses = remedy in ("pause, then resume", "make room, then resume") and count > 0
+        # Space has been freed: only a second failure in a row is unusual.
+        count -= remedy == "free space, then resume"
+        pauses = remedy in ("pause, then resume", "free space, then resume") and count > 0
         if pauses and last.number > ended_before.get(stage_id, 0):
             longest_s = _LONGEST_BETWEEN_S.get(failure, _ELSE_S)
             due = now + min(first_s * 2 ** min(count - 1, 16), longest_s)
@@ -110,11 +110,11 @@ def not_before(
 
 
 class Trouble(dict[K, Exception]):
-    """Errors by what they came from: each of several actions is tried whatever the others meet."""
+    """Errors by their source: each of several actions is tried, whatever fails elsewhere."""
 
     @contextlib.contextmanager
     def at(self, *keys: K) -> Iterator[None]:
-        """Make what goes wrong in the block the trouble of these; the first error counts."""
+        """Collect an error of the block under these keys; the first one counts."""
         try:
             yield
         except Exception as error:
@@ -122,13 +122,13 @@ class Trouble(dict[K, Exception]):
                 self.setdefault(key, error)
 
     def raise_first(self) -> None:
-        """Raise the first of them, if there is any."""
+        """Raise the first error, if there is any."""
         for error in self.values():
             raise error
 
 
 def with_patience(action: Callable[[], T]) -> T:
-    """Result of ``action``, tried again for a second: for what has no round yet."""
+    """Result of ``action``, retried for a second: for calls before the first round."""
     for _ in range(_TRIES - 1):
         try:
             return action()
@@ -140,24 +140,24 @@ def with_patience(action: Callable[[], T]) -> T:
 
 
 _RECHECK_S = 5.0
-#: What a stage needs that has never saved anything: its control files and a log.
+#: Need of a stage that has never saved: its control files and a log.
 SMALL_BYTES = 1 << 20
-#: What a call needs to begin: its record, and a copy of the code.
+#: Need of a call at its start: its record, and a copy of the code.
 BEGINNING_BYTES = 4 << 20
 
 
 @dataclass
 class Rooms:
-    """Remembers only since when a stage has waited.
+    """Tracks the stages that wait for space; remembers only since when.
 
     Parameters
     ----------
     workspace, keeper, config
-        Where, what knows of room, and how long to wait.
+        The workspace, the source of free space, and the limits of waiting.
     clock
         Seconds, monotonic.
     note
-        Takes events: ``short``, ``reclaimed``, ``room``.
+        Receives events: ``short``, ``reclaimed``, ``room``.
     """
 
     workspace: Workspace
@@ -165,17 +165,17 @@ class Rooms:
     config: DiskConfig
     clock: Callable[[], float]
     note: Callable[[Mapping[str, Any]], None]
-    #: Stages for which a small control file could not be written just now.
+    #: Stages with a small control file that could not be written just now.
     blocked: dict[str, str] = field(default_factory=dict)
-    #: Ends of attempts that could not be written down.
+    #: Outcomes of attempts that could not be written.
     unwritten: dict[AttemptRef, Outcome] = field(default_factory=dict)
-    #: Stages that lack room: since when, when they were last asked about, and what was said.
+    #: Stages that lack space: since when, time of the last check, and its reason.
     _waiting: dict[str, tuple[float, float, str]] = field(default_factory=dict)
     _any: bool | None = None
     _served: dict[str, int] = field(default_factory=dict)
 
     def short(self, records: Mapping[str, StageRecord]) -> dict[str, str]:
-        """Stages that have to wait now, and why."""
+        """Stages that have to wait now, with reasons."""
         self._any = None
         found: dict[str, str] = {}
         for stage_id, number in self._in_question(records).items():
@@ -186,9 +186,9 @@ class Rooms:
         return found
 
     def minded(self, action: CloseAttempt) -> CloseAttempt:
-        """With the disk in mind: a worker on a full one may not even be able to leave a word, and
-        then that is why. What was found of an end when it could not be written down counts later,
-        too, when there is room again and the scheduler has forgotten the job."""
+        """The action with the disk considered: a worker on a full disk may not be able to record
+        its outcome, so that is why it is missing. An outcome that could not be written down still
+        counts once there is space and the scheduler has forgotten the job."""
         ref = AttemptRef(action.stage.id, action.attempt)
         outcome = self.unwritten.get(ref, action.outcome)
         if ref in self.unwritten or outcome.failure not in SILENT:
@@ -197,7 +197,7 @@ class Rooms:
             self._any = self.keeper.make_room(SMALL_BYTES) is not None
         if self._any:
             return action
-        message = f"{outcome.message}; the disk took no writes, not even its last word"
+        message = f"{outcome.message}; the disk took no writes, not even of its outcome"
         return replace(action, outcome=outcome_of("disk_full", message))
 
     def gave_up(self) -> frozenset[str]:
@@ -206,7 +206,7 @@ class Rooms:
         return frozenset(i for i, w in self._waiting.items() if now - w[0] >= limit_s)
 
     def _in_question(self, records: Mapping[str, StageRecord]) -> dict[str, int]:
-        """Stages whose newest attempt ended for want of room, and has not been served since."""
+        """Stages whose newest attempt ended for lack of space and has had none since."""
         found = dict.fromkeys(self.blocked, 0)
         for stage_id, record in records.items():
             for last in record.attempts[-1:] if record.result is None else ():
@@ -218,9 +218,9 @@ class Rooms:
     def _need(self, stage_id: str, records: Mapping[str, StageRecord]) -> int:
         """Bytes that must be free before the stage is tried again.
 
-        What was written in vain is only the least that was needed, so each failure in a row asks
-        for twice as much more; up to twice of it, for a disk that others fill again and again is
-        no sign that the next save is larger.
+        The size of a failed write is only a lower bound: a margin of a quarter is added, doubled by
+        each failure in a row. It ends at the size itself, for a disk that others keep filling does
+        not mean that the next save is larger.
         """
         if stage_id in self.blocked or stage_id not in records:
             return SMALL_BYTES
@@ -231,7 +231,7 @@ class Rooms:
         return max(self.keeper.need_of(stage_id), in_vain + margin, SMALL_BYTES)
 
     def _look(self, stage_id: str, number: int, need: int) -> str:
-        """Reason why it has to wait; empty if there is room now."""
+        """Reason why it has to wait; empty if there is space now."""
         now, waiting = self.clock(), self._waiting.get(stage_id)
         if waiting is not None and now - waiting[1] < min(_RECHECK_S, self.config.watch_s):
             return waiting[2]
@@ -239,10 +239,12 @@ class Rooms:
         made = self.keeper.make_room(need, ref)
         if made is None:
             layout = self.workspace.layout
-            reason = f"waits for room: {self.keeper.lacking(need, ref)} are needed in {layout.data}"
+            reason = (
+                f"waits for space: {self.keeper.lacking(need, ref)} are needed in {layout.data}"
+            )
             for folder in (layout.control, layout.data):
                 if out_of_inodes(folder):
-                    reason = f"waits for room: no inode is free for another file in {folder}"
+                    reason = f"waits for space: no inode is free for another file in {folder}"
             if waiting is None:
                 self.note({"event": "short", "stage_id": stage_id, "need_bytes": need})
             self._waiting[stage_id] = (waiting[0] if waiting else now, now, reason)
@@ -267,15 +269,15 @@ def when_there_is_room(
     config: DiskConfig,
     say: Callable[[str], None],
 ) -> T:
-    """Result of ``action``, as soon as the disk takes its small files.
+    """Result of ``action``, as soon as its small files fit on the disk.
 
-    Room is made as the policy allows, then waited for: an orchestrator that is started on a full
-    disk would otherwise leave jobs alone that are about to pause.
+    Space is freed as the policy allows, then waited for: without an orchestrator, jobs that are
+    about to pause would be on their own.
 
     Raises
     ------
     NoSpaceError
-        There was none for ``disk.wait_min``.
+        There was no space for ``disk.wait_min``.
     """
     deadline, said = time.monotonic() + config.wait_min * 60, False
     while True:
@@ -284,11 +286,11 @@ def when_there_is_room(
         except NoSpaceError as error:
             made = keeper.make_room(BEGINNING_BYTES)
             if made is not None and made.bytes:
-                say(f"{made.bytes / 2**20:,.1f} MiB were reclaimed to begin.")
+                say(f"{made.bytes / 2**20:,.1f} MiB were reclaimed for the start.")
                 continue
             if time.monotonic() >= deadline:
                 raise
             if not said:
-                say(f"{error.what}. Waiting for room; Ctrl-C leaves, and nothing is lost.")
+                say(f"{error.what}. Waiting for disk space; Ctrl-C leaves, and nothing is lost.")
             said = True
             time.sleep(_RECHECK_S)

@@ -1,5 +1,5 @@
-"""Processes that must not outlive this one: trainers, servers, ranks, and all that they start.
+"""Processes that must not outlive this one: trainers, servers, ranks, and their children.
 
 ``child`` starts one under ``minder``, a process of its own that kills everything when its parent is
-gone, and ends what an earlier attempt has left all the same, known by a mark in its environment.
+gone; it also ends leftovers of earlier attempts, found by a mark in their environment.
 """

@@ -1,12 +1,12 @@
-"""A program as a process of ours: started under a minder, read, ended with all that it is.
+"""A program as a child process: started under a minder, read, and ended with all its processes.
 
-In: a shell text and an environment. Out: what it prints, as bytes from a thread, and its exit code.
+In: a shell text and an environment. Out: its output, as bytes from a thread, and its exit code.
 When this process is gone, by kill -9 or with its node, the minder kills everything that the program
 has started.
 
-What an earlier attempt's program has left on this host all the same is found by a mark, and killed.
-Children inherit the mark in their environment; nobody else has it, and a process number alone could
-be another's by now.
+Processes of an earlier attempt's program that are left on this host are found by a mark, and
+killed. Children inherit the mark in their environment, and no other process has it; a process
+number alone could be another's by now.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class ChildProcess:
     Parameters
     ----------
     command
-        For ``/bin/sh -c``.
+        Shell text for ``/bin/sh -c``.
     environment
-        All of it: nothing is inherited besides.
+        The complete environment: nothing else is inherited.
     read
         Called with its output in a thread; returns at the end of it.
     cwd
-        Where it runs.
+        Working directory.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ChildProcess:
         read: Callable[[IO[bytes]], None],
         cwd: Path | None = None,
     ) -> None:
-        # -I and -S: the settings are the program's, and must not change what minds it.
+        # -I and -S: the settings are the program's, and must not change its minder.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(minder.__file__)), command],
             env=dict(environment),
@@ -75,7 +75,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Of the minder, whose session and process group are the program's."""
+        """Process id of the minder, whose session and process group are the program's."""
         return self._process.pid
 
     @property
@@ -86,11 +86,11 @@ class ChildProcess:
 
     @property
     def is_read(self) -> bool:
-        """Tell whether all that it has printed was read."""
+        """Tell whether all output was read."""
         return not self._reader.is_alive()
 
     def wait_read(self) -> None:
-        """Wait a moment for its last words."""
+        """Wait a moment for the rest of the output."""
         self._reader.join(_LAST_WORDS_S)
 
     def signal(self, number: signal.Signals) -> None:
@@ -99,7 +99,7 @@ class ChildProcess:
             os.killpg(self._process.pid, number)
 
     def end(self, grace_s: float = 0.0) -> None:
-        """End it and all it has started: now, or after SIGTERM and time to end by itself."""
+        """End it and all its processes: now, or after SIGTERM and a grace period."""
         process = self._process
         if grace_s > 0 and process.poll() is None:
             self.signal(signal.SIGTERM)
@@ -107,7 +107,7 @@ class ChildProcess:
                 process.wait(grace_s)
         assert process.stdin is not None
         with contextlib.suppress(OSError):
-            process.stdin.close()  # the minder hears that, and kills what is left
+            process.stdin.close()  # the minder notices that, and kills the rest
         try:
             process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -115,32 +115,32 @@ class ChildProcess:
             self.signal(signal.SIGKILL)
 
 
-#: In the environment of every process of an attempt: the folder that it writes into.
+#: Variable in every process of an attempt: its output folder.
 MARK = "REFINER_OUTPUT"
 
 
 def kill_leftovers(output: Path) -> int:
-    """Kill what an earlier attempt's trainer has left on this host; returns how many processes.
+    """Kill leftovers of an earlier attempt's trainer on this host; returns their number.
 
-    They are known by the mark in their environment (``output``, or a folder in it), which children
-    inherit and nobody else has: a process number alone could be another's by now.
+    They have the mark in their environment (``output``, or a folder in it), which children inherit
+    and no other process has: a process number alone could be another's by now.
     """
     deadline, killed = time.monotonic() + _GONE_S, 0
     while left := marked_processes(output):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {[p.pid for p in left]} of an earlier trainer stay")
+            raise TimeoutError(f"processes {[p.pid for p in left]} of an earlier trainer remain")
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
                 killed += 1
         time.sleep(0.05)
     if killed:
-        log.warning("killed %d processes that an earlier attempt's trainer had left", killed)
+        log.warning("killed %d processes left by an earlier attempt's trainer", killed)
     return killed
 
 
 def marked_processes(output: Path) -> list[psutil.Process]:
-    """Processes of this host that live and have the mark, but for this one."""
+    """Live processes of this host with the mark, except this one."""
     found, marks = [], (str(output), f"{output}{os.sep}")
     for process in psutil.process_iter():
         try:
@@ -160,7 +160,7 @@ def marked_processes(output: Path) -> list[psutil.Process]:
 def mark_of(process: psutil.Process) -> str | None:
     """The mark in a process's environment; None without one.
 
-    A process that gives itself a name (vLLM's engines do) writes it over the beginning of its
+    A process that renames itself (vLLM's engines do) writes its name over the beginning of its
     environment and fills up with zeros, at which `psutil` stops reading.
     """
     name = f"{MARK}=".encode()

@@ -1,15 +1,15 @@
-"""The process between a worker and a program that it starts, which never outlives the worker.
+"""The process between a worker and its program, which never outlives the worker.
 
 In: ``python -P minder.py COMMAND``, started in a session of its own with a pipe as standard input
 that the worker holds open. Out: the command's exit code (128 + signal for a signal). When the pipe
-closes (the worker is gone, by kill -9 or with its node's memory) everything that the command has
-started is killed. When the command ends, what it left running is given a moment and then killed;
-after a request to stop, as long as it takes to save.
+closes (the worker is gone, by kill -9 or with its node's memory), all processes of the command are
+killed. When the command ends, its remaining processes get a moment and are then killed; after a
+request to stop, as long as they take to save.
 
-``python -P minder.py --sweep FOLDER`` runs nothing: once the pipe is closed, the folder is gone,
-with the shared memory of servers that it lists: memory that nobody would give back after a kill -9.
+``python -P minder.py --sweep FOLDER`` runs nothing: once the pipe is closed, it removes the folder
+and the servers' shared memory listed in it, which would remain after a kill -9.
 
-Nothing of ours is imported: it runs from its file, whatever the program's environment is.
+It imports no package of ours: it runs from its file, whatever the program's environment is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 
-#: Where a system keeps shared memory (``shm_open``), and the name of the list of it, a path a line.
+#: The system's folder of shared memory (``shm_open``), and the name of its list, a path per line.
 MEMORY, SHARED = "/dev/shm", "shared-memory"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -36,9 +36,9 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, 
 
 def main(command: str) -> int:
     """Run the command; returns its exit code."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans become ours, so that none is lost from sight
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopt orphans, so that none is lost
     asked: list[int] = []
-    for number in _STOP_SIGNALS:  # a handler, not SIG_IGN: that would be inherited
+    for number in _STOP_SIGNALS:  # a handler, not SIG_IGN, which would be inherited
         signal.signal(number, lambda n, _frame: asked.append(n))
     child = subprocess.Popen(
         ["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
@@ -58,7 +58,7 @@ def main(command: str) -> int:
 
 def sweep(folder: str) -> int:
     """Wait for the end of the owner, then remove the folder; returns 0."""
-    for number in _STOP_SIGNALS:  # what is meant for the owner is not meant for us
+    for number in _STOP_SIGNALS:  # signals are meant for the owner
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         while os.read(sys.stdin.fileno(), 1):
@@ -68,11 +68,11 @@ def sweep(folder: str) -> int:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder of our own, and before it the files that its list names.
+    """Remove a folder of our own, after the files in its list.
 
-    In memory everybody may make folders and files, of any name: nothing is done for one that
-    another user has made or could have written into, and no list deletes anything but shared
-    memory of our own.
+    Anyone can create folders and files of any name in shared memory: a folder that another user
+    created or could have written to is left alone, and a list deletes nothing but our own shared
+    memory.
     """
     if not is_private(folder):
         return
@@ -86,7 +86,7 @@ def remove(folder: str) -> None:
 
 
 def is_private(folder: str) -> bool:
-    """True if this is a folder of this user, and of nobody else."""
+    """True if this is a folder of this user, closed to all others."""
     try:
         found = os.lstat(folder)
     except OSError:
@@ -96,7 +96,7 @@ def is_private(folder: str) -> bool:
 
 
 def is_own_file(path: str) -> bool:
-    """True if this is a regular file of this user, and no link to one.
+    """True if this is a regular file of this user, and not a link.
 
     Raises
     ------
@@ -108,12 +108,12 @@ def is_own_file(path: str) -> bool:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the one that has started it is gone."""
+    """Have the kernel kill this process when its parent is gone."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # another system than Linux
+    with contextlib.suppress(OSError, AttributeError):  # not on Linux
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
@@ -140,13 +140,13 @@ def _has_children() -> bool:
 
 
 def _is_closed(descriptor: int) -> bool:
-    """Wait a moment for the pipe; nobody ever writes into it, so what comes is its end."""
+    """Wait a moment for the end of the pipe; nothing is ever written into it."""
     ready, _, _ = select.select([descriptor], [], [], 0.1)
     return bool(ready) and os.read(descriptor, 1) == b""
 
 
 def _kill_all() -> None:
-    """Kill every descendant, again until none is left: orphans of the killed come to us."""
+    """Kill every descendant, repeated until none is left: orphans of the killed become ours."""
     deadline = time.monotonic() + 30
     while _has_children() and time.monotonic() < deadline:
         for pid in _descendants(os.getpid()):
@@ -158,7 +158,7 @@ def _kill_all() -> None:
 
 def _descendants(root: int) -> list[int]:
     parents: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):  # noqa: PTH208 - a list of numbers, nothing else is needed
+    for name in os.listdir("/proc"):  # noqa: PTH208 - only a list of numbers is needed
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 with open(f"/proc/{name}/stat", encoding="latin-1") as file:  # noqa: PTH123

@@ -1,15 +1,16 @@
 """Agent of one node: ``python -P -m infra.ranks.agent NODE MODULE ARGUMENTS``.
 
-In: the order of its ranks (how many there are, and where they meet). Out: this node's ranks, what
-they print with ``[rank N]`` before it (rank 0's as it is), and as the last event which of them have
-ended and how; the exit code is 0 where all did well. Each is told what torchrun would tell it
-(``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``).
+In: the order of its ranks (their number, and where they meet). Out: this node's ranks, their output
+with a prefix ``[rank N]`` (rank 0's without), and as the last event the ranks that failed and how;
+the exit code is 0 if none did. Each rank gets torchrun's variables (``RANK``, ``WORLD_SIZE``,
+``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``).
 
 torchrun itself is not used. Its ranks of one node meet on a server without a key, on all
 interfaces, with pickles in it; ours find each other in a file without a name, which the system
-opens for nobody but this user, and which is gone with this process. It passes requests to stop on;
-the scheduler sends them to every process anyway, and ranks end when rank 0 says so, after they have
-saved. And what ranks print is whole after a crash and takes no room: it goes through pipes.
+opens for this user alone, and which is gone with this process. torchrun passes on requests to stop;
+the scheduler sends them to every process anyway, and ranks end on rank 0's request, after they have
+saved. And the output of ranks is complete after a crash and takes no disk space, since it goes
+through pipes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _LINE_LIMIT = 1 << 16
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run this node's ranks to their end."""
+    """Run this node's ranks until they end."""
     die_with_parent()
     ignore_stop_signals()
     node, (module, *rest) = int(argv[0]), argv[1:]
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         readers.append(reader)
         reader.start()
     failures = _until_end(ranks, order["patience_s"])
-    until = time.monotonic() + _LAST_WORDS_S  # a rank may have left something running
+    until = time.monotonic() + _LAST_WORDS_S  # a rank may have left children running
     for reader in readers:
         reader.join(max(0.0, until - time.monotonic()))
     with lock:
@@ -79,13 +80,13 @@ def _meeting(meet: str) -> dict[str, str]:
         return {"MASTER_ADDR": address, "MASTER_PORT": port}
     number = os.memfd_create("refiner-ranks")
     store = f"file:///proc/{os.getpid()}/fd/{number}"
-    # The address is for what reads torchrun's settings; nobody is there.
+    # The address only satisfies readers of torchrun's settings; nothing listens there.
     return {STORE: store, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def _until_end(ranks: dict[int, subprocess.Popen[bytes]], patience_s: float) -> dict[str, Any]:
-    """Wait for all; those that are left some time after a first failure are killed. How ranks have
-    failed, in this order: not those that are killed here."""
+    """Wait for all; kill those that remain some time after a first failure. Returns the failures in
+    order, without those killed here."""
     failures: dict[str, Any] = {}
     left, first = dict(ranks), float("inf")
     while left and (now := time.monotonic()) < first + patience_s:
@@ -110,7 +111,7 @@ def ignore_stop_signals() -> None:
 
 
 def _pass_on(output: IO[bytes], prefix: bytes, lock: threading.Lock) -> None:
-    """Pass whole lines on, but empty ones."""
+    """Pass on whole lines, except empty ones."""
     mark = os.environ.get(MARK, "\n").encode()
     while line := output.readline(_LINE_LIMIT):
         if line.strip():

@@ -1,13 +1,13 @@
-"""Rank 0's way to its attempt: the StageIO protocol between two processes of one node.
+"""Rank 0's connection to its attempt: the StageIO protocol between two processes of one node.
 
 In: the attempt's :class:`~refiner_core.contract.types.StageIO`, in the worker (:class:`Bridge`).
 Out: the same protocol in rank 0 (:class:`RemoteIO`), for several threads at once: every thread has
-a connection of its own, so that a save that takes minutes keeps nobody waiting. What the attempt
-raises is raised in rank 0, and what rank 0 meets while it writes a checkpoint reaches the store.
+a connection of its own, so that a save of minutes blocks no other thread. Exceptions of the attempt
+are raised in rank 0, and errors of rank 0 while it writes a checkpoint reach the store.
 
-A socket without a name in the file system, so that nothing is left of it. Everybody on the machine
-can knock there: who connects has to be a process of this user, and to know a random key, which
-travels in the environment.
+The socket has no name in the file system, so that nothing is left of it. All users of the machine
+can connect: a client has to be a process of this user, and to have a random key, which travels in
+the environment.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from infra.ranks.protocol import decode, encode
 from refiner_core.contract.errors import KilledError, NoSpaceError
 from refiner_core.contract.types import StageIO
 
-#: How long the other end may take for each of its words, seconds.
+#: Limit of waiting for each message of the other end, seconds.
 PATIENCE_S = 30.0
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 log = logging.getLogger(__name__)
-#: Settings of rank 0: where the attempt listens, and the key. The name says that it is a secret.
+#: Settings of rank 0: the attempt's address, and the key. The name marks it as a secret.
 ADDRESS, KEY = "REFINER_RANKS_ADDRESS", "REFINER_RANKS_TOKEN"
-#: How long a call that is under way may take when everything else has ended: a commit is brought
-#: to its end, a wait for room is not.
+#: Limit of a running call when everything else has ended: a commit is completed, a wait for space
+#: is not.
 _END_S = 60.0
-#: Calls that go to the attempt as they are.
+#: Calls that are passed to the attempt unchanged.
 _PLAIN = (
     *("log_metrics", "save_rollouts", "latest_checkpoint", "pass_over"),
     *("progress", "should_stop"),
@@ -56,12 +56,12 @@ _PLAIN = (
 
 
 def greet(connection: Connection, key: bytes) -> None:
-    """Let both ends prove that they have the key, as ``Client(…, authkey=key)`` expects.
+    """Authenticate both ends by the key, as ``Client(…, authkey=key)`` expects.
 
     Raises
     ------
     AuthenticationError, EOFError, OSError
-        The other end does not, is gone, or says nothing.
+        The other end does not have it, is gone, or is silent.
     """
     _limit(connection, PATIENCE_S)
     deliver_challenge(connection, key)
@@ -101,7 +101,7 @@ class Bridge:
     Attributes
     ----------
     report
-        What rank 0 has handed in when it was done; None before that.
+        Rank 0's report when it was done; None before that.
     """
 
     def __init__(self, io: StageIO) -> None:
@@ -124,7 +124,7 @@ class Bridge:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Settings that rank 0 has to know. Not for command lines or files that others read."""
+        """Settings for rank 0. Not for command lines or files that others read."""
         return {ADDRESS: self._address.replace("\0", "@", 1), KEY: self._key.hex()}
 
     def __enter__(self) -> Bridge:
@@ -135,10 +135,10 @@ class Bridge:
         self.close()
 
     def close(self) -> None:
-        """End: nobody is served any more, and checkpoints that were not completed are removed."""
+        """End all service, and remove incomplete checkpoints."""
         self._closed = True
         with suppress(OSError):
-            Client(self._address, "AF_UNIX").close()  # wakes who accepts
+            Client(self._address, "AF_UNIX").close()  # wakes the accepting thread
         self._listener.close()
         with self._lock:
             for connection in self._connections:
@@ -148,7 +148,7 @@ class Bridge:
             thread.join(max(0.0, deadline - time.monotonic()))
         for step in list(self._open):
             gone = KilledError("Rank 0 ended before its checkpoint was complete")
-            with suppress(Exception):  # the store has cleaned up; why the rank ended matters more
+            with suppress(Exception):  # the store has cleaned up; the rank's own error matters more
                 self._open.pop(step).__exit__(KilledError, gone, None)
 
     # ------------------------------------------------------------ serving
@@ -176,7 +176,7 @@ class Bridge:
             try:
                 greet(connection, self._key)
             except (AuthenticationError, EOFError, OSError) as error:
-                log.warning("somebody without the key is at the ranks' bridge: %r", error)
+                log.warning("a client without the key connected to the ranks' bridge: %r", error)
                 self._forget(connection)
                 return
             while not self._closed:
@@ -198,7 +198,7 @@ class Bridge:
         with self._lock:
             self._connections.discard(connection)
 
-    # ------------------------------------------------------------ calls that are no plain ones
+    # ------------------------------------------------------------ special calls
 
     def _enter(self, token: str, step: int) -> Path:
         context = self._io.new_checkpoint(step)
@@ -221,7 +221,7 @@ class Bridge:
 
 
 class RemoteIO:
-    """Rank 0's end: a StageIO. Raises :class:`KilledError` where the attempt's worker is gone."""
+    """Rank 0's end: a StageIO. Raises :class:`KilledError` if the attempt's worker is gone."""
 
     def __init__(self, address: str, key: bytes) -> None:
         self._address, self._key = address, key
@@ -229,13 +229,13 @@ class RemoteIO:
 
     @classmethod
     def from_environment(cls) -> RemoteIO:
-        """The bridge that this process's environment names; the key is taken out of it, so that
-        what rank 0 starts does not get it."""
+        """The bridge in this process's environment; the key is removed there, so that rank 0's
+        children do not get it."""
         address = os.environ[ADDRESS].replace("@", "\0", 1)
         return cls(address, bytes.fromhex(os.environ.pop(KEY)))
 
     def __getattr__(self, name: str) -> Any:
-        """Calls that go to the attempt as they are."""
+        """Pass a call to the attempt unchanged."""
         if name not in _PLAIN:
             raise AttributeError(name)
         return partial(self._call, name)
@@ -253,7 +253,7 @@ class RemoteIO:
         self._call("leave", token, None)
 
     def room_again(self, error: NoSpaceError) -> bool:
-        """Wait a while for room."""
+        """Wait a while for space."""
         return bool(self._call("room_again", encode(error)))
 
     def finish(self, report: Mapping[str, Any]) -> None:
@@ -268,7 +268,7 @@ class RemoteIO:
         except (EOFError, ConnectionError) as error:
             raise KilledError(
                 "The worker of this attempt is gone",
-                fix="nothing: the next attempt goes on from the last checkpoint",
+                fix="nothing: the next attempt resumes from the last checkpoint",
             ) from error
         if not good:
             raise decode(value, "In the attempt's worker")

@@ -1,22 +1,21 @@
-"""The ranks of a stage, from their start to their end, as the worker sees them, on all nodes of a
-job.
+"""The ranks of a stage, from start to end, as the worker sees them, on all nodes of a job.
 
-In: what ranks are to do and the attempt's StageIO. Out: the report that rank 0 has handed in, or
-the error of the rank that failed first: one rank's failure makes the others fail a moment later,
-when they wait for it in vain; these are consequences, and not what a user must read. While they
-work their lines go to the attempt's log, and the attempt's fence is looked at. Requests to stop
-need nothing here: rank 0 asks the attempt (``should_stop``), and who wants an end sooner than the
-next step boundary kills the worker, with which all ranks end.
+In: the ranks' order and the attempt's StageIO. Out: rank 0's report, or the error of the rank that
+failed first: one rank's failure makes the others fail a moment later, when they wait for it in
+vain; users need not read these consequences. While ranks run, their lines go to the attempt's log,
+and the attempt's fence is checked. Requests to stop need nothing here: rank 0 asks the attempt
+(``should_stop``), and to end it before the next step boundary, the worker is killed, with which all
+ranks end.
 
 In a Slurm job of several nodes the worker is on the first (:class:`OtherNodes`), and Slurm has
 started the same command once on each of the others (:func:`wait_for_work`), where it runs
-the node's agent; what that prints comes back to the worker. Nobody starts anything with ``srun``
-from inside the job: Slurm sends a request to stop (preemption, time limit, ``scancel --signal``)
-to every process of a step, and an ``srun`` among them answers it by killing all that it has
-started, before anybody can save. So there is one step with a task on each node; all but the first
-wait for the worker's word. The worker listens on the first node's address; where, and with which
-key, stands in a file beside the attempt that only its user can read. When the worker is gone its
-connections are, and with them the ranks on all nodes.
+the node's agent; the agent's output comes back to the worker. Nothing is started with ``srun``
+inside the job: Slurm sends a request to stop (preemption, time limit, ``scancel --signal``) to
+every process of a step, and an ``srun`` among them answers by killing its processes before they can
+save. So there is one step with a task on each node; all but the first wait for the worker. The
+worker listens on the first node's address; the address and the key are in a file beside the attempt
+that only its user can read. When the worker is gone, so are its connections, and with them the
+ranks on all nodes.
 """
 
 from __future__ import annotations
@@ -60,17 +59,17 @@ from refiner_core.training.ranks import TALK
 
 log = logging.getLogger(__name__)
 
-#: Beside an attempt: where its worker listens.
+#: File beside an attempt with its worker's address.
 _FILE = "nodes.json"
 _WAIT_S = 0.5
 _LAST_WORDS_S = 15.0
-#: More than there are nodes: others on the network knock, too.
+#: More than the number of nodes: other clients on the network connect, too.
 _BACKLOG = 512
-#: How long the others may take to come: Slurm starts all tasks of a step at once.
+#: Limit of waiting for the other nodes, seconds: Slurm starts all tasks of a step at once.
 _COME_S = 300.0
 
 
-#: What a process says whose partner is gone.
+#: Messages of a process whose partner is gone.
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset|refused)|closed by peer|broken pipe|socket (is )?closed|pair closure"
     r"|ncclremoteerror|remote process exited|recvvalue failed|failed to recv|store->|store is down"
@@ -83,31 +82,31 @@ _NO_MEETING = re.compile(
     re.IGNORECASE,
 )
 _SHOWN = 6
-#: What kills a rank later than this after a first failure comes of that.
+#: The end of a rank later than this after a first failure is a consequence.
 _AT_ONCE_S = 1.0
 _POLL_S = 0.2
 _FENCE_S = 5.0
-#: How long what ranks have started (servers) may take to end after them.
+#: Limit for children of ranks (servers) to end after them, seconds.
 _LINGER_S = 10.0
 _LINES = 200
 
 
 def node_number(environment: Mapping[str, str] = os.environ) -> int:
-    """Number of the node of its step that this process is on, from 0: 0 outside of Slurm, too."""
+    """Index of this process's node within its step, from 0; 0 outside of Slurm."""
     return int(environment.get("SLURM_NODEID") or 0) if "SLURM_JOB_ID" in environment else 0
 
 
 class OtherNodes:
-    """The worker's end; a context manager, after which nothing runs on other nodes.
+    """The worker's end; a context manager that leaves nothing running on other nodes.
 
     Parameters
     ----------
     control
-        The attempt's folder of small files, which all nodes see.
+        The attempt's folder of small files, visible to all nodes.
     job
         The Slurm job.
     count
-        How many other nodes there are.
+        Number of other nodes.
     """
 
     def __init__(self, control: Path, job: SlurmJob, count: int) -> None:
@@ -116,7 +115,7 @@ class OtherNodes:
         self._key = secrets.token_bytes(32)
         self._listener = socket.create_server((address, 0), backlog=_BACKLOG)
         self._listener.settimeout(_WAIT_S)
-        #: Where rank 0 is found.
+        #: Address of rank 0.
         self.meeting = f"{address}:{free_port(address)}"
         self._note = {
             "address": address,
@@ -131,7 +130,7 @@ class OtherNodes:
 
     def __enter__(self) -> OtherNodes:
         note = json.dumps(self._note).encode()
-        atomic.write_bytes(self._path, note, mode=0o600)  # it holds a key
+        atomic.write_bytes(self._path, note, mode=0o600)  # it contains a key
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,7 +147,7 @@ class OtherNodes:
         Raises
         ------
         LaunchError
-            Not all came.
+            Not all nodes connected.
         """
         self._wait_for_all()
         for node, connection in list(self._nodes.items()):
@@ -163,7 +162,7 @@ class OtherNodes:
             yield self._lines.get_nowait()
 
     def last_lines(self) -> Iterator[str]:
-        """Lines that are left, once this node's ranks have ended: those of others get a moment."""
+        """Remaining lines once this node's ranks have ended: other nodes' get a moment."""
         deadline = time.monotonic() + _LAST_WORDS_S
         for reader in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
@@ -174,10 +173,10 @@ class OtherNodes:
         while len(self._nodes) < self._count:
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"Only {len(self._nodes)} of the job's {self._count} other nodes came within "
+                    f"Only {len(self._nodes)} of the job's {self._count} other nodes connected in "
                     f"{_COME_S:.0f} s",
-                    expected="a task of the job on every node, which reaches the first node",
-                    fix="look at the job's logs in the attempt's `submitit` folder",
+                    expected="a task of the job on every node, which can reach the first node",
+                    fix="see the job's logs in the attempt's `submitit` folder",
                 )
             with contextlib.suppress(TimeoutError):
                 accepted, _ = self._listener.accept()
@@ -185,12 +184,12 @@ class OtherNodes:
                 threading.Thread(target=self._greet, args=knocked, daemon=True).start()
 
     def _greet(self, connection: Connection) -> None:
-        """Hear who has connected; in a thread of its own, so that silence holds up nobody else."""
+        """Identify a client; in a thread of its own, so that a silent one blocks no other."""
         try:
             greet(connection, self._key)
             hello = _receive(connection)
         except (AuthenticationError, EOFError, OSError) as error:
-            log.warning("somebody without the key has connected to the worker: %r", error)
+            log.warning("a client without the key has connected to the worker: %r", error)
             connection.close()
         else:
             log.info("node %s (%s) is ready", hello["node"], hello["host"])
@@ -200,7 +199,7 @@ class OtherNodes:
         with contextlib.suppress(EOFError, OSError):
             while "line" in (told := _receive(connection)):
                 self._lines.put(told["line"])
-        # Its agent has ended, or it is gone; the connection stays until the worker is done.
+        # Its agent has ended, or is gone; the connection stays until the worker is done.
 
 
 # ---------------------------------------------------------------- the others
@@ -208,7 +207,7 @@ class OtherNodes:
 
 def wait_for_work(workspace: Workspace, stage_id: str, job: SlurmJob, node: int) -> int:
     """Work on a node other than the first; returns the exit code when the worker is done."""
-    ignore_stop_signals()  # the worker hears them, and says when to end
+    ignore_stop_signals()  # the worker handles them, and ends this process
     connection = _connect(workspace, stage_id, job)
     if connection is None:
         return 0
@@ -217,7 +216,7 @@ def wait_for_work(workspace: Workspace, stage_id: str, job: SlurmJob, node: int)
         try:
             order = _receive(connection)
         except (EOFError, OSError):
-            return 0  # the worker ended before it came to that
+            return 0  # the worker ended before it sent any work
         _work(connection, order["command"], order["settings"])
     return 0
 
@@ -237,19 +236,19 @@ def _work(connection: Connection, command: str, settings: Mapping[str, str]) -> 
                     _send(connection, {"line": line.text})
                 _send(connection, {"code": process.code})
         except OSError:
-            return  # the worker is gone, and with it what it has asked for
+            return  # the worker is gone, and its request with it
     gone.wait()
 
 
 def _watch(connection: Connection, gone: threading.Event) -> None:
-    """The worker sends nothing more: what comes is its end."""
+    """Wait for the end of the connection; the worker sends nothing more."""
     with contextlib.suppress(EOFError, OSError):
         connection.recv_bytes()
     gone.set()
 
 
 def _connect(workspace: Workspace, stage_id: str, job: SlurmJob) -> Connection | None:
-    """The way to the worker of this start of the job; None where it has ended already."""
+    """Connection to the worker of this start of the job; None if it has ended already."""
     stage = workspace.layout.stage(stage_id)
     while True:
         for number in reversed(stage.attempt_numbers()):
@@ -285,11 +284,11 @@ def _receive(connection: Connection) -> dict[str, Any]:
 
 @dataclass
 class Ended:
-    """Traces of a launch that did not end well.
+    """Traces of a failed launch.
 
     ``errors`` are pairs of rank and error, oldest first; ``failures`` the agents', by rank, oldest
-    first (``code``, ``pid``, ``late_s`` after the first); ``lines`` the last that were printed;
-    ``code`` is how an agent ended.
+    first (``code``, ``pid``, ``late_s`` after the first); ``lines`` the last lines of output;
+    ``code`` is an agent's exit code.
     """
 
     errors: list[tuple[int, Exception]] = field(default_factory=list)
@@ -300,12 +299,12 @@ class Ended:
     folder: Path = Path()
 
     def take(self, mark: str, printed: Iterable[str]) -> None:
-        """Note the events among lines, and pass the others on to the log."""
+        """Collect the events among lines, and pass the others on to the log."""
         for text in printed:
             event = read_event(mark, text)
             if event is None:
                 self.lines.append(text)
-                with suppress(OSError):  # a log on a full disk is no reason to end the training
+                with suppress(OSError):  # a full disk of the log must not end the training
                     sys.stdout.write(f"{text}\n")
                     sys.stdout.flush()
             elif event["event"] == "error":
@@ -327,13 +326,13 @@ def error_of(ended: Ended) -> Exception:
         return _killed(ended, *hard[0])
     for error in sorted(own, key=lambda e: isinstance(e, Interrupted)):  # sorted() keeps the order
         return error
-    if killed:  # a library gave up (NCCL's watchdog, a failed check in C++)
+    if killed:  # a library aborted (NCCL's watchdog, a failed check in C++)
         return _killed(ended, *killed[0])
     return ended.errors[0][1] if ended.errors else _unknown(ended)
 
 
 def is_consequence(error: BaseException) -> bool:
-    """True if an error only says that somebody else is gone."""
+    """True if an error only means that a partner is gone."""
     return bool(_CONSEQUENCE.search(str(error))) and not isinstance(error, KilledError)
 
 
@@ -350,7 +349,7 @@ def _killed(ended: Ended, rank: int, failure: Mapping[str, Any]) -> Exception:
         f"Rank {rank} (process {failure['pid']}) "
         + (said or f"was ended by {signal.Signals(number).name}"),
         expected="all ranks to live until the stage ends",
-        fix="nothing, if that was an accident: the next attempt goes on from the last checkpoint; "
+        fix="nothing, if that was an accident: the next attempt resumes from the last checkpoint; "
         "else see `refiner logs STAGE`",
     )
 
@@ -362,13 +361,13 @@ def _unknown(ended: Ended) -> Exception:
         return KilledError(
             "The process that starts the ranks was ended by SIGKILL",
             expected="it to live until the stage ends",
-            fix="nothing, if that was an accident: the next attempt goes on from the last "
+            fix="nothing, if that was an accident: the next attempt resumes from the last "
             "checkpoint",
         )
     if any(_NO_MEETING.search(line) for line in lines):
         return LaunchError(
             f"The ranks did not find each other: {last}",
-            expected="nodes that reach each other",
+            expected="nodes that can reach each other",
             fix="nothing, if that was an accident: it is tried again; else name the network with "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
         )
@@ -376,8 +375,8 @@ def _unknown(ended: Ended) -> Exception:
     ranks = ", ".join(f"{rank}: {f['code']}" for rank, f in sorted(ended.failures.items()))
     codes = f"rank {ranks}" if ranks else f"their agent: {ended.code}"
     return StageFailed(
-        f"The ranks ended without a word (exit code of {codes}): {last}",
-        expected="ranks that end well, or say why not",
+        f"The ranks ended without a message (exit code of {codes}): {last}",
+        expected="ranks that end well, or with an error message",
         fix=f"look at the log (`refiner logs STAGE`). Its last lines:\n{shown}",
     )
 
@@ -398,24 +397,24 @@ def run_ranks(
     Parameters
     ----------
     module, order
-        What each rank runs (``python -m``), and what it is told.
+        Module that each rank runs (``python -m``), and its order.
     folder
-        Where the stage writes.
+        Output folder of the stage.
     check_fence
         Raises if the attempt is no longer the newest.
     shutdown_s
-        How long the other ranks may take to end when one has failed.
+        Limit for the other ranks to end when one has failed, seconds.
     nodes
-        The job's other nodes, where it has any.
+        The job's other nodes, if any.
 
     Raises
     ------
     RefinerError, Exception
-        What the first rank that failed has raised.
+        The error of the first rank that failed.
     KilledError, MemoryError
         A rank was ended from outside.
     LaunchError
-        They did not find each other.
+        The ranks did not find each other.
     """
     with ExitStack() as stack:
         bridge = stack.enter_context(Bridge(io))
@@ -440,7 +439,7 @@ def run_ranks(
         if bridge.report is None or ended.errors:
             raise error_of(ended)
         for rank, failure in ended.failures.items():
-            log.warning("rank %d ended with %s after all was done", rank, failure["code"])
+            log.warning("rank %d ended with %s after all work was done", rank, failure["code"])
         return bridge.report
 
 
@@ -458,7 +457,7 @@ def _follow(
     check_fence: Callable[[], None],
     shutdown_s: int,
 ) -> None:
-    """Take what ranks print until all have ended."""
+    """Take the output of ranks until all have ended."""
     deadline, fence_due = float("inf"), time.monotonic() + _FENCE_S
     while process.code is None and time.monotonic() < deadline:
         ended.take(mark, (line.text for line in process.lines(_POLL_S)))
@@ -469,6 +468,6 @@ def _follow(
             fence_due = time.monotonic() + _FENCE_S
             check_fence()
     if process.code is None:
-        log.warning("what the ranks have started does not end; it is killed")
+        log.warning("children of the ranks do not end; they are killed")
         process.end()
     ended.take(mark, (line.text for line in process.last_lines()))

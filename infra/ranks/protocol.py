@@ -1,19 +1,17 @@
-"""Settings, events and errors on their way between a worker and its ranks.
+"""Settings, events and errors between a worker and its ranks.
 
-To ranks: their environment, on the first node of a stage and on the others, and which GPUs they
-see. Placements count GPUs within what the job was given on a node, which is what
-``CUDA_VISIBLE_DEVICES`` says; ranks see those of the trainer, all alike and in order, so that a
-rank's local number is its GPU's. What the job was given is kept (:data:`JOB_GPUS`) for the servers
-that a rank starts beside it.
+To ranks: their environment, on the first node of a stage and on the others, and their visible GPUs.
+Placements count GPUs within those of the job on a node, as listed in ``CUDA_VISIBLE_DEVICES``;
+ranks see those of the trainer, all alike and in order, so that a rank's local number is its GPU's.
+The job's own list is kept (:data:`JOB_GPUS`) for the servers that a rank starts beside it.
 
-From ranks and their agents: an event, as one marked line among all that a process prints. The mark
-is a random word of each launch, so that no output is taken for an event; ranks have nothing else
-that reaches the worker from every node, in order, and with a full disk. An exception becomes one
-of the same class, with the same words, system error number and causes, so that
-:func:`infra.jobs.failures.classify` and a caller's ``except`` see no difference. Its traceback
-travels as a note, which a log shows and nothing reads. Errors of the contract, of our own rooms
-and of Python are made again as such; of any other class (torch's) only the name is known: it
-becomes a :class:`RankError` of that name.
+From ranks and their agents: an event, as one marked line of their output. The mark is a random word
+of each launch, so that no other output looks like an event; ranks have no other channel that
+reaches the worker from every node, in order, and with a full disk. An exception is rebuilt with the
+same class, words, system error number and causes, so that :func:`infra.jobs.failures.classify` and
+a caller's ``except`` see no difference. Its traceback is attached as a note, for logs only. Errors
+of the contract, of our packages and of Python are rebuilt as such; of any other class (torch's)
+only the name is kept: it becomes a :class:`RankError` of that name.
 """
 
 from __future__ import annotations
@@ -32,20 +30,20 @@ from refiner_core.contract.errors import RefinerError, UnsupportedError
 from refiner_core.contract.placement import Placement
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: What ``CUDA_VISIBLE_DEVICES`` was for the whole job; unset where it was.
+#: The job's ``CUDA_VISIBLE_DEVICES``; unset if that was unset.
 JOB_GPUS = "REFINER_JOB_GPUS"
 
-#: Setting of ranks: what they are to do, as JSON.
+#: Setting of ranks: their order, as JSON.
 ORDER = "REFINER_RANKS_ORDER"
 
 
 _OURS = ("refiner_core", "infra", "flows")
 _CAUSES = 5
-#: A line of output is what carries it: what is longer is cut.
+#: Limits of texts, because an event is a single line of output.
 _TEXT_LIMIT, _TRACEBACK_LIMIT = 8_000, 24_000
 #: Setting of agents and ranks: the mark.
 MARK = "REFINER_RANKS_MARK"
-#: Lines are cut by who reads them (:mod:`infra.foreign.process`): an event is shorter.
+#: Readers cut lines (:mod:`infra.foreign.process`), so an event is shorter.
 _LIMIT = 60_000
 
 
@@ -55,7 +53,7 @@ def trainer_settings(gpus: Sequence[int], given: Mapping[str, str] = os.environ)
     Raises
     ------
     UnsupportedError
-        The job was given fewer.
+        The job has fewer.
     """
     if not gpus:
         return {}
@@ -69,7 +67,7 @@ def visible(gpus: Sequence[int], given: Mapping[str, str] = os.environ) -> str:
     Raises
     ------
     UnsupportedError
-        The job was given fewer.
+        The job has fewer.
     """
     names = given.get(JOB_GPUS, given.get(VISIBLE))
     if names is None:
@@ -77,16 +75,16 @@ def visible(gpus: Sequence[int], given: Mapping[str, str] = os.environ) -> str:
     known = [name.strip() for name in names.split(",") if name.strip()]
     if max(gpus, default=-1) >= len(known):
         raise UnsupportedError(
-            f"This job uses GPU number {max(gpus)} of its node, and was given {len(known)} "
+            f"This job uses GPU number {max(gpus)} of its node, but was given {len(known)} "
             f"({VISIBLE}={names})",
-            expected="as many GPUs as the stage's resources.gpus says",
+            expected="as many GPUs as the stage's resources.gpus",
             fix=f"unset {VISIBLE}, or lower resources.gpus",
         )
     return ",".join(known[number] for number in gpus)
 
 
 def rank_settings(placement: Placement, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of ranks on this node, beside what the worker has."""
+    """The environment of ranks on this node, in addition to the worker's."""
     settings = {
         # A hung or dead partner ends a NCCL rank, instead of keeping its GPU busy for ever.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
@@ -95,25 +93,25 @@ def rank_settings(placement: Placement, given: Mapping[str, str] = os.environ) -
     }
     if not placement.trainer_gpus:
         settings["DS_ACCELERATOR"] = "cpu"
-    if placement.nodes == 1:  # nobody beyond this machine is to reach them
+    if placement.nodes == 1:  # closed to other machines
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         settings |= {name: "lo" for name in names if name not in given}
     return settings
 
 
 def node_settings(order: Mapping[str, str]) -> dict[str, str]:
-    """:func:`rank_settings` on a node that has only the order of its ranks."""
+    """:func:`rank_settings` from the order of a node's ranks alone."""
     told = json.loads(order[ORDER])["placement"]
     gpus, servers = tuple(told["trainer_gpus"]), tuple(map(tuple, told["server_gpus"]))
     return rank_settings(Placement(told["nodes"], told["nproc_per_node"], gpus, servers))
 
 
 class _RankError(RuntimeError):
-    """An error of a class that this process does not know."""
+    """An error of a class that is unknown in this process."""
 
 
 def encode(error: BaseException, causes: int = _CAUSES) -> dict[str, Any]:
-    """The error as a value of JSON."""
+    """The error as a JSON value."""
     value: dict[str, Any] = {
         "module": type(error).__module__,
         "name": type(error).__qualname__,
@@ -135,7 +133,7 @@ def encode(error: BaseException, causes: int = _CAUSES) -> dict[str, Any]:
 
 
 def decode(value: dict[str, Any], where: str = "") -> Exception:
-    """The error again; ``where`` says in its note whose traceback it is."""
+    """The error rebuilt; ``where`` names the origin of its traceback in a note."""
     kind = _class(value["module"], value["name"])
     error = _made(kind, value)
     if text := value.get("traceback"):
@@ -159,7 +157,7 @@ def _made(kind: type[Exception], value: dict[str, Any]) -> Exception:
         return kind(value["errno"], value.get("strerror") or "", *([name] if name else []))
     try:
         return kind(value["text"])
-    except Exception:  # one that is made of other things than words (UnicodeDecodeError)
+    except Exception:  # a class that needs other arguments than words (UnicodeDecodeError)
         return _unknown(kind.__name__, kind.__module__)(value["text"])
 
 
@@ -179,7 +177,7 @@ def _unknown(name: str, module: str) -> type[_RankError]:
 
 
 def event_line(mark: str, value: dict[str, Any]) -> str:
-    """The line that carries an event."""
+    """The line for an event."""
     text = json.dumps(value)
     if len(text) > _LIMIT:
         text = json.dumps(_without_length(value))
@@ -187,7 +185,7 @@ def event_line(mark: str, value: dict[str, Any]) -> str:
 
 
 def read_event(mark: str, line: str) -> dict[str, Any] | None:
-    """The event that a line carries; None for any other line."""
+    """The event in a line; None for any other line."""
     if not line.startswith(f"{mark} "):
         return None
     try:
@@ -198,21 +196,21 @@ def read_event(mark: str, line: str) -> dict[str, Any] | None:
 
 
 def tell(value: dict[str, Any]) -> None:
-    """Tell the worker. Where nobody listens, nothing happens."""
+    """Send an event to the worker; without one, nothing happens."""
     if mark := os.environ.get(MARK):
         sys.stdout.flush()
         sys.stderr.flush()
-        # One write: other threads print, too.
+        # One write, because other threads print, too.
         os.write(1, f"\n{event_line(mark, value)}\n".encode())
 
 
 def tell_error(rank: int, error: BaseException) -> None:
-    """Tell why this rank ends."""
+    """Send the error that ends this rank."""
     tell({"event": "error", "rank": rank, "error": encode(error)})
 
 
 def _without_length(value: dict[str, Any]) -> dict[str, Any]:
-    """The same error in fewer words: without its causes, its traceback cut."""
+    """The same error, shortened: without its causes, its traceback cut."""
     error = {k: v for k, v in value.get("error", {}).items() if k != "cause"}
     error["text"], error["traceback"] = error["text"][:4000], error["traceback"][-12_000:]
     error.pop("parts", None) if len(json.dumps(error)) > _LIMIT else None

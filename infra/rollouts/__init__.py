@@ -14,10 +14,9 @@ The first ``sync`` starts the servers, on the very weights that it is given; it 
 return when every server has proven that it has them. ``sync`` and ``generate`` may be called from
 different threads: each waits for the other, so no sample is of two versions.
 
-Who can reach them: servers listen on loopback and ask for a key on every route. vLLM asks for it
-under ``/v1`` alone, and leaves those that pause it, load weights, run methods of its workers or
-unpickle (``/pause``, ``/collective_rpc``, ``/update_weights`` …) to everybody with an account on
-the node; a middleware that the servers are started with (:mod:`refiner_vllm_extension`) closes
-them. A server that lets somebody in without the key is not used, and the key goes to nobody but a
-process that this stage has started.
+Access: servers listen on loopback and ask for a key on every route. vLLM itself asks for it only
+under ``/v1``, and leaves the routes that pause it, load weights, run methods of its workers or
+unpickle (``/pause``, ``/collective_rpc``, ``/update_weights`` …) open to everyone with an account
+on the node; our middleware (:mod:`refiner_vllm_extension`) closes them. A server that accepts
+requests without the key is not used, and the key is sent only to processes started by this stage.
 """

@@ -1,14 +1,14 @@
 """Rollout servers as children of a trainer's attempt: started, replaced, ended with it.
 
-In: the recipe and what each server has for itself. Out: addresses on loopback, once they answer.
-Each runs under :mod:`infra.process.minder` in a session of its own, so that none outlives the
-trainer, however it ends. They are started with ``VLLM_SERVER_DEV_MODE=1``, which opens the routes
-that change weights, and with a middleware of ours that asks for the key on all of them. The key is
-in the environment alone, because command lines can be read by everybody on a node.
+In: the recipe and each server's resources. Out: addresses on loopback, once they answer. Each runs
+under :mod:`infra.process.minder` in a session of its own, so that none outlives the trainer,
+however it ends. They are started with ``VLLM_SERVER_DEV_MODE=1``, which enables the routes that
+change weights, and with our middleware, which asks for the key on all routes. The key is only in
+the environment, because command lines can be read by everyone on a node.
 
 Their folder in memory (``/dev/shm``) does not outlive this process: it is removed at the end of
-its ``with`` block; by a process beside (:mod:`infra.process.minder`) when this one is killed;
-and by the next one that comes to this node when all of them were killed at once.
+the ``with`` block; by a second process (:mod:`infra.process.minder`) when this one is killed;
+and by the next one on this node when all of them were killed at once.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ from refiner_core.generation.vllm.sync import WeightSync
 from refiner_core.generation.vllm.wire import MODEL
 from refiner_core.training.ranks import ENVIRONMENT
 
-#: Class that completes a reload; its module is on the server's import path and needs vLLM alone.
+#: Class that completes a reload; its module is on the server's import path and needs only vLLM.
 EXTENSION = "refiner_vllm_extension.CompleteReload"
-#: Class beside it that asks for the key on the routes on which vLLM does not.
+#: Class in the same module that asks for the key on the routes that vLLM leaves open.
 MIDDLEWARE = "refiner_vllm_extension.KeyOnEveryRoute"
-#: How long a server that is asked to end goes on with what it has, seconds.
+#: How long a server that is asked to end continues its requests, seconds.
 SHUTDOWN_S = 5
-#: Tokens that a server without GPUs takes in one pass.
+#: Token limit of one pass of a server without GPUs.
 _CPU_BATCHED_TOKENS = 4096
-#: Settings of the launcher of our training processes, which are no business of a server's.
+#: Settings of our launcher of ranks, which a server must not see.
 _RANKS = (*ENVIRONMENT, "DS_ACCELERATOR", JOB_GPUS)
 
 log = logging.getLogger(__name__)
@@ -74,24 +74,24 @@ _NAME = re.compile(rf"{_PREFIX}-(?P<where>.+)-(?P<pid>\d+)-(?P<started>\d+(?:\.\
 _POLL_S = 0.1
 _PROBE_S = 10.0
 _PORTS_TRIED = 5
-#: Time to end by itself, beyond what it takes for requests under way.
+#: Grace period, beyond the time for running requests, seconds.
 _GRACE_S = SHUTDOWN_S + 10.0
-#: Below a stage's folder: what its servers are marked with, a number for each.
+#: Folder below a stage's, with a number for each server, as its mark.
 MARK_NAME = "rollout-servers"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Belongings of one server.
+    """Resources of one server.
 
     Attributes
     ----------
     gpus
-        Its GPUs, as ``CUDA_VISIBLE_DEVICES`` takes them; empty without.
+        Its GPUs, in the form of ``CUDA_VISIBLE_DEVICES``; empty without.
     extension
         Folder of the worker extension.
     mark
-        Marks its processes, so that what is left of one can be found.
+        Marks its processes, so that its leftovers can be found.
     """
 
     gpus: str
@@ -101,18 +101,18 @@ class Place:
 
 
 def rollout_server_text(config: RecipeConfig, at: Listening, weights: Path) -> str:
-    """The shell text that becomes a server; the user's ``args`` come last, and so count."""
+    """The shell text of a server; the user's ``args`` come last, and so take precedence."""
     grpo, server = config.grpo, config.grpo.rollout_server
     words = [*vllm_words(server.python), str(weights), *at.options, "--served-model-name", MODEL]
-    # Else a model's own generation_config.json overrules what a request does not say.
+    # Else a model's own generation_config.json overrides the defaults of requests.
     words += ["--generation-config", "vllm"]
     # Else log-probabilities are those before temperature and truncation.
     words += ["--logprobs-mode", "processed_logprobs"]
     words += ["--dtype", config.model.dtype, "--max-model-len", str(grpo.max_token_length)]
     words += ["--max-num-seqs", str(grpo.generation_batch_size), "--seed", str(config.seed)]
     if not grpo.resources.gpus:
-        # A prompt that is read in pieces makes vLLM take back a seeded draw, which its generators
-        # on the CPU cannot (0.32: "CPU Generator does not use offset"), and the engine dies.
+        # With a prompt read in pieces, vLLM takes back a seeded draw, which its generators on the
+        # CPU cannot (0.32: "CPU Generator does not use offset"), and the engine dies.
         tokens = max(_CPU_BATCHED_TOKENS, grpo.max_token_length)
         words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
     if grpo.vllm_tensor_parallel_size > 1:
@@ -123,7 +123,7 @@ def rollout_server_text(config: RecipeConfig, at: Listening, weights: Path) -> s
 
 
 def rollout_environment(place: Place, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a server: the user's own, without what is about our own processes."""
+    """The environment of a server: the user's own, without the settings of our processes."""
     made = server_environment("vllm", place.key, str(place.mark), given)
     kept = {n: v for n, v in made.items() if n not in _RANKS}
     paths = [str(place.extension), *kept.get("PYTHONPATH", "").split(os.pathsep)]
@@ -136,12 +136,12 @@ def rollout_environment(place: Place, given: Mapping[str, str] = os.environ) -> 
 
 @contextmanager
 def memory_folder(parent: Path) -> Iterator[Path]:
-    """A new folder below ``parent`` that only its owner can read; what others left is removed.
+    """A new folder below ``parent`` that only its owner can read; leftovers are removed first.
 
     Raises
     ------
     ConfigurationError
-        There can be no folder there.
+        No folder can be created there.
     """
     remove_leftovers(parent)
     me = ProcessId.of()
@@ -152,7 +152,7 @@ def memory_folder(parent: Path) -> Iterator[Path]:
     except OSError as error:
         raise ConfigurationError(
             f"Weights for rollout servers cannot be put into {parent} ({error})",
-            expected="a folder in memory that can be written to",
+            expected="a writable folder in memory",
             fix="set grpo.rollout_server.weights_dir",
         ) from error
     watcher = subprocess.Popen(
@@ -171,7 +171,7 @@ def memory_folder(parent: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove folders of processes of this user on this machine that are no more."""
+    """Remove folders of this user's dead processes on this machine."""
     for folder in parent.glob(f"{_PREFIX}-{_where()}-*"):
         found = _NAME.fullmatch(folder.name)
         if found is None or not minder.is_private(str(folder)):
@@ -180,18 +180,18 @@ def remove_leftovers(parent: Path) -> None:
         boot, started = ProcessId.of().boot, float(found["started"])
         owner = ProcessId(host_name(), int(found["pid"]), started, boot)
         if not owner.alive:
-            log.warning("removing %s, which a process that is gone has left", folder)
+            log.warning("removing %s, left by a process that is gone", folder)
             minder.remove(str(folder))
 
 
 def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Shared memory that these processes have mapped: what a kill -9 would leave for ever.
+    """Shared memory mapped by these processes, which a kill -9 would leave for ever.
 
-    Files are known by their number: a semaphore is mapped under a name that it no longer has.
+    Files are identified by inode: a semaphore is mapped under a name that it no longer has.
     """
     numbers: set[int] = set()
     for process in processes:
-        with contextlib.suppress(OSError):  # gone, or another system than Linux
+        with contextlib.suppress(OSError):  # gone, or not on Linux
             for line in Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines():
                 fields = line.split(maxsplit=5)
                 if len(fields) == 6 and fields[5].startswith(f"{minder.MEMORY}/"):
@@ -206,16 +206,16 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
 
 
 def note_shared(folder: Path, paths: Iterable[Path]) -> None:
-    """See that these files go with the folder, whoever removes it."""
+    """Have these files removed with the folder, by whichever process removes it."""
     with (folder / minder.SHARED).open("a") as file:
         file.writelines(f"{path}\n" for path in paths)
 
 
 def _where() -> str:
-    """This user on this machine, and in which world of process numbers (containers have theirs)."""
+    """This user on this machine, and its namespace of process numbers (containers differ)."""
     try:
         world = Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:  # another system than Linux
+    except OSError:  # not on Linux
         world = 0
     return f"{host_name()}-{os.getuid()}-{world}"
 
@@ -241,32 +241,32 @@ class _RolloutServer(ServerProcess):
         return text, rollout_environment(self.place)
 
     def check(self) -> None:
-        """See :class:`~infra.services.process.ServerProcess`; refused is one that has no routes for
-        new weights, or lets strangers use them.
+        """See :class:`~infra.services.process.ServerProcess`; refuses a server without routes for
+        new weights, or with routes open to others.
 
         Raises
         ------
         ConfigurationError
-            It does.
+            It is such a server.
         """
         if ask_server(self.endpoint, "/../health", _PROBE_S)[0] != 200:
             raise NotReady
         if ask_server(Endpoint(self.at.url), "/../is_paused", _PROBE_S)[0] == 200:
             raise ConfigurationError(
-                f"{self.name} lets everybody on this machine load weights into it.",
+                f"{self.name} lets everyone on this machine load weights into it.",
                 expected="a server that asks for its key on every route",
-                fix="take out of grpo.rollout_server.args what undoes `--middleware`",
+                fix="remove the part of grpo.rollout_server.args that undoes `--middleware`",
             )
         if ask_server(self.endpoint, "/../is_paused", _PROBE_S)[0] != 200:
             raise ConfigurationError(
                 f"{self.name} runs, but has no routes for new weights.",
                 expected="vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1 in its environment",
-                fix="let grpo.rollout_server.container hand the environment on (docker needs "
-                "`-e VLLM_SERVER_DEV_MODE -e VLLM_API_KEY -e PYTHONPATH`), or take a newer vLLM",
+                fix="let grpo.rollout_server.container pass the environment on (docker needs "
+                "`-e VLLM_SERVER_DEV_MODE -e VLLM_API_KEY -e PYTHONPATH`), or use a newer vLLM",
             )
 
     def note_memory(self, folder: Path) -> None:
-        """Note in ``folder`` the shared memory that it does not give back itself."""
+        """Record in ``folder`` the shared memory that the server does not free itself."""
         process = self.process
         if process is None:
             return
@@ -283,16 +283,16 @@ class LocalRolloutServers:
     Attributes
     ----------
     config
-        ``grpo``, ``model`` and ``seed`` of it.
+        Its ``grpo``, ``model`` and ``seed``.
     places
         One per server.
     memory
         A folder that is removed however this process ends
         (:func:`~infra.rollouts.servers.memory_folder`), and with it the servers' shared memory.
     should_stop
-        Whether somebody wants this process to end, while it waits for a server.
+        Whether this process was asked to end, during a wait for a server.
     tell
-        Hears, while servers start, for how many seconds they have.
+        Receives the seconds of waiting while servers start.
     """
 
     config: RecipeConfig
@@ -307,7 +307,7 @@ class LocalRolloutServers:
         self._closing, self._telling = threading.Event(), threading.Lock()
 
     def start(self, weights: Path) -> list[Endpoint]:
-        """Start all of them side by side."""
+        """Start all of them in parallel."""
         with ThreadPoolExecutor(len(self.places)) as pool:
             numbers = range(len(self.places))
             starts = [pool.submit(self._start, index, weights) for index in numbers]
@@ -318,12 +318,12 @@ class LocalRolloutServers:
         return [start.result() for start in starts]
 
     def replace(self, index: int, weights: Path, why: str) -> Endpoint:
-        """End one at once and start another; not more often than ``max_restarts`` in all.
+        """End one at once and start another, within ``max_restarts`` in all.
 
         Raises
         ------
         KilledError
-            It was necessary too often.
+            The limit is reached.
         """
         most, server = self.config.grpo.rollout_server.max_restarts, self._running[index]
         self._replaced += 1
@@ -334,14 +334,14 @@ class LocalRolloutServers:
             raise KilledError(
                 f"Rollout servers had to be replaced {self._replaced} times in this stage "
                 f"(grpo.rollout_server.max_restarts={most}). The last one: {why}",
-                expected="servers that last",
-                fix="see their output in the stage's log; the same command goes on from the last "
+                expected="servers that keep running",
+                fix="see their output in the stage's log; the same command resumes from the last "
                 "checkpoint",
             )
         return self._start(index, weights)
 
     def close(self) -> None:
-        """End all of them; also while another thread waits for one to start."""
+        """End all of them, even while another thread waits for one to start."""
         self._closing.set()
         self._stop_all(_GRACE_S)
 
@@ -351,10 +351,10 @@ class LocalRolloutServers:
                 list(pool.map(lambda one: self._end(one, grace_s), [*self._running.values()]))
 
     def _end(self, server: _RolloutServer, grace_s: float) -> None:
-        """End one, and give back the shared memory that it does not give back itself."""
+        """End one, and free the shared memory that it does not free itself."""
         server.note_memory(self.memory)
         server.stop(grace_s)
-        kill_leftovers(server.place.mark)  # whoever minded it may have been killed with it
+        kill_leftovers(server.place.mark)  # its minder may have been killed with it
         for path in server.shared:
             path.unlink(missing_ok=True)
         server.shared.clear()
@@ -391,7 +391,7 @@ def open_vllm(
     on_step: Callable[[int, int], None] | None = None,
     server_gpus: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[VllmGenerator]:
-    """Rollouts by this node's share of ``grpo.vllm_num_engines`` servers.
+    """Rollouts from this node's share of ``grpo.vllm_num_engines`` servers.
 
     Parameters
     ----------
@@ -400,11 +400,11 @@ def open_vllm(
     tokenizer
         The trainer's.
     workdir
-        A folder of this stage; servers are marked with it, and those that an earlier attempt has
-        left on this node are ended.
+        A folder of this stage; it marks the servers, and leftovers of an earlier attempt on this
+        node are ended.
     should_stop, tell
-        Whether to give up, and how long it has taken, while servers start. They are called from
-        other threads, also during a call of the generator: nothing that all ranks do together.
+        Whether to give up, and the seconds of waiting, while servers start. They are called from
+        other threads, also during a call of the generator: no collective operations of ranks.
     on_step
         See :class:`~refiner_core.generation.vllm.client.VllmGenerator`.
     server_gpus
@@ -414,7 +414,7 @@ def open_vllm(
     Raises
     ------
     ConfigurationError
-        ``grpo.rollout_server.weights_dir`` is of no use.
+        ``grpo.rollout_server.weights_dir`` is not usable.
     """
     grpo, server = config.grpo, config.grpo.rollout_server
     gpus = placement_of(config, "grpo").server_gpus if server_gpus is None else server_gpus
@@ -464,10 +464,10 @@ def open_sampler(
     tell: Callable[[float], None] = lambda seconds: None,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Iterator[VllmGenerator]:
-    """Servers for a ``sample`` stage: a model that does not move, nobody who trains, and all GPUs
-    of ``sample.resources`` for the servers.
+    """Servers for a ``sample`` stage: a fixed model, no training, and all GPUs of
+    ``sample.resources`` for the servers.
 
-    They are started on a copy of the model in memory, and proven by a canary that this process
+    They are started on a copy of the model in memory, and verified by a canary that this process
     scores on the CPU. See :func:`open_vllm` for the rest.
     """
     view = sampling_view(config)
@@ -483,8 +483,8 @@ def open_sampler(
 
 
 def sampling_view(config: RecipeConfig) -> RecipeConfig:
-    """The recipe as rollout servers read it, for a ``sample`` stage: this process scores the canary
-    on a CPU, whatever kernel training uses."""
+    """The recipe for rollout servers of a ``sample`` stage: this process scores the canary on a
+    CPU, whatever kernel training uses."""
     rule = config.sample
     grpo = replace(
         config.grpo,

@@ -1,16 +1,16 @@
-"""Judges' servers: one as a process, and those of a workspace, with their keys and their ends.
+"""Judges' servers: one as a process, and those of a workspace, with their keys and ends.
 
-In: a :class:`Server` (what to start, where it may listen, its key). Out: an :class:`Endpoint`, once
-it has answered a chat request; or an error that names the line of its log that tells why not. It
-runs under :mod:`infra.process.minder` in a session of its own: when this process is gone, by kill
--9 or with its node, the minder kills everything that the server has started. What it prints goes,
-without the key, to this process's output.
+In: a :class:`Server` (its command, address and key). Out: an :class:`Endpoint`, once it has
+answered a chat request; or an error that quotes the line of its log with the reason. It runs under
+:mod:`infra.process.minder` in a session of its own: when this process is gone, by kill -9 or with
+its node, the minder kills all processes of the server. Its output goes, without the key, to this
+process's output.
 
-Of a workspace: :class:`ServiceStatus` values, for people and scripts; the address and key of a
-server that runs, for those who ask it. What a server is stands in its stage's record, where it
-answers in its newest attempt's ``endpoint.json``.
+For a workspace: :class:`ServiceStatus` values, for people and scripts; the address and key of a
+running server, for its users. The server's definition is in its stage's record, its address in its
+newest attempt's ``endpoint.json``.
 
-A key is in no record, log or command line. It is that in ``REFINER_SERVER_KEY`` of the
+A key is in no record, log or command line. It is the value of ``REFINER_SERVER_KEY`` in the
 environment, with which the users of a group share a server, or a random one, made once, in a file
 that only its owner can read, and used by every server of that service from then on. The key of the
 user's own judge (``judge.api_key_env``) is for the address that they name, and goes to no server
@@ -55,25 +55,25 @@ from refiner_core.contract.services import engine_of, is_service
 from refiner_core.contract.types import Endpoint
 
 _QUOTED = 300
-#: Answers that another try may mend: the server is still getting ready, or busy.
+#: Answers that a retry may fix: the server is still starting, or busy.
 _NOT_YET = frozenset({408, 425, 429, *range(500, 600)})
 _NO_KEY = (401, 403)
 _HEALTH_S, _CHAT_S = 10.0, 120.0
-#: How long a server that has answered before may fail to, before it counts as hung.
+#: A server that has answered before counts as hung after this silence, seconds.
 SILENCE_S = 120.0
 
 
 class Refuses(Exception):
-    """It answers, and says no in a way that waiting does not mend."""
+    """It answers with a refusal that waiting does not fix."""
 
 
 def check_health(endpoint: Endpoint, engine: str) -> None:
-    """Ask whether it is still there: engines that say how they are, else for the list of models.
+    """Check that the server is up: by its health route, or else by the list of models.
 
     Raises
     ------
     NotReady
-        Nobody answers there, or the engine says that it is not well.
+        There is no answer, or the engine reports itself as unhealthy.
     """
     path = "/models" if engine == "command" else "/../health"
     status, body = ask_server(endpoint, path, _HEALTH_S)
@@ -84,12 +84,12 @@ def check_health(endpoint: Endpoint, engine: str) -> None:
 def check_chat(
     endpoint: Endpoint, model: str, limit_field: str = "max_tokens", timeout_s: float = _CHAT_S
 ) -> None:
-    """Ask for one token; ``limit_field`` is the server's name for how many.
+    """Request one token; ``limit_field`` is the server's name for the limit.
 
     Raises
     ------
     NotReady
-        No answer within ``timeout_s``, or one that says "later".
+        No answer within ``timeout_s``, or a temporary refusal.
     Refuses
         Any other answer than a chat completion.
     """
@@ -102,7 +102,7 @@ def check_chat(
     try:
         json.loads(body)["choices"][0]["message"]
     except (ValueError, LookupError, TypeError) as error:
-        raise Refuses(f"its answer to a chat request is no chat completion{said}") from error
+        raise Refuses(f"its answer to a chat request is not a chat completion{said}") from error
 
 
 def _chat(endpoint: Endpoint, model: str, limit_field: str, timeout_s: float) -> tuple[int, bytes]:
@@ -120,17 +120,17 @@ def _quoted(body: bytes, endpoint: Endpoint) -> str:
 
 @dataclass(eq=False)
 class Server(ServerProcess):
-    """A judge's server; a context manager that leaves none of its processes behind.
+    """A judge's server; a context manager that ends all of its processes.
 
     Attributes
     ----------
     judge
         The judge's configuration.
     mark
-        Folder that marks the server's processes: what an earlier one has left under the same mark
-        on this machine is ended first.
+        Folder that marks the server's processes: leftovers under the same mark on this machine are
+        ended first.
     weights
-        Folder or Hub id that ``judge.model`` stands for.
+        Folder or Hub id behind ``judge.model``.
     """
 
     judge: JudgeConfig
@@ -168,12 +168,13 @@ class Server(ServerProcess):
         return server_text(self.judge, self.at, self.weights), environment
 
     def check(self) -> None:
-        """See :class:`ServerProcess`; a server that says no, or lets strangers in, is refused.
+        """See :class:`ServerProcess`; refuses a server that rejects chat requests, or accepts them
+        without its key.
 
         Raises
         ------
         ConfigurationError
-            It does.
+            It is such a server.
         """
         judge = self.judge
         try:
@@ -182,7 +183,7 @@ class Server(ServerProcess):
         except Refuses as error:
             raise ConfigurationError(
                 f"The judge's server runs, but {error}{self.where() or '.'}",
-                expected=f"a server that takes chat requests for judge.model {judge.model!r}",
+                expected=f"a server that accepts chat requests for judge.model {judge.model!r}",
                 fix="correct judge.model, judge.serve.args or judge.serve_command",
             ) from error
         reached = not self.host.startswith(("127.", "localhost", "::1"))
@@ -190,20 +191,20 @@ class Server(ServerProcess):
         question = (judge.model, judge.max_tokens_field, _CHAT_S)
         if self.key and reached and _chat(stranger, *question)[0] not in _NO_KEY:
             raise ConfigurationError(
-                f"The judge's server at {self.at.url} answers who has no key, and everybody "
-                "on the cluster reaches it.",
+                f"The judge's server at {self.at.url} answers without a key, and everyone "
+                "on the cluster can reach it.",
                 expected="a server that asks for the key in REFINER_SERVER_KEY",
                 fix="let judge.serve_command pass it on, or set judge.serve.where=beside",
             )
         self._answered_at = time.monotonic()
 
     def check_alive(self, *, ask: bool = True) -> None:
-        """Raise unless it runs and, as far as it is asked now, has answered lately.
+        """Raise unless it runs and, if checked now, has answered lately.
 
         Raises
         ------
         KilledError, StageFailed
-            It has ended, has not answered for long, or lost its port.
+            It has ended, has not answered for too long, or lost its port.
         """
         if self.code is not None:
             raise self.ended("while it served")
@@ -224,59 +225,59 @@ class Server(ServerProcess):
 
 # ---------------------------------------------------------------- those of a workspace
 
-#: Where users may set a key of their choice.
+#: Variable for a key chosen by users.
 VARIABLE = KEY_VARIABLES["command"]
 _NAME = "key"
 
 ServiceState = Literal[
     "queued",  # its job waits for the scheduler
     "starting",
-    "serving",  # somebody holds a lease
-    "idle",  # it answers, and nobody needs it just now
+    "serving",  # it has a lease
+    "idle",  # it answers, without a lease
     "ended",
-    "killed",  # its job is gone, and nobody has noted that yet
-    "unknown",  # its scheduler cannot be asked from here
+    "killed",  # its job is gone, which is not recorded yet
+    "unknown",  # its scheduler cannot be queried from here
 ]
 RUNNING: tuple[ServiceState, ...] = ("queued", "starting", "serving", "idle", "unknown")
 
 
 def service_key(folder: Path, given: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """The key, and where it comes from: ``environment`` or ``file``.
+    """The key, and its source: ``environment`` or ``file``.
 
     Raises
     ------
     ConfigurationError
-        The file is another user's, or the variable's value can be no key.
+        The file is another user's, or the variable's value is not a valid key.
     """
     if own := given.get(VARIABLE, "").strip():
         if not (own.isascii() and own.isprintable() and " " not in own):
             raise ConfigurationError(
-                f"The key in {VARIABLE} has characters that no header may carry.",
+                f"The key in {VARIABLE} has characters that are invalid in a header.",
                 expected="printable ASCII without blanks",
-                fix=f"export {VARIABLE}=…, or unset it for a key that refiner makes",
+                fix=f"export {VARIABLE}=…, or unset it for a key made by refiner",
             )
         return own, "environment"
     path = folder / _NAME
     if not (key := _read(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.create_bytes(path, f"{secrets.token_urlsafe(32)}\n".encode(), 0o600)
-        key = _read(path)  # another may have been faster, and its key is the one
+        key = _read(path)  # another process may have been faster, and its key counts
     if key:
         return key, "file"
     raise ConfigurationError(
-        f"{path} holds no key.",
-        expected="the key that refiner has made",
+        f"{path} has no key.",
+        expected="the key made by refiner",
         fix=f"delete {path}, and the next server gets a new one",
     )
 
 
 def known_key(folder: Path, source: str) -> str:
-    """The key of a server that runs, by where it says that its key comes from; nothing is made.
+    """The key of a running server, from its recorded ``source``; none is made.
 
     Raises
     ------
     ConfigurationError
-        It cannot be had here.
+        It is not available here.
     """
     if source == "file":
         return _read(folder / _NAME)
@@ -286,7 +287,7 @@ def known_key(folder: Path, source: str) -> str:
     if not own:
         raise ConfigurationError(
             f"The judge's server was started with the key in {VARIABLE}, which is not set here.",
-            expected="the same key for who asks it",
+            expected="the same key for all users of the server",
             fix=f"export {VARIABLE}=…, or end the server with `refiner judge stop`",
         )
     return own
@@ -300,9 +301,9 @@ def _read(path: Path) -> str:
     except PermissionError as error:
         raise ConfigurationError(
             f"The key of the judge's server in {path} is another user's.",
-            expected="to be who has started the server, or to share a key with them",
-            fix=f"export {VARIABLE}=… with a key that is for this alone, the same for all who "
-            "share the server, and end the one that runs",
+            expected="your own server, or a key shared with its owner",
+            fix=f"export {VARIABLE}=… with a key for this purpose alone, the same for all who "
+            "share the server, and end the running one",
         ) from error
 
 
@@ -313,15 +314,15 @@ class ServiceStatus:
     Attributes
     ----------
     id, model, engine
-        What it is.
+        Its definition.
     state, reason
-        How it is, and how its last attempt ended.
+        Its state, and the end of its last attempt.
     url, node
-        Where it answers, once it does; empty otherwise.
+        Its address once it answers; else empty.
     leases
-        Who needs it: attempts at stages (``grpo-0123…-0001``) and calls (``run-…``).
+        Its users: attempts at stages (``grpo-0123…-0001``) and calls (``run-…``).
     idle_s
-        For how long nobody has, by its own clock; None where it does not run.
+        Seconds without a user, by its own clock; None if it does not run.
     """
 
     id: str
@@ -339,18 +340,18 @@ class ServiceStatus:
 
 
 def write_endpoint(workspace: Workspace, ref: AttemptRef, endpoint: Endpoint, **more: Any) -> None:
-    """Say where a server answers. This makes its attempt ready."""
+    """Record the address of a server. This makes its attempt ready."""
     value = {"version": 1, "url": endpoint.url, "node": host_name(), "at": now_text(), **more}
     atomic.create_json(workspace.layout.attempt(*ref).endpoint, value)
 
 
 def live_endpoints(workspace: Workspace, service_id: str) -> list[Endpoint]:
-    """Addresses at which a service answers now; empty while it is being started or replaced.
+    """Present addresses of a service; empty while it is being started or replaced.
 
     Raises
     ------
     ConfigurationError
-        Its key cannot be had here.
+        Its key is not available here.
     """
     numbers = workspace.layout.stage(service_id).attempt_numbers()
     if not numbers:
@@ -365,7 +366,7 @@ def live_endpoints(workspace: Workspace, service_id: str) -> list[Endpoint]:
 
 
 def services_of(workspace: Workspace, wanted: str | None = None) -> list[ServiceStatus]:
-    """All servers that were ever started here, or those whose id begins as ``wanted`` says."""
+    """All servers that were ever started here, or those whose id begins with ``wanted``."""
     ids = [i for i in workspace.stage_ids() if is_service(i)]
     begins = wanted or ""
     named = [i for i in ids if i.startswith(begins) or i.partition("-")[2].startswith(begins)]
@@ -420,7 +421,7 @@ def _state(seen: Seen | None, answers: bool, needed: bool) -> ServiceState:
 
 
 def _settings(workspace: Workspace, stage: StagePaths) -> DispatchConfig:
-    """How its newest job was asked for."""
+    """Dispatch settings of its newest job."""
     numbers = stage.attempt_numbers()
     config = workspace.part(stage.attempt(numbers[-1]), "config") if numbers else {}
     return from_json(DispatchConfig, config.get("dispatch") or {})
@@ -435,14 +436,14 @@ def end_service(
     reason: str,
     tell: Callable[[str], None] = lambda message: None,
 ) -> bool:
-    """End a server, whoever has started it; True when nothing of it runs any more.
+    """End a server, whoever started it; True when none of its processes runs any more.
 
-    Its worker is asked first, and killed after a minute. Who still needs it starts another one.
+    Its worker is asked first, and killed after a minute. A call that still needs it starts another.
     """
     stage = workspace.layout.stage(service_id)
     settings = replace(_settings(workspace, stage), grace_s=60.0)
     ids = {service_id: service_id}
     if end_jobs(workspace, settings, ids, "interrupted", reason, tell, patience_s=130.0):
         return False
-    kill_leftovers(workspace.layout.service(service_id))  # its minder may be gone, too
+    kill_leftovers(workspace.layout.service(service_id))  # its minder may have been killed, too
     return True

@@ -1,9 +1,9 @@
-"""A server as a process of ours: what is started, whether it is there, and what its end means.
+"""A server as a child process: its command, its readiness, and the meaning of its end.
 
-In: the judge's configuration, where to listen, where its weights lie. Out: the text for a shell
-and the settings of its environment; its lines (also to this process's output, without its key),
-whether it runs, and why it ended. A key is in the environment alone, because command lines can be
-read by everybody on a node.
+In: the judge's configuration, the address to listen at, the place of its weights. Out: the shell
+text and the environment; its lines (also to this process's output, without its key), whether it
+runs, and why it ended. A key is only in the environment, because command lines can be read by
+everyone on a node.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from refiner_core.contract.types import Endpoint
 
 #: Variables that carry the key to a server, by engine.
 KEY_VARIABLES = {"vllm": "VLLM_API_KEY", "command": "REFINER_SERVER_KEY"}
-#: A reply that is held to a schema may still begin with blanks without end, up to its limit.
+#: A reply restricted to a schema may otherwise begin with endless blanks, up to its limit.
 _COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
-#: Opens routes of vLLM that change weights; a judge never has them.
+#: Enables routes of vLLM that change weights; never set for a judge.
 _NEVER = ("VLLM_SERVER_DEV_MODE", *KEY_VARIABLES.values())
 log = logging.getLogger(__name__)
 _TAIL_LINES = 400
 _POLL_S, _TELL_EVERY_S = 0.1, 1.0
 _PORTS_TRIED = 5
-#: How long a server gets to end by itself.
+#: Grace period of a server, seconds.
 GRACE_S = 15.0
 _PORT_TAKEN = re.compile(r"(?i)address already in use|errno 98\b|eaddrinuse")
-#: What an engine says of arguments and models that another try would not mend.
+#: Messages of engines about arguments and models that a retry does not fix.
 _MISTAKE = re.compile(
     r"(?i)unrecognized arguments?|invalid choice|no such option|error: argument|"
     r"repositorynotfound|is not a valid model identifier|not a local folder|"
@@ -64,7 +64,7 @@ _MISTAKE = re.compile(
     r"offlinemodeisenabled|localentrynotfound|cannot find the requested files"
 )
 _ERROR_LINE = re.compile(r"(?:^|[\s(])(?:[\w.]*(?:Error|Exception)\b(?:\(|:|$)|error:|ERROR:?\s)")
-#: Lines that only say that there was an error.
+#: Lines without the cause of an error.
 _NO_CAUSE = re.compile(
     r"Traceback|root cause above|Engine core initialization failed|EngineDeadError|raise \w+Error"
 )
@@ -72,7 +72,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ServerProgram(NamedTuple):
-    """Program that serves models. ``field`` is the section of the recipe that says so."""
+    """Program that serves models. ``field`` is its section of the recipe."""
 
     config: RolloutServerConfig | ServeConfig
     field: str
@@ -80,7 +80,7 @@ class ServerProgram(NamedTuple):
 
     @property
     def lacking(self) -> str:
-        """Program that is sure not to be there, in words; empty if nothing is."""
+        """Message about a program that is certainly missing; empty if none is."""
         words = shlex.split(self.config.container or "")
         name = words[0] if words else self.config.python or self.engine
         if shutil.which(name) or (self.config.setup and (words or "/" not in name)):
@@ -89,18 +89,18 @@ class ServerProgram(NamedTuple):
 
 
 def shell_text(program: RolloutServerConfig | ServeConfig, call: str) -> str:
-    """The shell text that becomes a program (by ``exec``, so that signals reach it)."""
+    """The shell text of a program (run by ``exec``, so that signals reach it)."""
     words = [part for part in ((program.container or "").strip(), call.strip()) if part]
     return "\n".join(["set -e", *program.setup, f"exec {' '.join(words)}"])
 
 
 def vllm_words(python: str | None) -> list[str]:
-    """The words by which vLLM is started to serve."""
+    """The words of vLLM's command line for serving."""
     return [*([python, "-m", "vllm.entrypoints.cli.main"] if python else ["vllm"]), "serve"]
 
 
 def split_words(args: Sequence[str]) -> list[str]:
-    """The words of entries that may hold one or several: `--tensor-parallel-size 2`."""
+    """The words of entries with one or several of them: `--tensor-parallel-size 2`."""
     return [word for arg in args for word in shlex.split(arg)]
 
 
@@ -113,32 +113,32 @@ class Listening:
 
     @property
     def url(self) -> str:
-        """The base of the API, without a slash at its end."""
+        """The base of the API, without a trailing slash."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/v1"
 
     @property
     def options(self) -> list[str]:
-        """Host and port, as most servers take them."""
+        """Host and port, as options of most servers."""
         return ["--host", self.host, "--port", str(self.port)]
 
 
 def server_text(judge: JudgeConfig, at: Listening, weights: str | None = None) -> str:
-    """The shell text that becomes a judge's server.
+    """The shell text of a judge's server.
 
     Parameters
     ----------
     judge
-        ``serve``, ``serve_command``, ``model`` and ``revision`` of it.
+        Its ``serve``, ``serve_command``, ``model`` and ``revision``.
     at
         Where to listen.
     weights
-        Folder or Hub id that ``judge.model`` stands for, where that is another name.
+        Folder or Hub id behind ``judge.model``, if that is another name.
 
     Raises
     ------
     ConfigurationError
-        The engine cannot be asked for that model under its name.
+        The engine cannot serve that model under its name.
     """
     engine, source, args = engine_of(judge), weights or judge.model, split_words(judge.serve.args)
     if engine == "vllm":
@@ -158,7 +158,7 @@ def _vllm(judge: JudgeConfig, at: Listening, source: str, args: Sequence[str]) -
     words = [*vllm_words(judge.serve.python), source]
     words += ["--revision", judge.revision] if judge.revision else []
     words += [*at.options, "--served-model-name", judge.model]
-    # Else a model's own generation_config.json overrules what a request does not say.
+    # Else a model's own generation_config.json overrides the defaults of requests.
     words += ["--generation-config", "vllm"]
     if not any(arg.startswith("--structured-outputs-config") for arg in args):
         words += ["--structured-outputs-config", _COMPACT_JSON]
@@ -166,12 +166,12 @@ def _vllm(judge: JudgeConfig, at: Listening, source: str, args: Sequence[str]) -
 
 
 def _transformers(judge: JudgeConfig, at: Listening) -> list[str]:
-    """It is asked by the very name that it was started with, so that is ``judge.model``."""
+    """It serves the model under the name of its command line, so that is ``judge.model``."""
     if judge.revision not in (None, "main"):
         raise ConfigurationError(
-            f"`transformers serve` knows no revision apart from the model ({judge.revision!r}).",
+            f"`transformers serve` has no option for the revision ({judge.revision!r}).",
             expected="the revision in the model's name",
-            fix=f"set judge.model={judge.model}@{judge.revision} and leave out judge.revision",
+            fix=f"set judge.model={judge.model}@{judge.revision} and omit judge.revision",
         )
     python = judge.serve.python
     words = [python, "-P", "-m", "transformers.cli.transformers"] if python else ["transformers"]
@@ -181,9 +181,9 @@ def _transformers(judge: JudgeConfig, at: Listening) -> list[str]:
 def server_environment(
     engine: str, key: str, mark: str, given: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The environment of a server: the user's own, with the key where the engine looks for it.
+    """The environment of a server: the user's own, with the key in the engine's variable.
 
-    ``mark`` is inherited by all processes of the server, so that what is left of one can be found.
+    All processes of the server inherit ``mark``, so that its leftovers can be found.
     """
     kept = without_ours(given, Path(infra.__file__).resolve().parent.parent)
     kept = {name: value for name, value in kept.items() if name not in _NEVER}
@@ -198,19 +198,19 @@ class NotReady(Exception):
 
 
 class PortTaken(KilledError):
-    """Somebody else was faster to listen there."""
+    """Another process was faster to listen there."""
 
 
 @dataclass(eq=False, kw_only=True)
 class ServerProcess(abc.ABC):
-    """A server that is started, or not yet; what it is, classes below this one say.
+    """A server, started or not; subclasses define it.
 
     Attributes
     ----------
     name, section
-        In messages; and the section of the recipe that says how it is started.
+        Name in messages; and its section of the recipe.
     key
-        What it asks for: a secret that its output is shown without.
+        Its key: a secret that is removed from its output.
     host
         Where it listens: a name or an address of this machine.
     prefix
@@ -218,7 +218,7 @@ class ServerProcess(abc.ABC):
     log
         Where its output is, for messages.
     should_stop, tell
-        Whether somebody wants this process to end, while it waits, and for how many seconds it has.
+        Whether this process was asked to end, during a wait; receives the seconds of the wait.
     """
 
     section: ClassVar[str]
@@ -238,20 +238,20 @@ class ServerProcess(abc.ABC):
     @property
     @abc.abstractmethod
     def settings(self) -> ServeConfig | RolloutServerConfig:
-        """Section of the recipe that says how it is started."""
+        """Its section of the recipe."""
 
     @property
     def by_daemon(self) -> bool:
-        """True if a container's daemon may be who starts it."""
+        """True if a container's daemon may start it."""
         return bool(self.settings.container)
 
     @abc.abstractmethod
     def command(self) -> tuple[str, Mapping[str, str]]:
-        """The shell text and the environment of a server that listens at :attr:`at`."""
+        """The shell text and the environment of a server at :attr:`at`."""
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Ask it whether it is ready.
+        """Check whether it is ready.
 
         Raises
         ------
@@ -261,7 +261,7 @@ class ServerProcess(abc.ABC):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Address at which it answers."""
+        """Its address."""
         return Endpoint(self.at.url, self.key)
 
     @property
@@ -271,12 +271,11 @@ class ServerProcess(abc.ABC):
 
     @property
     def process(self) -> ProcessId | None:
-        """The process that minds it, as long as there is one."""
+        """Its minder, while there is one."""
         return ProcessId.of(self._child.pid) if self.code is None and self._child else None
 
     def launch(self, text: str, environment: Mapping[str, str]) -> None:
-        """Start it; with lines before it by bash, whose functions (`module`) a cluster's shells
-        hand on."""
+        """Start it; with setup lines by bash, since clusters export functions (`module`) to it."""
         log.info("starting the server:\n%s", text)
         self._tail.clear()
         shell = f"exec bash -c {shlex.quote(text)}" if self.settings.setup else text
@@ -290,7 +289,7 @@ class ServerProcess(abc.ABC):
         KilledError, StageFailed, ConfigurationError
             It ended, or did not answer in time.
         Interrupted
-            Somebody wanted this process to end.
+            This process was asked to end.
         """
         tries = 0
         while True:
@@ -322,10 +321,10 @@ class ServerProcess(abc.ABC):
                 raise Interrupted(what, fix="run the same command again; what is saved is kept")
             if now - began > limit_s:
                 raise StageFailed(
-                    f"{self.name} has not answered within {limit_s:g} s{why}. Its last word: "
+                    f"{self.name} has not answered within {limit_s:g} s{why}. Its last line: "
                     f"{self.last_word()}{self.where()}",
                     expected="an answer by then",
-                    fix=f"set {self.section}.start_timeout_s higher, or see what it waits for",
+                    fix=f"increase {self.section}.start_timeout_s, or see what it waits for",
                 )
             if now - told >= _TELL_EVERY_S:
                 told = now
@@ -334,23 +333,23 @@ class ServerProcess(abc.ABC):
         raise self.ended("before it answered")
 
     def check_port(self) -> None:
-        """See that it listens there, before it is sent its key.
+        """Check that it listens there, before its key is sent.
 
         Raises
         ------
         NotReady
             It does not, yet.
         PortTaken
-            Somebody else does.
+            Another process does.
         """
         holder = "nobody"
         if self._child is not None:
             holder = holder_of(self.at.port, self._child.pid, by_daemon=self.by_daemon)
         if holder == "another":
             raise PortTaken(
-                f"Port {self.at.port} was given to {self.name.lower()}, and a process that "
-                "it has not started listens there",
-                expected="that nobody takes a port between two looks",
+                f"Port {self.at.port} was given to {self.name.lower()}, but another process "
+                "listens there",
+                expected="a port that no other process takes meanwhile",
                 fix=f"run the same command again; if a container's daemon starts the server, set "
                 f"{self.section}.container",
             )
@@ -358,7 +357,7 @@ class ServerProcess(abc.ABC):
             raise NotReady(f"it does not listen at {self.at.url}")
 
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """End it: SIGTERM to all its processes, time to end, then SIGKILL."""
+        """End it: SIGTERM to all its processes, a grace period, then SIGKILL."""
         if self._child is not None:
             self._child.end(grace_s)
             self._child.wait_read()
@@ -368,11 +367,11 @@ class ServerProcess(abc.ABC):
         return error_line(list(self._tail))
 
     def where(self) -> str:
-        """A sentence that says where its output is."""
-        return f". All that it has printed: {self.log}." if self.log else ""
+        """A sentence about the place of its output."""
+        return f". Its full output: {self.log}." if self.log else ""
 
     def ended(self, when: str) -> Exception:
-        """Meaning of its end: its last words, classed by what they speak of."""
+        """The error for its end, classified by its last lines."""
         code, early = self.code or 0, when.startswith("before")
         if self._child is not None:
             self._child.wait_read()
@@ -380,7 +379,7 @@ class ServerProcess(abc.ABC):
         if early and _PORT_TAKEN.search("\n".join(self._tail)):
             return PortTaken(
                 f"Port taken: {said}",
-                expected="a port that nobody listens on",
+                expected="a port that no process listens on",
                 fix="nothing; another one is tried",
             )
         kind: type[RefinerError]
@@ -388,16 +387,16 @@ class ServerProcess(abc.ABC):
         what = f"{self.name} ended {when} ({how}): {said}{self.where() or '.'}"
         kind, expected, fix = KilledError, "", "nothing; another one is started"
         if class_of_text(said) is not None and not (early and code in CANNOT_START):
-            # Memory, a GPU, a full disk: told by these words, so what is added names none of them.
-            kind, expected = StageFailed, "a server that lasts"
-            fix = "mend what its words name; then run the same command again"
+            # Memory, a GPU, a full disk: classified by these words, so the rest names none of them.
+            kind, expected = StageFailed, "a server that keeps running"
+            fix = "correct what its words name; then run the same command again"
         elif early and (code in CANNOT_START or _MISTAKE.search(said)):
             kind, fix = ConfigurationError, f"correct {self.section}: python, setup or args"
-            expected = "a command, arguments and a model that are known there, with its weights on "
+            expected = "an existing command, arguments and model, with its weights on "
             expected += "this machine or in the Hub's cache"
         elif early and code < 128:
             kind, expected = StageFailed, "an answer before its end"
-            fix = "see what it has printed, mend that, and run the same command again"
+            fix = "read its output, fix the cause, and run the same command again"
         return kind(what, expected=expected, fix=fix)
 
     def _read(self, output: IO[bytes]) -> None:
@@ -411,7 +410,7 @@ class ServerProcess(abc.ABC):
 
 
 def error_line(lines: list[str]) -> str:
-    """The line of a log that names the error: the last that looks like one, or the last at all."""
+    """The line of a log that names the error: the last that looks like one, or the last of all."""
     kept = [line.strip() for line in lines if line.strip()]
     errors = [line for line in kept if _ERROR_LINE.search(line) and not _NO_CAUSE.search(line)]
     found = (errors or kept or ["(it printed nothing)"])[-1]

@@ -1,6 +1,6 @@
-"""Jobs on Slurm: profiles of clusters, submitting through submitit, states judged by ourselves.
+"""Jobs on Slurm: cluster profiles, submission through submitit, and states judged by refiner.
 
-``profiles`` (special features of a cluster) -> ``submission`` (a job handed over; the orchestrator
-may be one) -> ``scheduler`` (one look at all jobs) -> ``states`` (the meaning of Slurm's words).
-``dispatcher`` is the whole for :mod:`infra.jobs`.
+``profiles`` (features of a cluster) -> ``submission`` (hands over a job; the orchestrator may be
+one) -> ``scheduler`` (one query for all jobs) -> ``states`` (the meaning of Slurm's words).
+``dispatcher`` combines them for :mod:`infra.jobs`.
 """

@@ -1,10 +1,9 @@
-"""Jobs on Slurm: submitted through submitit, judged by ourselves.
+"""Jobs on Slurm: submitted through submitit, judged by refiner.
 
 In: requests, open attempts. Out: jobs, and sights of them. Before sbatch is called, ``batch.json``
-beside the attempt says under which unique name; afterwards ``job.json`` says which id it got. So a
-crash in between loses nothing: the job is found by its name, its id noted, and what submitit had
-not yet put into place is put there. Slurm may start a job again under the same id; several attempts
-may then share it.
+beside the attempt records the job's unique name; afterwards ``job.json`` records its id. A crash
+in between loses nothing: the job is found by its name, its id is recorded, and submitit's missing
+file is written. Slurm may restart a job under the same id; several attempts may then share it.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Batch:
-    """Under which name, and where in an array, a job was submitted (part ``batch`` of its file).
+    """Name and array position under which a job was submitted (part ``batch`` of its file).
     ``folder`` is relative to the workspace."""
 
     comment: str
@@ -68,17 +67,17 @@ class SlurmDispatcher:
     Parameters
     ----------
     workspace
-        Must lie where compute nodes see it too.
+        Must be visible to compute nodes.
     profile
         The cluster.
     scheduler_poll_s
         Seconds between rounds of queries.
     worker
-        What jobs run; the interpreter is the profile's, where that names one.
+        Command of jobs; the interpreter is the profile's, if it names one.
     commands
-        How Slurm is asked; the commands of this machine by default.
+        Slurm's commands; those of this machine by default.
     adopt
-        Note down the ids of jobs that are found by name. False for who only looks.
+        Record the ids of jobs that are found by name. False for read-only callers.
 
     Raises
     ------
@@ -109,34 +108,33 @@ class SlurmDispatcher:
         self._view = SchedulerView(self._commands, scheduler_poll_s, patience=patience, clock=clock)
         self._adopt = adopt
         self._ended_by_us: set[str] = set()
-        # What has been read; it never changes once a job has an id.
+        # Cached: a batch never changes once a job has an id.
         self._batches: dict[AttemptRef, _Batch] = {}
         self._submitted_as: dict[AttemptRef, _Batch | None] = {}
 
     # ------------------------------------------------------------ submitting
 
     def check(self, stage: PlannedStage) -> None:
-        """Refuse a stage that this cluster can never run.
+        """Refuse a stage that can never run on this cluster.
 
         Raises
         ------
         ConfigurationError
-            Its time limit, GPUs or network are more than the profile has.
+            Its time limit, GPUs or network exceed the profile.
         """
         self.profile.check(stage.resources, stage.title, needs_network=stage.needs_network)
 
     def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
-        """Start jobs, those of one shape as an array where there are enough; what went wrong, by
-        attempt."""
+        """Start jobs, those of one shape as an array if there are enough; errors by attempt."""
         failed: dict[AttemptRef, Exception] = {}
         for work in self._submissions(requests):
             try:
-                for one in work.requests:  # they are of one shape
+                for one in work.requests:  # all of one shape
                     self.profile.check(one.resources, one.stage_id, needs_network=one.needs_network)
                 self._submit(work)
             except PerhapsSubmitted as error:
-                log.warning("%s It is looked for by its name.", error)
-            except Exception as error:  # their trouble is told with them, not with the others
+                log.warning("%s The job is looked for by its name.", error)
+            except Exception as error:  # reported with these jobs, not with the others
                 failed |= {request.ref: error for request in work.requests}
         return failed
 
@@ -187,16 +185,16 @@ class SlurmDispatcher:
             note["batch"] = batch
         atomic.write_json(self._paths(ref).job, note)
 
-    # ------------------------------------------------------------ looking
+    # ------------------------------------------------------------ observing
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
-        """All jobs by one round of queries, or none where the last one is recent enough."""
+        """All jobs by one round of queries, or by the last round if it is recent enough."""
         copied = {a.ref: other for a in attempts if (other := self._original(a.ref))}
         wanted = {a.ref: self._wanted(a) for a in attempts if a.ref not in copied}
         answers = self._view.look(list(wanted.values()))
         seen = {}
         for ref, other in copied.items():
-            why = f"this workspace is a copy of {other}, where its job works; here it begins anew"
+            why = f"this workspace is a copy of {other}, where its job works; here it starts anew"
             end = outcome_of("interrupted", why)
             seen[ref] = JobSight("dead", running=False, state="not ours", reason=why, end=end)
         for attempt in (a for a in attempts if a.ref not in copied):
@@ -221,19 +219,19 @@ class SlurmDispatcher:
             sight = sight_of(answer, started, lambda: self._printed(attempt.ref, answer.job_id))
             if answer.job_id not in self._ended_by_us or sight.end is None:
                 return sight
-            # A job that this process has ended was not cancelled by a person.
+            # Ended by this process, not cancelled by a person.
             return replace(sight, end=outcome_of("killed", "refiner has ended the job"))
         if answer is not None:
             printed = self._printed(attempt.ref, wanted.job_id) if wanted.job_id else ""
             end = lost_end(wanted.job_id, started, printed)
-            why = "its heartbeat tells" if started else ""
+            why = "its heartbeat shows its state" if started else ""
             return JobSight(
                 "dead", running=False, state="unknown to Slurm", reason=why, end=end, lost=True
             )
-        return JobSight("unknown", running=started, reason="Slurm has not said yet")
+        return JobSight("unknown", running=started, reason="no answer from Slurm yet")
 
     def _printed(self, ref: AttemptRef, job_id: str) -> str:
-        """The end of what a job has printed outside its worker's log."""
+        """The end of a job's output outside its worker's log."""
         batch = self._batch_of_job(ref)
         folder = self._paths(ref).submitit
         if batch is not None:
@@ -268,7 +266,7 @@ class SlurmDispatcher:
             self._view.released(job_id)
 
     def _told(self, what: str, job_id: str, order: Callable[[], bool | None]) -> bool:
-        """Give the scheduler an order; one that does not answer is a line in the log."""
+        """Give the scheduler an order; a failure is logged."""
         try:
             return order() is not False
         except SlurmUnavailable as error:
@@ -276,8 +274,8 @@ class SlurmDispatcher:
             return False
 
     def _id_of(self, attempt: OpenAttempt) -> str | None:
-        """The id as it was noted, or of the job that bears the name; none of a job that is not
-        ours to end."""
+        """The recorded id, or that of the job with this name; None for a job that is not ours to
+        end."""
         if self._original(attempt.ref):
             return None
         if attempt.attempt.job_id is not None:
@@ -290,7 +288,7 @@ class SlurmDispatcher:
         return answer.job_id if isinstance(answer, JobFacts) else None
 
     def _adopt_job(self, attempt: OpenAttempt, job_id: str) -> None:
-        """A crash came between sbatch and noting the id: catch up."""
+        """Record the id of a job after a crash between sbatch and the record."""
         log.info("job %s is that of %s", job_id, attempt.attempt.comment)
         batch = self._batch(attempt.ref)
         if batch is not None:
@@ -300,10 +298,10 @@ class SlurmDispatcher:
         self._note_job(attempt.ref, job_id, attempt.attempt.comment, task)
 
     def _original(self, ref: AttemptRef) -> Path | None:
-        """The workspace that this one was copied from while the attempt's job was under way: the
-        job works there, and nothing of it will be seen here. None if it is none.
+        """The workspace that this one was copied from while the attempt's job was running: the job
+        works there, and its results will not appear here. None if this is no copy.
 
-        The same folder under another name, or one that cannot be seen from here, is no copy.
+        The same folder under another name, or a folder that is not visible here, is no copy.
         """
         batch = self._batch_of_job(ref)
         words = () if batch is None else batch.command
@@ -315,7 +313,7 @@ class SlurmDispatcher:
         return None if named.samefile(self.workspace.root) else named
 
     def _batch_of_job(self, ref: AttemptRef) -> _Batch | None:
-        """That of the attempt which submitted the job: Slurm may have started it again since, for
+        """The batch of the attempt that submitted the job: Slurm may have restarted it since, for
         attempts that were never submitted themselves."""
         if ref not in self._submitted_as:
             earlier = (AttemptRef(ref.stage_id, n) for n in range(ref.number, 0, -1))

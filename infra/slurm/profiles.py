@@ -1,9 +1,9 @@
-"""Profiles: what is special about a cluster, so that recipes need not know.
+"""Profiles: the features of a cluster, so that recipes need not know them.
 
 In: a shipped name (``infra/profiles/*.yaml``) or the path of a YAML file. Out: a frozen
-:class:`Profile`. Stages declare resources (GPUs, cores, memory, time); the profile says how this
-cluster wants to be asked for them, what has to be set up in a job, and which stages stay on the
-machine where `refiner` runs.
+:class:`Profile`. Stages declare resources (GPUs, cores, memory, time); the profile says how they
+are requested on this cluster, the setup of a job, and which stages stay on the machine where
+`refiner` runs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.shipped import find_file, shipped_files
 
 PROFILE_PACKAGE = "infra.profiles"
-#: The profile of who names none.
+#: The profile of recipes that name none.
 DEFAULT_PROFILE = "default"
 
 SbatchOptions = Mapping[str, str | int | bool | None]
-#: As pydantic reads these from a file: no other keys, and `account: 12345` is a name.
+#: How pydantic reads these from a file: no other keys, and `account: 12345` is a name.
 _READING = {"extra": "forbid", "coerce_numbers_to_str": True}
 
-#: What this package sets itself; a profile that set it too would break finding jobs again.
+#: Options that this package sets itself; in a profile they would break finding jobs again.
 _OURS = {
     **dict.fromkeys(("job-name", "comment"), "jobs are found again by it"),
     **dict.fromkeys(("array", "wait", "parsable", "wrap", "test-only"), "arrays are made here"),
@@ -40,25 +40,25 @@ _OURS = {
     **{k: f"set `{k}`" for k in ("partition", "account", "qos", "constraint", "exclude")},
     **{"nodelist": "set `nodelist`", "signal": "set `signal_lead_s`"},
     **dict.fromkeys(("requeue", "no-requeue"), "set `requeue`"),
-    "time": "stages say it: `resources.time_limit_min`",
+    "time": "stages set it: `resources.time_limit_min`",
 }
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of jobs in the cluster; what is none is left to Slurm.
+    """Place of jobs in the cluster; Slurm chooses what is not set.
 
     Attributes
     ----------
     partition, account, qos, constraint, reservation, nodelist
-        As sbatch calls them.
+        Options of sbatch.
     exclude
-        Nodes that no job shall run on; those that failed a stage come on top.
+        Nodes that no job may use, in addition to those that failed a stage.
     max_time_min
-        The longest time limit that is accepted there, minutes.
+        The longest accepted time limit, minutes.
     sbatch
-        Any other option of sbatch, without the dashes in front: ``{mail-type: FAIL}``; `true` is
-        an option without a value, `null` keeps an option from being sent (``{mem: null}``).
+        Other options of sbatch, without the leading dashes: ``{mail-type: FAIL}``; `true` is
+        an option without a value, `null` removes an option (``{mem: null}``).
     """
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _READING
@@ -76,7 +76,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Container:
-    """Container of jobs: ``command`` comes before the interpreter, ``{image}`` is replaced."""
+    """Container of jobs: ``command`` precedes the interpreter, ``{image}`` is replaced."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = _READING
 
@@ -96,31 +96,31 @@ class Profile(Place):
     Attributes
     ----------
     gpu_option
-        How GPUs are asked for: ``--gpus-per-node=N`` or ``--gres=gpu:N``.
+        Option that requests GPUs: ``--gpus-per-node=N`` or ``--gres=gpu:N``.
     gpu_type
-        Goes between: ``--gres=gpu:a100:N``.
+        Type within the option: ``--gres=gpu:a100:N``.
     max_gpus
-        GPUs of one node; a stage that wants more is refused before it is submitted.
+        GPUs of one node; a stage that needs more is refused before it is submitted.
     cpu_stages
         Stages without GPUs run on this machine (``local``) or as jobs (``slurm``).
     cpu
-        Where such jobs go; what it leaves out is as for the others.
+        Place of such jobs; its missing fields are those of the other jobs.
     network
         Whether compute nodes reach the internet. If not, stages that need it run on this machine,
         and jobs have the offline switches set.
     setup, modules
         Shell lines of the batch script, then modules to load.
     python
-        Interpreter in jobs; the one that runs `refiner` if none.
+        Interpreter in jobs; by default the one that runs `refiner`.
     env
-        Settings for workers. No secrets: export these where you call `refiner`, jobs inherit them.
+        Settings for workers. No secrets: export these before you call `refiner`, jobs inherit them.
     array_min, array_limit, array_size
-        From how many jobs of one shape on an array is used, how many of its tasks run at a time,
-        and how many it may have (Slurm's MaxArraySize less one).
+        The number of jobs of one shape from which an array is used, its tasks that run at a time,
+        and its most tasks (Slurm's MaxArraySize less one).
     requeue
-        Slurm may start preempted jobs, and those of failed nodes, again under the same id.
+        Slurm may restart preempted jobs, and those of failed nodes, under the same id.
     signal_lead_s
-        How long before the time limit a job is told, at the least; longer where saving takes long.
+        Least warning time before the time limit; longer where saving takes long.
     """
 
     name: str = ""
@@ -160,39 +160,38 @@ class Profile(Place):
         return Place(**base)
 
     def check(self, resources: Resources, title: str, *, needs_network: bool = False) -> None:
-        """Refuse what this cluster can never run.
+        """Refuse resources that this cluster can never provide.
 
         Raises
         ------
         ConfigurationError
-            The time limit or the number of GPUs is beyond what the profile allows.
+            The time limit or the number of GPUs exceeds the profile.
         UnsupportedError
-            The job needs the internet, which compute nodes do not reach.
+            The job needs the internet, which compute nodes do not have.
         """
         longest = self.place_for(resources).max_time_min
         for field_name, most in (("time_limit_min", longest), ("gpus", self.max_gpus)):
             asked = getattr(resources, field_name)
             if most is not None and asked > most:
                 raise ConfigurationError(
-                    f"{title} asks for resources.{field_name}={asked}",
-                    expected=f"at most {most}, what profile {self.name!r} allows",
-                    fix=f"set its `resources.{field_name}={most}`: what is cut off by a time limit "
-                    "goes on in another attempt, and `resources.nodes` are for more GPUs",
+                    f"{title} requests resources.{field_name}={asked}",
+                    expected=f"at most {most}, the limit of profile {self.name!r}",
+                    fix=f"set its `resources.{field_name}={most}`: a stage cut off by a time limit "
+                    "continues in another attempt, and `resources.nodes` gives more GPUs",
                 )
         if needs_network and not self.network:
             raise UnsupportedError(
                 f"{title} needs the internet, which compute nodes of profile {self.name!r} do "
                 "not reach",
                 expected="a stage that runs where `refiner` does, or nodes with internet",
-                fix="set `network: true` in the profile if its nodes do reach it",
+                fix="set `network: true` in the profile if its nodes have internet",
             )
 
     def lead_s(self, resources: Resources, save_s: float) -> int:
-        """Seconds before the time limit at which the job is told.
+        """Seconds before the time limit at which the job is warned.
 
-        Twice the longest save so far and half a minute, at least ``signal_lead_s``, and at most
-        half of the time limit: a signal that came earlier would leave less time for work than for
-        saving.
+        Twice the longest save so far plus half a minute, at least ``signal_lead_s``, and at most
+        half of the time limit: an earlier signal would leave less time for work than for saving.
         """
         wanted = max(self.signal_lead_s, round(2 * save_s + 30))
         return max(1, min(wanted, resources.time_limit_min * 60 // 2))
@@ -202,12 +201,12 @@ class Profile(Place):
 
 
 def list_profiles() -> dict[str, str]:
-    """Every shipped Slurm profile, by name, and what it is for.
+    """Every shipped Slurm profile by name, with its description.
 
     Raises
     ------
     ConfigurationError
-        One of them is damaged: the installation is.
+        A profile, and so the installation, is damaged.
     """
     return {name: load_profile(name).description for name in shipped_files(PROFILE_PACKAGE)}
 
@@ -218,8 +217,8 @@ def load_profile(name: str | None = None) -> Profile:
     Raises
     ------
     ConfigurationError
-        There is none, a key is unknown, a value is of the wrong type, or a setting looks like a
-        secret; the message names what would fit.
+        There is no such profile, a key is unknown, a value has the wrong type, or a setting looks
+        like a secret; the message names what would fit.
     """
     path = find_file(name or DEFAULT_PROFILE, "Slurm profile", shipped_files(PROFILE_PACKAGE))
     values = yaml_fields(path, f"Profile {path}", "partition: gpu", may_be_empty=True)
@@ -266,8 +265,8 @@ def _check_values(profile: Profile, path: Path) -> None:
     for secret in secrets:
         raise ConfigurationError(
             f"Profile {path} sets {secret}, which looks like a secret",
-            expected="no secrets in files: a profile is read by others and kept in records",
-            fix=f"export {secret} where you call `refiner`; jobs inherit it",
+            expected="no secrets in files: others read a profile, and records contain it",
+            fix=f"export {secret} before you call `refiner`; jobs inherit it",
         )
     if profile.container.image and "{image}" not in profile.container.command:
         raise _wrong("container.command", profile.container.command, "text with {image}", path)

@@ -1,16 +1,16 @@
-"""The scheduler: Slurm's commands, and one look at all jobs of an orchestrator.
+"""The scheduler: Slurm's commands, and one query for all jobs of an orchestrator.
 
-Commands have a time-out each and an explicit format. Fields are parted by a control character that
-no name contains, so a job called ``a|b c=d`` breaks nothing.
+Every command has a time-out and an explicit format. Fields are separated by a control character
+that no name contains, so a job called ``a|b c=d`` breaks nothing.
 
-In: which jobs are wanted, by id or (where a crash came before the id was noted) by their unique
-name. Out: an answer each, by few queries, and never a wrong "dead". At most one round of
-queries per ``poll_s``: squeue for what is alive, and only for jobs that it no longer lists the
-controller's memory (scontrol) and accounting (sacct). In between, the last answer counts. A
-scheduler that does not answer is asked ever more rarely, and says nothing about any job.
+In: the wanted jobs, by id or (after a crash before the id was recorded) by their unique name.
+Out: an answer for each, by few queries, and never a wrong "dead". At most one round of queries per
+``poll_s``: squeue for live jobs, and only for jobs that it no longer lists the controller's memory
+(scontrol) and accounting (sacct). In between, the last answer counts. A scheduler that does not
+answer is asked less and less often, and no job's state follows from its silence.
 
-Accounting lags behind, a controller forgets, and both are empty right after a start: a job that
-nobody knows counts as lost only after several answers in a row, some seconds apart by our own
+Accounting lags behind, a controller forgets, and both are empty right after a start: a job that is
+missing from all counts as lost only after several answers in a row, some seconds apart by our own
 clock.
 """
 
@@ -65,14 +65,14 @@ _NOT_THERE = re.compile(
     r"|no such process|job is pending execution",
     re.IGNORECASE,
 )
-#: `sacct --name` asks for a window of time; a job that is older is long found or given up.
+#: `sacct --name` needs a window of time; an older job has been found or given up long ago.
 _SINCE = "now-30days"
 
 Row = Mapping[str, str]
 
 
 class SlurmUnavailable(SystemOutage):
-    """A command gave no answer: the controller is away or overloaded, or no process could be
+    """A command gave no answer: the controller is down or overloaded, or no process could be
     started to ask it. A state, not a failure."""
 
 
@@ -82,7 +82,7 @@ class RealSlurm:
     Raises
     ------
     UnsupportedError
-        There are none.
+        The commands are not installed.
     """
 
     def __init__(self, timeout_s: float = 30.0) -> None:
@@ -97,7 +97,7 @@ class RealSlurm:
             )
 
     def queue(self, users: Iterable[str]) -> list[Row]:
-        """Jobs of these users (numbers) that are not over, one row per task of an array: ``id``,
+        """Active jobs of these users (numbers), one row per task of an array: ``id``,
         ``state``, ``reason``, ``node``, ``user`` (a number), ``name``."""
         done = self._run(
             *("squeue", "--noheader", "--array", "--all", f"--user={','.join(sorted(users))}"),
@@ -106,8 +106,8 @@ class RealSlurm:
         return _rows(done.stdout, _QUEUE)
 
     def shown(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row]:
-        """Memory of the controller of these jobs, over or not, some minutes long: as above, and
-        ``restarts``, ``exit_code``, ``preempted_at``."""
+        """The controller's memory of these jobs, ended or not, some minutes long: fields as above,
+        and ``restarts``, ``exit_code``, ``preempted_at``."""
         # `scontrol` takes one id, or prints all jobs.
         one = ids[:1] if len(ids) == 1 and not names else ()
         done = self._run("scontrol", "--oneliner", "show", "job", *one, passing=_NO_JOB)
@@ -117,11 +117,11 @@ class RealSlurm:
         return [r for r in found if r["id"] in wanted_ids or r["name"] in wanted_names]
 
     def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row] | None:
-        """Accounting of jobs and their steps, by id or by name; None where it is off."""
+        """Accounting of jobs and their steps, by id or by name; None if it is off."""
         if shutil.which("sacct") is None:
             return None
         rows: list[Row] = []
-        # In commands of a length that every system takes.
+        # Commands of a length that every system accepts.
         parts = [("jobs", ids[n : n + 500]) for n in range(0, len(ids), 500)]
         parts += [("name", names[n : n + 500]) for n in range(0, len(names), 500)]
         for option, part in parts:
@@ -138,7 +138,7 @@ class RealSlurm:
         return rows
 
     def cancel(self, job_id: str) -> None:
-        """End a job; one that is over already is no error."""
+        """End a job; no error if it has already ended."""
         self._run("scancel", job_id, passing=_NOT_THERE)
 
     def signal(self, job_id: str, name: str) -> bool:
@@ -155,15 +155,15 @@ class RealSlurm:
     def _run(
         self, *command: str, passing: re.Pattern[str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command; a failure that says what is ``passing`` is none."""
-        # Site settings of these would change what is printed.
+        """Run a command; a failure with a message that matches ``passing`` is none."""
+        # Site settings of these would change the output.
         prefixes = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SCONTROL_", "SCANCEL_")
         env = {k: v for k, v in environment().items() if not k.startswith(prefixes)}
         try:
             done = run_program(command, self._timeout_s, {**env, "LC_ALL": "C"})
         except subprocess.TimeoutExpired as error:
             raise _unavailable(command[0], f"no answer in {self._timeout_s:.0f} s") from error
-        except OSError as error:  # not there for a moment, or no more processes may be started
+        except OSError as error:  # missing for a moment, or the limit of processes is reached
             raise _unavailable(command[0], str(error)) from error
         if done.returncode and not (passing and passing.search(done.stderr)):
             raise _unavailable(command[0], done.stderr.strip())
@@ -175,13 +175,13 @@ def _unavailable(command: str, said: str) -> SlurmUnavailable:
     return SlurmUnavailable(
         f"`{command}` gave no answer: {lines[-1]}",
         expected="a controller that answers",
-        fix="nothing: it is asked again; `scontrol ping` shows how Slurm is",
+        fix="nothing: it is asked again; `scontrol ping` shows Slurm's state",
     )
 
 
 def _rows(printed: str, fields: Mapping[str, str]) -> list[Row]:
-    """Rows of as many parts as were asked for; a name with a line break in it makes others."""
-    # Not splitlines(): the separator counts as a line break for it.
+    """Rows with the expected number of parts; a name with a line break in it makes others."""
+    # Not splitlines(): it treats the separator as a line break.
     parts = (line.split(_PART) for line in printed.split("\n"))
     return [dict(zip(fields, p, strict=True)) for p in parts if len(p) == len(fields)]
 
@@ -193,7 +193,7 @@ def _control_row(line: str) -> Row:
         value = found[1] if found else ""
         row[name] = "" if value in ("(null)", "None", "N/A", "Unknown") else value
     array, index = row.pop("array_id"), row.pop("array_index")
-    # name(number); who has put another one into a job's name is not believed any.
+    # name(number); a row with a second one in the job's name is not trusted.
     one = line.count(" UserId=") == 1
     row["user"] = row["user"].rpartition("(")[2].rstrip(")") if one else ""
     row["id"] = f"{array}_{index}" if array and index else row["raw_id"]
@@ -202,17 +202,17 @@ def _control_row(line: str) -> Row:
 
 log = logging.getLogger(__name__)
 
-#: A scheduler that does not answer is asked at most this rarely, seconds.
+#: Longest pause between queries while the scheduler does not answer, seconds.
 LONGEST_PAUSE_S = 120.0
-#: Accounting that was off is tried again after this long, seconds.
+#: Accounting that was off is tried again after this time, seconds.
 _ACCOUNTING_AGAIN_S = 600.0
 
 
 class Wanted(NamedTuple):
-    """A job that somebody wants to know of.
+    """A job to query.
 
-    ``job_id`` is none where it was not noted; then it is found by ``name``, and by ``task`` where
-    that names an array. ``user`` is the number of who submitted it.
+    ``job_id`` is None if it was not recorded; then the job is found by ``name``, and by ``task``
+    within an array. ``user`` is the number of its submitter.
     """
 
     job_id: str | None
@@ -222,27 +222,27 @@ class Wanted(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """The same from look to look."""
+        """Key that stays the same from query to query."""
         return self.job_id or (self.name, self.task)
 
 
-#: Knowledge of a job: its facts, or that it is certainly lost, or nothing.
+#: Facts of a job, or that it is certainly lost, or nothing.
 Answer = JobFacts | Literal["lost"] | None
-#: A job that nobody knows is lost after so many answers, over so many seconds.
+#: A job that is missing everywhere is lost after so many answers, over so many seconds.
 PATIENCE = (3, 15.0)
 
 
 class SchedulerView:
-    """Remembers the last answers; one per orchestrator.
+    """Caches the last answers; one per orchestrator.
 
     Parameters
     ----------
     commands
-        What is asked.
+        Slurm's commands.
     poll_s
-        Seconds between rounds of queries, at least.
+        Least seconds between rounds of queries.
     clock
-        Seconds that never run backwards.
+        Seconds, monotonic.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class SchedulerView:
         self._live: dict[str, JobFacts] = {}
         self._over: dict[Hashable, JobFacts] = {}
         self._lost: set[Hashable] = set()
-        #: Since when a job that nobody knows has been asked for, and after how many answers.
+        #: Since when a missing job has been queried, and the number of answers.
         self._missing: dict[Hashable, tuple[float, int]] = {}
         self._new: dict[str, JobFacts] = {}
         self._next_at = float("-inf")
@@ -268,22 +268,22 @@ class SchedulerView:
     # ------------------------------------------------------------ asking
 
     def submitted(self, job_id: str, name: str) -> None:
-        """A job that was submitted a moment ago: it is live until an answer says otherwise."""
+        """Note a job submitted just now: it is live until an answer says otherwise."""
         self._new[job_id] = JobFacts(job_id, "PENDING", name=name, source="sbatch")
 
     def released(self, job_id: str) -> None:
-        """A job that was let go a moment ago: it is not held until an answer says so again."""
+        """Note a job released just now: it is not held until an answer says so again."""
         if job_id in self._live:
             self._live[job_id] = replace(self._live[job_id], reason="released")
 
     def look(self, wanted: Sequence[Wanted]) -> dict[Hashable, Answer]:
-        """Answers to each, by :attr:`Wanted.key`; asks the scheduler if it is time to."""
+        """Answers by :attr:`Wanted.key`; queries the scheduler if it is time to."""
         if wanted and self._clock() >= self._next_at:
             self._ask(wanted)
         return {w.key: self._answer(w) for w in wanted}
 
     def known(self, job_id: str) -> JobFacts | None:
-        """A job as it was at the last look, if it was alive then."""
+        """A job that was alive at the last query."""
         return self._live.get(job_id)
 
     def _answer(self, wanted: Wanted) -> Answer:
@@ -316,17 +316,17 @@ class SchedulerView:
             pause = min(self._poll_s * 2**self._failures, max(LONGEST_PAUSE_S, self._poll_s))
             self._next_at = self._clock() + pause
             if self._failures == 1:
-                log.warning("%s Jobs go on; how they are is not known until it answers.", error)
+                log.warning("%s Jobs continue; their state is unknown until it answers.", error)
             return
         if self._failures:
             log.info("Slurm answers again")
         self._failures, self._next_at = 0, asked_at + self._poll_s
 
     def _ask_for_the_rest(self, wanted: Sequence[Wanted]) -> None:
-        """Ended jobs, and those that nobody has noted."""
+        """Query ended jobs, and those without a recorded id."""
         open_ = []
         for w in wanted:
-            if self._in_queue(w) is not None:  # an ended job may be put back by hand
+            if self._in_queue(w) is not None:  # an ended job may be requeued by hand
                 self._over.pop(w.key, None)
                 self._lost.discard(w.key)
                 self._missing.pop(w.key, None)
@@ -342,8 +342,8 @@ class SchedulerView:
             self._settle(w, _pick(remembered, w), _pick(recorded, w))
 
     def _settle(self, wanted: Wanted, told: JobFacts | None, noted: JobFacts | None) -> None:
-        """Of the controller and of accounting, the former is fresher; the latter alone knows steps,
-        and who has cancelled it."""
+        """Combine controller and accounting: the former is fresher; only the latter has steps and
+        the user who cancelled."""
         found = told or (noted if noted is not None and noted.rule.over else None)
         if found is not None and noted is not None:
             found = replace(found, steps=noted.steps, by=noted.by)
@@ -370,13 +370,13 @@ class SchedulerView:
             log.debug("%s", error)
             return []
         if found is None:
-            log.debug("accounting is off; the controller's memory must do")
+            log.debug("accounting is off; only the controller's memory is used")
             self._accounting_at = self._clock() + _ACCOUNTING_AGAIN_S
         return found or []
 
 
 def _pick(jobs: Iterable[JobFacts], wanted: Wanted) -> JobFacts | None:
-    """The job itself, or the task of an array. Names are for all to see and to take, so it must be
+    """The job itself, or the task of an array. Names are public and can be reused, so it must be
     a job of the same user."""
     if wanted.job_id is not None:
         return next((j for j in jobs if j.job_id == wanted.job_id), None)

@@ -1,12 +1,12 @@
-"""Meaning of Slurm's words: one table of states, one of reasons, and how a job's end is named.
+"""Meaning of Slurm's words: a table of states, a table of reasons, and the class of a job's end.
 
-In: rows that Slurm's commands print. Out: :class:`JobFacts`, and from these
-:class:`~infra.jobs.protocol.JobSight` values. Pure: asks nobody, remembers nothing.
+In: rows of Slurm's commands. Out: :class:`JobFacts`, and from these
+:class:`~infra.jobs.protocol.JobSight` values. Pure functions, no queries.
 
-A job counts as over only in a state that Slurm never leaves by itself; a state that this table does
-not know is live. The failure class of an end comes from the state where that is clear (TIMEOUT,
-NODE_FAIL), from what Slurm notes beside it (steps out of memory, a preemption), from the exit code,
-and last from what the job has printed.
+A job is over only in a state that Slurm never leaves by itself; a state that is not in this table
+is live. The failure class of an end comes from the state where that is clear (TIMEOUT, NODE_FAIL),
+from Slurm's other facts (steps out of memory, a preemption), from the exit code, and last from the
+job's output.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from refiner_core.contract.records import FailureClass, Outcome, picked
 class StateRule(NamedTuple):
     """Meaning of one of Slurm's job states.
 
-    ``over``: nothing of the job runs any more, and Slurm will not start it again by itself.
-    ``running``: its processes make progress. ``failure``: the class of such an end; none where it
-    takes more than the state to tell. ``words``: for people.
+    ``over``: no process of the job runs any more, and Slurm will not restart it by itself.
+    ``running``: its processes make progress. ``failure``: the class of such an end; None if the
+    state alone does not decide. ``words``: for people.
     """
 
     over: bool
@@ -45,7 +45,7 @@ STATES: dict[str, StateRule] = {
     "RUNNING": StateRule(False, True, None, ""),
     "RESIZING": StateRule(False, True, None, "changes its size"),
     "SIGNALING": StateRule(False, True, None, "is sent a signal"),
-    "SUSPENDED": StateRule(False, False, None, "suspended; it goes on by itself"),
+    "SUSPENDED": StateRule(False, False, None, "suspended; it continues by itself"),
     "STOPPED": StateRule(False, False, None, "stopped by a signal, its nodes kept"),
     "COMPLETING": StateRule(False, False, None, "its processes are being ended"),
     "STAGE_OUT": StateRule(False, False, None, "its files are being copied out"),
@@ -67,31 +67,31 @@ STATES: dict[str, StateRule] = {
 }
 _UNKNOWN_STATE = StateRule(False, False, None, "a state that this version does not know")
 
-#: Reasons for waiting that do not pass by themselves, and what mends them, where the word does not
-#: say it.
+#: Reasons for waiting that do not pass by themselves, with their fix where the word does not
+#: give it.
 NEVER: dict[str, str] = {
     "BadConstraints": "no node fits the constraints; check `constraint`, `nodelist`, `exclude`",
-    "ReqNodeNotAvail": "nodes it must have are down, drained or reserved",
+    "ReqNodeNotAvail": "required nodes are down, drained or reserved",
     "PartitionNodeLimit": "more nodes than the partition allows",
     "PartitionTimeLimit": "its time limit is longer than the partition's; lower `time_limit_min`",
     "InvalidAccount": "the account may not run jobs; set `account` in the profile",
     "InvalidQOS": "the account may not use this QOS; set `qos` in the profile",
     "DependencyNeverSatisfied": "a job that it depends on has failed",
-    "JobHoldMaxRequeue": "it was put back too often; `scontrol release` lets it go on",
-    "JobHeldUser": "held by a user; `scontrol release` lets it go on",
-    "JobHeldAdmin": "held by an administrator, who alone can release it",
+    "JobHoldMaxRequeue": "it was requeued too often; `scontrol release` lets it continue",
+    "JobHeldUser": "held by a user; `scontrol release` lets it continue",
+    "JobHeldAdmin": "held by an administrator; only an administrator can release it",
 }
-#: Limits of an account or QOS on one job; on all its jobs: what is used up, what runs at a time.
+#: Limits of an account or QOS: on one job; on all its jobs in total; on all its jobs at a time.
 _LIMITS = (
     (r"(Assoc|QOS)Max\w+PerJob(Limit)?", "more than is allowed for one job; lower its `resources`"),
     (
         r"(Assoc|QOS)Grp\w*(?<!Run)(Minutes|Wall)(Limit)?",
-        "the account or QOS has used up its budget, which no waiting brings back; ask for more",
+        "the account or QOS has used up its budget; waiting does not restore it; request more",
     ),
     (
         r"(Assoc|QOS)Grp\w*",
-        "the account or QOS has as much as it may at a time; it passes when other jobs of it end, "
-        "and never where this job alone asks for more: then lower its `resources`",
+        "the account or QOS is at its limit; it passes when its other jobs end, or never if this "
+        "job alone requests more: then lower its `resources`",
     ),
 )
 _LAUNCH_HELD = re.compile(r"launch[ _]failed[ _]requeued[ _]held", re.IGNORECASE)
@@ -105,17 +105,17 @@ _PRINTED: tuple[tuple[re.Pattern[str], FailureClass], ...] = (
     (re.compile(r"CANCELLED AT \S+ DUE TO NODE FAILURE"), "node_failure"),
     (re.compile(r"could not find submitted jobs in path"), "launch_failure"),
 )
-#: How slurmd reports that it could not even open the job's log files.
+#: slurmd's report that it could not open the job's log files.
 _NO_LAUNCH = (0, 53)
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """One job as Slurm tells it.
+    """One job's facts from Slurm.
 
-    ``user`` is the number of whose it is; ``exit_code`` and ``signal`` are the two halves of
-    Slurm's ``a:b``; ``steps`` maps a step's name to its state; ``preempted`` says that Slurm had
-    asked it to make room; ``source`` is the command that told.
+    ``user`` is the number of its owner; ``exit_code`` and ``signal`` are the two halves of
+    Slurm's ``a:b``; ``steps`` maps a step's name to its state; ``preempted``: Slurm had asked it to
+    end for another job; ``source`` is the command that printed the facts.
     """
 
     job_id: str
@@ -139,7 +139,7 @@ class JobFacts:
 
     @property
     def out_of_memory(self) -> bool:
-        """Tell whether it, or a step of it (often only that says so), ran out of host memory."""
+        """Tell whether the job, or a step of it (often only the step), ran out of host memory."""
         return "OUT_OF_MEMORY" in (self.state, *(self.steps or {}).values())
 
     def as_text(self) -> dict[str, str]:
@@ -200,10 +200,10 @@ def _state(text: str) -> str:
 
 
 def sight_of(job: JobFacts, started: bool, printed: Callable[[], str]) -> JobSight:
-    """A job that Slurm knows, as a sight.
+    """The sight of a job that Slurm knows.
 
-    ``started`` says whether its worker ever took the attempt; ``printed`` reads the end of what it
-    printed, and is called for ended jobs only.
+    ``started``: its worker took the attempt; ``printed`` reads the end of its output, and is
+    called for ended jobs only.
     """
     if job.rule.over:
         end, facts = end_of(job, started, printed()), job.as_text()
@@ -216,8 +216,8 @@ def sight_of(job: JobFacts, started: bool, printed: Callable[[], str]) -> JobSig
 
 
 def waiting_for(job: JobFacts) -> str:
-    """Reason why a live job does not run, in Slurm's word and, where that does not pass by itself,
-    what to do about it."""
+    """Reason why a live job does not run: Slurm's word, with its fix if the reason does not pass by
+    itself."""
     key = job.reason.split(",")[0]
     if job.rule.running or _LAUNCH_HELD.search(job.reason):
         return key
@@ -227,13 +227,13 @@ def waiting_for(job: JobFacts) -> str:
 
 
 def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:
-    """End of a job whose worker left no word."""
+    """End of a job whose worker recorded no outcome."""
     where = f" on {job.node}" if job.node else ""
     told = f"Slurm says {job.state}{where}"
     if job.out_of_memory:
-        return outcome_of("out_of_memory", f"{told}: more host memory than it asked for")
+        return outcome_of("out_of_memory", f"{told}: more host memory than it requested")
     if job.preempted and job.state != "TIMEOUT":
-        return outcome_of("preempted", f"{told}: it had to make room for another job")
+        return outcome_of("preempted", f"{told}: preempted for another job")
     if job.rule.failure == "cancelled":
         whom = "somebody"
         if job.by:
@@ -247,36 +247,36 @@ def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:
 
 
 def _end_by_trace(job: JobFacts, started: bool, printed: str, told: str) -> Outcome:
-    """FAILED, or COMPLETED without a word: what exit code, reason and print say."""
+    """End of a FAILED or COMPLETED job without an outcome, from exit code, reason and output."""
     code = (job.exit_code, job.signal)
     if code == _NO_LAUNCH or (_LAUNCH_FAILED.search(job.reason) and not started):
         why = "it could not be started; often the disk or quota of its log folder was full"
         return outcome_of("launch_failure", f"{told} ({code[0]}:{code[1]}): {why}")
     if _NODE_REASON.search(job.reason):
         return outcome_of("node_failure", f"{told}: {job.reason}")
-    silent = f"{told} ({_ending(*code)}), and the worker left no word"
+    silent = f"{told} ({_ending(*code)}), and the worker recorded no outcome"
     return _end_by_print(started, printed, told, silent)
 
 
 def lost_end(job_id: str | None, started: bool, printed: str) -> Outcome:
-    """End of a job that nobody knows any more, or that never came to be."""
+    """End of a job that Slurm does not know any more, or that was never submitted."""
     if job_id is None:
-        why = "Slurm knows no such job: it was never submitted, for sbatch gave no answer"
+        why = "Slurm knows no such job: it was never submitted, since sbatch gave no answer"
         return outcome_of("system_outage", why)
-    silent = f"Slurm does not know job {job_id} any more; it left no word"
+    silent = f"Slurm does not know job {job_id} any more; it recorded no outcome"
     return _end_by_print(started, printed, f"job {job_id} is gone", silent)
 
 
 def _end_by_print(started: bool, printed: str, told: str, silent: str) -> Outcome:
     if (spoken := printed_end(printed)) is not None:
-        return outcome_of(spoken, f"{told}; it printed as much")
+        return outcome_of(spoken, f"{told}; its output says so")
     end = classify_silent_end(started, printed)
     return end if end.failure != "killed" else outcome_of("killed", silent)
 
 
 def printed_end(printed: str) -> FailureClass | None:
-    """Class of a job's end by Slurm's own lines in its log; the last one counts, because a requeued
-    job appends to it."""
+    """Class of a job's end from Slurm's own lines in its log; the last one counts, because a
+    requeued job appends to it."""
     hits = [(m.start(), kind) for pattern, kind in _PRINTED for m in pattern.finditer(printed)]
     return max(hits)[1] if hits else None
 

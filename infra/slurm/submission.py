@@ -1,15 +1,16 @@
-"""Handing jobs to Slurm, through submitit; the orchestrator may be one of them.
+"""Submission of jobs to Slurm through submitit; the orchestrator may be such a job.
 
-In: a profile, requests, and the argument lists that their jobs run. Out: job ids. What goes into
-the batch script is put together here; submitit writes it, calls sbatch and starts the argument list
-on the node. Its pickles hold nothing but that list.
+In: a profile, requests, and the argument lists of their jobs. Out: job ids. The content of the
+batch script is composed here; submitit writes it, calls sbatch and starts the argument list on the
+node. Its pickles hold nothing but that list.
 
-submitit asks Slurm by default for SIGUSR2 ahead of the time limit, and ends the job at once when it
-comes, while the worker saves. We ask for SIGTERM, which submitit lets pass and the worker knows.
+By default, submitit asks Slurm for SIGUSR2 ahead of the time limit, and ends the job at once when
+it comes, while the worker saves. We ask for SIGTERM, which submitit passes on and the worker
+handles.
 
-Where login nodes kill what runs for long, the orchestrator is a job of one core on the profile's
-place for CPU jobs, which Slurm may start again: all state is in the workspace, so the same command
-goes on. When its time is up it puts itself back into the queue.
+Where login nodes kill long processes, the orchestrator is a job of one core on the profile's place
+for CPU jobs, which Slurm may restart: all state is in the workspace, so the same command continues.
+When its time is up it requeues itself.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ _REFUSED = re.compile(
 _NO_SUCH_NODES = re.compile(r"requested node configuration is not available", re.IGNORECASE)
 #: sbatch gave up waiting; the controller may have taken the job all the same.
 _PERHAPS = re.compile(r"timed out|zero bytes were transmitted|unexpected message", re.IGNORECASE)
-#: There was nobody to take the job: certainly there is none.
+#: The controller was unreachable: there is certainly no job.
 _AWAY = re.compile(
     r"unable to contact slurm controller|connection refused|connect failure|standby mode"
     r"|no route to host|network is unreachable|munge",
     re.IGNORECASE,
 )
-#: Settings of the job that `refiner` itself runs in, or of its user, that would bend ours.
+#: Settings of the job that `refiner` itself runs in, or of its user, that would change ours.
 _NOT_PASSED_ON = re.compile(
     r"(?:SLURM|SRUN|SLURMD|SUBMITIT)_(?!CONF$)\w+"
     r"|SBATCH_(?:JOB_NAME|COMMENT|SIGNAL|ARRAY_INX|REQUEUE|NO_REQUEUE|OPEN_MODE|EXPORT|OUTPUT"
@@ -65,7 +66,7 @@ _NOT_PASSED_ON = re.compile(
 
 
 class PerhapsSubmitted(RefinerError, RuntimeError):
-    """sbatch had no answer in time: whether there is a job now, only its name can tell."""
+    """sbatch had no answer in time: only the job's name can show whether there is one."""
 
     resumable = True
 
@@ -74,7 +75,7 @@ class PerhapsSubmitted(RefinerError, RuntimeError):
 class Submission:
     """Jobs to submit together: one, or the tasks of an array.
 
-    ``name`` is unique, and how they are found again; ``folder`` is where submitit's files go.
+    ``name`` is unique and finds them again; ``folder`` holds submitit's files.
     """
 
     name: str
@@ -109,11 +110,11 @@ class Submitter:
         Raises
         ------
         ConfigurationError
-            Slurm will never take such a job here.
+            Slurm will never accept such a job here.
         LaunchError
-            It did not take it now.
+            Slurm did not accept it now.
         PerhapsSubmitted
-            It did not say.
+            Slurm did not answer.
         """
         try:
             return self._submit(work, avoid=True)
@@ -121,7 +122,7 @@ class Submitter:
             avoids = any(r.avoid for r in work.requests)
             if not (avoids and _NO_SUCH_NODES.search(error.what)):
                 raise
-        # Nothing is left without the nodes that failed before: better these than none.
+        # All nodes are excluded: rather use nodes that failed before than none.
         return self._submit(work, avoid=False)
 
     def _submit(self, work: Submission, *, avoid: bool) -> list[str]:
@@ -134,19 +135,19 @@ class Submitter:
                 executor = self._executor(work, avoid=avoid)
                 with executor.batch() if len(tasks) > 1 else contextlib.nullcontext():
                     jobs = [executor.submit(task) for task in tasks]
-        except (FailedJobError, FailedSubmissionError) as error:  # what sbatch has printed
+        except (FailedJobError, FailedSubmissionError) as error:  # with sbatch's output
             raise self._refusal(work, " ".join(str(error).split())) from error
         return [str(job.job_id) for job in jobs]
 
     def test_only(self, work: Submission, timeout_s: float) -> str:
-        """Ask Slurm when and where such a job would start; nothing is submitted. What it says.
+        """Slurm's answer when and where such a job would start; nothing is submitted.
 
         Raises
         ------
         ConfigurationError
-            Slurm will never take such a job here.
+            Slurm will never accept such a job here.
         LaunchError
-            It would not take it now, or gave no answer.
+            Slurm would not accept it now, or gave no answer.
         """
         text = self._executor(work, avoid=True)._make_submission_file_text("true", "test-only")
         script = work.folder / "test-only.sh"
@@ -166,19 +167,19 @@ class Submitter:
         return said
 
     def _refusal(self, work: Submission, said: str) -> RefinerError:
-        """Error that sbatch means by what it has printed."""
+        """The error that sbatch's output indicates."""
         said = said or "it printed nothing"
-        what = f"sbatch did not take the job of {work.requests[0].stage_id}: {said}"
+        what = f"sbatch did not accept the job of {work.requests[0].stage_id}: {said}"
         kind: type[RefinerError] = LaunchError
         expected = "a scheduler that takes jobs"
-        fix = "nothing: it is tried again; `sinfo` and `scontrol ping` show how Slurm is"
+        fix = "nothing: it is tried again; `sinfo` and `scontrol ping` show Slurm's state"
         if _REFUSED.search(said):
             kind = ConfigurationError
             expected = f"what profile {self.profile.name!r} asks for to exist on this cluster"
             fix = "correct the profile (`dispatch.profile`) or the stage's `resources`"
         elif _PERHAPS.search(said):
             kind, expected = PerhapsSubmitted, "an answer that names the job"
-            fix = "nothing: the queue is asked whether it has the job before it is tried again"
+            fix = "nothing: the queue is searched for the job before it is tried again"
         elif _AWAY.search(said):
             kind, expected = SlurmUnavailable, "a controller that answers"
         return kind(what, expected=expected, fix=fix)
@@ -186,7 +187,7 @@ class Submitter:
     def _executor(self, work: Submission, *, avoid: bool) -> Any:
         import submitit
 
-        # What starts it on the node: nothing in the working directory may shadow it.
+        # The launcher on the node: nothing in the working directory may shadow it.
         path = os.environ.get("PYTHONPATH", "")
         kept = [p for p in path.split(os.pathsep) if p and Path(p).is_absolute()]
         settings = ["PYTHONSAFEPATH=1", *([f"PYTHONPATH={os.pathsep.join(kept)}"] if path else [])]
@@ -218,7 +219,7 @@ class Submitter:
             "nodelist": place.nodelist,
             "exclude": ",".join(exclude) or None,
             "setup": [*profile.setup, *modules] or None,
-            "wckey": None,  # submitit's default is one that a site with such keys does not know
+            "wckey": None,  # submitit's default is unknown to a site with such keys
             "array_parallelism": profile.array_limit,
             "srun_args": [*_tasks(first), f"--cpus-per-task={wanted.cpus}"],
         }
@@ -232,7 +233,7 @@ class Submitter:
         if place.reservation:
             more["reservation"] = place.reservation
         for option, value in place.sbatch.items():
-            # As submitit spells them, so that one of the same name is replaced, not doubled.
+            # In submitit's spelling, so that one of the same name is replaced, not doubled.
             name = option.lstrip("-").replace("-", "_")
             if value is None or value is False:
                 parameters[name] = None
@@ -244,8 +245,8 @@ class Submitter:
 
 
 def write_missing_pickle(folder: Path, job_id: str, command: Sequence[str]) -> None:
-    """Write what a job needs on its node, where a crash came between sbatch and submitit's putting
-    it there: the job waits for it for a minute."""
+    """Write the file that a job needs on its node, after a crash between sbatch and submitit's own
+    write: the job waits a minute for it."""
     target = folder / f"{job_id}_submitted.pkl"
     if target.exists():
         return
@@ -260,11 +261,11 @@ def write_missing_pickle(folder: Path, job_id: str, command: Sequence[str]) -> N
 def _tasks(request: JobRequest) -> list[str]:
     """Arguments that start the step of a job. Since 22.05 it does not inherit `--cpus-per-task`.
 
-    One worker per attempt, on the first node. Where a training stage has several, the same command
-    on the others waits for its word (:mod:`infra.ranks.launch`): an `srun` inside a step would be
-    no way to start anything there, because Slurm sends a request to stop to every process of a
-    step, and `srun` answers it by killing what it has started. No node outlives another's failure,
-    or the worker's end by much.
+    One worker per attempt, on the first node. For a training stage on several nodes, the same
+    command on the others waits for the worker (:mod:`infra.ranks.launch`). An `srun` inside a step
+    could start nothing there, because Slurm sends a request to stop to every process of a step, and
+    `srun` answers by killing its processes. A node ends soon after another's failure or the
+    worker's end.
     """
     if not _on_all_nodes(request):
         return ["--overlap", "--nodes=1", "--ntasks=1"]
@@ -281,7 +282,7 @@ def _on_all_nodes(request: JobRequest) -> bool:
 
 @contextlib.contextmanager
 def _own_environment() -> Iterator[None]:
-    """Without the settings of a job that we may run in ourselves: sbatch and srun obey them."""
+    """Hide the settings of a job that this process runs in: sbatch and srun obey them."""
     hidden = {k: v for k, v in environment().items() if _NOT_PASSED_ON.fullmatch(k)}
     for name in hidden:
         del os.environ[name]
@@ -291,7 +292,7 @@ def _own_environment() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-#: Where the partition's limit is not in the profile. Longer ones are refused on most clusters.
+#: Default if the profile has no limit of the partition. Most clusters refuse longer ones.
 _TIME_MIN = 24 * 60
 _MEMORY_GB = 2
 _ASK_TIMEOUT_S = 30.0
@@ -300,32 +301,32 @@ _ASK_TIMEOUT_S = 30.0
 def submit_orchestrator(
     command: Sequence[str], profile: Profile, folder: Path, *, name: str = "refiner"
 ) -> str:
-    """Submit a job that runs ``command``; its id.
+    """Submit a job that runs ``command``, and return its id.
 
     Raises
     ------
     UnsupportedError
-        There is no Slurm here.
+        Slurm is not installed.
     ConfigurationError
-        Slurm refuses what the profile asks for.
+        Slurm refuses the profile's options.
     LaunchError
-        It did not take the job now.
+        Slurm did not accept the job now.
     """
-    RealSlurm()  # refuses where its commands are not
+    RealSlurm()  # raises if its commands are missing
     folder.mkdir(parents=True, exist_ok=True)
     resources = Resources(cpus=1, memory_gb=_MEMORY_GB, time_limit_min=_TIME_MIN)
     limit = profile.place_for(resources).max_time_min
     resources = replace(resources, time_limit_min=limit or _TIME_MIN)
     request = JobRequest("orchestrator", 1, name, resources)
-    # Its children must end with it, not hold its job open; and it must come back by itself.
+    # Its children must end with it, not keep its job open; and it must restart by itself.
     submitter = Submitter(replace(profile, requeue=True), profile.python or sys.executable)
     return submitter.submit(Submission(name, folder, (request,), (list(command),)))[0]
 
 
 def requeue_own_job() -> bool:
-    """Put the job that this process is back into the queue: its time is nearly up.
+    """Requeue the job that this process is: its time is nearly up.
 
-    False if it is none, or is on its way out for another reason (`scancel` sends SIGTERM, too).
+    False if there is none, or it is ending for another reason (`scancel` sends SIGTERM, too).
     """
     job = os.environ.get("SLURM_JOB_ID", "")
     if not job:

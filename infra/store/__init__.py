@@ -1,8 +1,8 @@
-"""The workspace: where everything lies in it, its records, files that are whole or not there.
+"""The workspace: its layout, its records, and atomic writes.
 
-In order of reading: ``atomic`` (a write is there completely, or the disk is full); ``layout``
-(paths, and nothing else knows them); ``checkpoints`` (and what may not be deleted); ``records`` and
-``stage_records`` behind one door, ``workspace``; ``sweep_records`` and ``nightly_records``;
-``traces`` (metrics and rollouts); ``orchestrators`` (processes that work on runs, leases of
-servers); ``provenance`` (pinned code, where results come from, what was proven of them).
+In order of reading: ``atomic`` (a write is complete, or the disk is full); ``layout`` (all paths);
+``checkpoints`` (and what may not be deleted); ``records`` and ``stage_records``, combined in
+``workspace``; ``sweep_records`` and ``nightly_records``; ``traces`` (metrics and rollouts);
+``orchestrators`` (processes that work on runs, leases of servers); ``provenance`` (pinned code,
+origin of results, proofs).
 """

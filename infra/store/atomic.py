@@ -1,16 +1,15 @@
-"""Files that are either there completely or not at all, and the lack of room for them.
+"""Atomic writes, and the detection of full disks.
 
 A write goes to a temporary name in the same folder, is fsynced and renamed, and then the folder is
 fsynced. Exclusive writes let exactly one of many writers win, by a hard link to a finished file: no
 lock, so it works on NFS and Lustre. Temporary names start with a dot and ``TEMPORARY``; readers
-ignore them. A finished folder takes another's place by two renames (:func:`swap_in`).
+ignore them. A finished folder replaces another by two renames (:func:`swap_in`).
 
-That there is no room is a state of the world and not a crash: an exception, or a folder, is asked
-whether it means ENOSPC or EDQUOT. Writers disagree about how they say it (an ``OSError`` without a
-number, a ``RuntimeError`` or a library's own class with only a text), so three things are asked:
-the chain of causes, the text, and a probe write. A file system that is read-only (EROFS) while it
-fails over to another server is a state like that to a worker, which can wait; to whoever names a
-folder it is a mistake in the name.
+A full disk is a state and not a crash: an exception, or a folder, is checked for ENOSPC or EDQUOT.
+Writers report it differently (an ``OSError`` without a number, a ``RuntimeError`` or a library's
+own class with only a text), so three things are checked: the chain of causes, the text, and a probe
+write. A read-only file system (EROFS), as during a failover to another server, is such a state to a
+worker, which can wait; for a user who names a folder it is an error in the name.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from refiner_core.contract.errors import NoSpaceError
 
 log = logging.getLogger(__name__)
 
-#: Every half-written file or folder of ours starts with this.
+#: Prefix of all half-written files and folders.
 TEMPORARY = ".tmp-"
 _LINKS_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 _TRIES = 4
@@ -43,35 +42,35 @@ _SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
 class Complaints:
-    """Warnings of which each sort is said once, until it is over; again only for who debugs."""
+    """Warnings, each kind logged once until it is over; repetitions only at debug level."""
 
     def __init__(self) -> None:
         self._said: set[object] = set()
 
     def say(self, sort: object, text: str, *values: object, exc_info: bool = False) -> None:
-        """A warning, if it was not said before."""
+        """Log a warning, at debug level if it was logged before."""
         level = logging.DEBUG if sort in self._said else logging.WARNING
         self._said.add(sort)
         log.log(level, text, *values, exc_info=exc_info)
 
     def over(self, sort: object) -> bool:
-        """Let it be said again; True if it had been said."""
+        """Allow the warning again; True if it had been logged."""
         said = sort in self._said
         self._said.discard(sort)
         return said
 
 
 def temporary_name(target: Path) -> Path:
-    """A name beside ``target`` that nobody else uses."""
+    """A unique name beside ``target``."""
     return target.with_name(f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def write_bytes(path: Path, data: bytes, *, sync: bool = True, mode: int = 0o666) -> None:
-    """Replace ``path`` by ``data`` in one step; on an error the old file is still there, or the new
-    one, if all that failed was to make its name durable.
+    """Replace ``path`` by ``data`` in one step. After an error the old file is still there, or the
+    new one if only making its name durable failed.
 
-    ``sync=False`` leaves out fsync, for what may be lost in a power cut (heartbeats) or is fsynced
-    later (rollouts). ``mode`` 0o600: for this user alone.
+    ``sync=False`` omits fsync, for files that may be lost in a power cut (heartbeats) or are
+    fsynced later (rollouts). ``mode`` 0o600: for this user alone.
     """
     temporary = temporary_name(path)
     try:
@@ -97,7 +96,7 @@ def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
 def create_bytes(path: Path, data: bytes, mode: int = 0o666) -> bool:
     """Write ``path`` unless it exists. Of many callers exactly one gets True.
 
-    An error means that the file is not there, or is somebody else's.
+    After an error the file is not there, or is another writer's.
     """
     temporary = temporary_name(path)
     try:
@@ -106,8 +105,8 @@ def create_bytes(path: Path, data: bytes, mode: int = 0o666) -> bool:
             os.link(temporary, path)
             won = True
         except FileExistsError:
-            # A repeated NFS request reports "exists" for a link that its first try has made. Which
-            # file it is tells that for sure; a count of links may be one that the client remembers.
+            # A repeated NFS request reports "exists" for a link made by its first try. Comparing
+            # the files is reliable; a count of links may come from the client's cache.
             won = again(temporary.samefile, path)
         except OSError as error:
             if error.errno not in _LINKS_UNSUPPORTED:
@@ -128,15 +127,15 @@ def create_json(path: Path, value: Any) -> bool:
 def read_json(path: Path) -> Any | None:
     """The JSON value in ``path``; None if there is no such file.
 
-    A file that is no JSON is read again for a moment: where there are no hard links, somebody may
-    just be writing it.
+    A file that is not JSON is read again for a moment: without hard links, a writer may be in the
+    middle of it.
 
     Raises
     ------
     ValueError
         The file is not JSON.
     OSError
-        It cannot be read.
+        The file cannot be read.
     """
     for left in reversed(range(_TRIES)):
         try:
@@ -151,12 +150,12 @@ def read_json(path: Path) -> Any | None:
 
 
 def json_files(folder: Path) -> list[Path]:
-    """Whole JSON files in a folder, by name; none where it is not there."""
+    """Complete JSON files in a folder, by name; none if there is no folder."""
     return [folder / n for n in names_in(folder) if n.endswith(".json") and n[0] != "."]
 
 
 def finite(value: Any) -> Any:
-    """The JSON value with None (missing) for numbers that are not finite."""
+    """The JSON value with None (missing) for NaN and infinity."""
     if isinstance(value, dict):
         return {key: finite(v) for key, v in value.items()}
     if isinstance(value, list):
@@ -174,7 +173,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make a folder's entries survive a power cut, where the file system knows how."""
+    """Make a folder's entries survive a power cut, where the file system supports it."""
     try:
         sync_file(path)
     except OSError as error:
@@ -183,8 +182,8 @@ def sync_folder(path: Path) -> None:
 
 
 def settle_folder(path: Path) -> None:
-    """Like :func:`sync_folder`, after something that everybody can see by now: that it may not
-    survive a power cut is a warning, for it cannot be taken back."""
+    """Like :func:`sync_folder`, after a change that is already visible and cannot be undone:
+    a failure is only logged."""
     try:
         sync_folder(path)
     except OSError as error:
@@ -202,7 +201,7 @@ def sync_tree(folder: Path) -> None:
 def remove_quietly(path: Path) -> None:
     """Delete a temporary file; a failure is only logged, so that it never hides the first error."""
     try:
-        again(os.lstat, path)  # of a file system that is read-only, unlink would complain anyway
+        again(os.lstat, path)  # on a read-only file system, unlink would fail anyway
         path.unlink(missing_ok=True)
     except (FileNotFoundError, NotADirectoryError):
         return
@@ -211,7 +210,7 @@ def remove_quietly(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder with all that is in it, or a file or link; what resists is only logged."""
+    """Delete a folder and its contents, or a file or link; failures are only logged."""
     with contextlib.suppress(OSError):
         if stat.S_ISDIR(again(os.lstat, path).st_mode):
             shutil.rmtree(path, ignore_errors=True)
@@ -249,8 +248,8 @@ def _create_by_open(path: Path, data: bytes, mode: int) -> bool:
 
 
 def swap_in(new: Path, target: Path) -> None:
-    """Put ``new`` in the place of ``target``, which is gone for an instant, and never half there.
-    After an error it is where it was."""
+    """Replace ``target`` by ``new``: it is missing for an instant, never half there. After an
+    error it is where it was."""
     put_back(target)
     old = _aside(target)
     if target.exists():
@@ -266,7 +265,7 @@ def swap_in(new: Path, target: Path) -> None:
 
 
 def put_back(target: Path) -> None:
-    """Undo the half of an exchange after which its process was killed."""
+    """Undo the half of an exchange whose process was killed."""
     if not target.exists() and _aside(target).exists():
         _aside(target).rename(target)
 
@@ -275,8 +274,8 @@ def _aside(target: Path) -> Path:
     return target.with_name(f"{TEMPORARY}{target.name}-replaced")
 
 
-#: What libraries say of a full disk or quota, and of one that takes no writes at all. Of a quota
-#: with its whole name: paid services say "quota exceeded" of themselves; Rust libraries (such as
+#: Messages of libraries for a full disk or quota, and for a read-only disk. The quota's with its
+#: whole name, since paid services say "quota exceeded" of their own; Rust libraries (such as
 #: safetensors) give the number as "os error".
 _TEXTS = {
     errno.EDQUOT: ("disk quota exceeded", "os error 122", "errno 122"),
@@ -284,7 +283,7 @@ _TEXTS = {
     errno.ENOSPC: ("no space left on device", "os error 28", "errno 28"),
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-#: torch and others say only that a write went wrong; then a probe decides.
+#: torch and others report only a failed write; then a probe decides.
 _WRITE_TROUBLE = (
     "pytorchstreamwriter failed",
     "inline_container",
@@ -303,27 +302,27 @@ def _said(text: str) -> list[int]:
 
 
 def _numbers_of(error: BaseException) -> list[int]:
-    """Numbers (EDQUOT, EROFS, ENOSPC) that an error speaks of: by number, else in words."""
+    """Numbers (EDQUOT, EROFS, ENOSPC) in an error: its errno, else its words."""
     links = list(chain_of(error))
     numbers = [e.errno for e in links if isinstance(e, OSError) and e.errno in _TEXTS]
     return [n for n in numbers if n is not None] + _said("\n".join(map(str, links)))
 
 
 def is_read_only(error: BaseException) -> bool:
-    """Tell whether ``error`` comes from a file system that takes no writes at all."""
+    """Tell whether ``error`` comes from a read-only file system."""
     return errno.EROFS in _numbers_of(error)
 
 
 def says_no_space(text: str) -> bool:
-    """Tell whether a message speaks of a full disk or quota."""
+    """Tell whether a message reports a full disk or quota."""
     return not {*_said(text)}.isdisjoint(_FULL)
 
 
 def is_no_space(error: BaseException, folder: Path | None = None) -> bool:
     """Tell whether ``error`` comes from a full disk or quota.
 
-    ``folder`` is where the write went; it is probed only where the error itself is about writing
-    but does not say why.
+    ``folder`` is where the write went; it is probed only if the error is about writing but gives
+    no reason.
     """
     links = list(chain_of(error))
     if any(isinstance(e, NoSpaceError) for e in links):
@@ -337,17 +336,17 @@ def is_no_space(error: BaseException, folder: Path | None = None) -> bool:
 
 
 def has_room(folder: Path, size: int = PROBE_BYTES) -> bool:
-    """Tell whether ``size`` bytes can be written into ``folder`` now: by writing them.
+    """Tell whether ``size`` bytes can be written into ``folder`` now, by writing them.
 
-    Free-space figures know nothing of quotas, so they are not asked. Errors other than a lack of
-    room count as room: they are somebody else's to report.
+    Free-space figures ignore quotas, so they are not used. Errors other than a lack of space count
+    as space: other code reports them.
     """
     return refusal(folder, size) is None
 
 
 def refusal(folder: Path, size: int = PROBE_BYTES) -> int | None:
     """The number (ENOSPC, EDQUOT or EROFS) with which ``folder`` refuses ``size`` bytes; None if it
-    takes them."""
+    accepts them."""
     probe = temporary_name(folder / "probe")
     try:
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -363,39 +362,39 @@ def refusal(folder: Path, size: int = PROBE_BYTES) -> int | None:
 
 
 def no_space_error(folder: Path, doing: str, error: BaseException | None = None) -> NoSpaceError:
-    """The error a user reads when ``doing`` did not fit into ``folder``."""
-    # A writer that does not say is asked by a probe.
+    """The user's error if ``doing`` did not fit into ``folder``."""
+    # If the writer gave no reason, a probe does.
     number = None
     if error is not None:
         told = _numbers_of(error)
         number = told[0] if told else refusal(folder)
     why = f" ({error})" if error is not None else ""
-    what = f"No room left while {doing} in {folder}{why}"
+    what = f"No space left while {doing} in {folder}{why}"
     with contextlib.suppress(OSError):
         if out_of_inodes(folder):
             what += "; bytes may be free, but no inode: no more files can be created"
-    expected = "room on the disk, and in the quota of the user or group"
+    expected = "free space on the disk, and in the quota of the user or group"
     fix = "free some space (or name another `workspace=`) and run the same command again"
     if number == errno.EROFS:
         what = f"The file system was read-only while {doing} in {folder}{why}"
-        expected = "a file system that takes writes"
-        fix = "nothing while it fails over to another server; else mount it so that it can be "
-        fix += "written, and run the same command again"
+        expected = "a writable file system"
+        fix = "nothing while it fails over to another server; else mount it so that it is "
+        fix += "writable, and run the same command again"
     found = NoSpaceError(what, expected=expected, fix=fix)
     found.errno = number
     return found
 
 
 def out_of_inodes(folder: Path) -> bool:
-    """Tell whether the file system of ``folder`` takes hardly any more files, however small."""
+    """Tell whether the file system of ``folder`` accepts hardly any more files, however small."""
     found = os.statvfs(folder)
     return found.f_files > 0 and found.f_favail < _FEW_INODES
 
 
 @contextlib.contextmanager
 def no_space_guard(folder: Path, doing: str, *, waits: bool = False) -> Iterator[None]:
-    """Turns whatever a writer says about a full disk into :class:`NoSpaceError`, and about a
-    read-only one, too, where who writes can wait (``waits``)."""
+    """Turns a writer's error about a full disk into :class:`NoSpaceError`; also about a read-only
+    one if the writer can wait (``waits``)."""
     try:
         yield
     except NoSpaceError:
@@ -407,7 +406,7 @@ def no_space_guard(folder: Path, doing: str, *, waits: bool = False) -> Iterator
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """The error and all that caused it or was being handled when it came."""
+    """The error, its causes, and the errors being handled when it came."""
     seen: set[int] = set()
     queue: list[BaseException | None] = [error]
     while queue:

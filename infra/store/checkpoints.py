@@ -1,25 +1,25 @@
-"""Resume checkpoints (complete or invisible, in order, and never one too few), and what may not go.
+"""Resume checkpoints (complete or invisible, in order, never one too few), and their retention.
 
 In: a folder that an engine fills. Out: ``checkpoints/step-00000010/`` with a marker
-(``COMPLETE.json``: step, attempt, sizes and SHA-256 of its files, and what it cost: seconds, bytes,
-and for how long its attempt had run). The engine writes into a temporary folder; that is fsynced,
-hashed, marked, fenced (an attempt that is no longer the newest may not make it visible) and
-renamed. Readers ignore what has no marker or whose files are not as long as the marker says; who is
-to go on from a checkpoint has its contents read, too (markers of older versions have no hashes).
+(``COMPLETE.json``: step, attempt, sizes and SHA-256 of its files, and its cost: seconds, bytes, and
+how long its attempt had run). The engine writes into a temporary folder, which is fsynced,
+hashed, marked, fenced (only the newest attempt may make it visible) and renamed. Readers ignore
+folders without a marker or with files of another length; resuming also reads all contents
+(markers of older versions have no hashes).
 
-A checkpoint whose contents are not what was saved is passed over for the one before it. It stays,
-as evidence, with its marker renamed to ``DAMAGED.json``, until its step is saved again or room is
+A checkpoint whose contents differ from what was saved is skipped for the one before it. It stays as
+evidence, with its marker renamed to ``DAMAGED.json``, until its step is saved again or space is
 short.
 
-Retention makes room *before* a save from ``keep`` = 2 up; the last complete checkpoint is never
-deleted before its successor is complete: one that others wrote, or have touched since, is read
-first. All of a save may happen in a thread of its own, one save at a time.
+With ``keep`` >= 2, retention frees space *before* a save. The last complete checkpoint is never
+deleted before its successor is complete; a successor written by another attempt, or touched since,
+is read first. A save may happen in a thread of its own, one at a time.
 
 A checkpoint that another stage waits for (``at_step``) is held: one small file per waiting stage
 beside the training stage's record, ``holds/step-00000050-export-0123….json``, from before the
-trainer is there until the waiting stage has its result. ``disk/pins/<stage id>.json`` says that
-nothing of a stage may be reclaimed; ``reclaimed.json`` beside a result says which output files are
-gone on purpose, and where a verified copy lies: it is written before anything is deleted.
+trainer starts until the waiting stage has its result. ``disk/pins/<stage id>.json`` protects a
+whole stage from reclaiming; ``reclaimed.json`` beside a result names the output files that were
+deleted on purpose, and their verified copy: it is written before anything is deleted.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from refiner_core.contract.records import OutputFile, to_json
 log = logging.getLogger(__name__)
 
 MARKER = "COMPLETE.json"
-#: Files that the export of a checkpoint reads; the rest is the state to go on from.
+#: Files that the export of a checkpoint reads; the others serve resuming.
 EXPORTED = ("model.safetensors", "progress.json")
-#: What the marker of a checkpoint is called whose contents are not what was saved.
+#: Name of the marker of a damaged checkpoint.
 DAMAGED = "DAMAGED.json"
 _NAME = re.compile(r"step-(\d+)")
 _TEMPORARY = re.compile(re.escape(atomic.TEMPORARY) + r"step-\d+-a(\d+)")
@@ -77,28 +77,28 @@ class CheckpointStore:
     Parameters
     ----------
     folder
-        ``checkpoints/`` of the stage; made at the first save.
+        ``checkpoints/`` of the stage; created at the first save.
     attempt
-        Number of the attempt that writes.
+        Number of the writing attempt.
     keep
         Complete checkpoints kept, at least 1.
     fence
-        Called before anything is deleted, and right before a checkpoint becomes visible; raises if
+        Called before each deletion, and right before a checkpoint becomes visible; raises if
         the attempt is stale.
     before_commit
-        Called before the marker is written: makes durable what must not be newer than it.
+        Called before the marker is written: makes files durable that must not be newer than it.
     held
-        Steps that somebody waits for: they are kept beside ``keep`` others.
+        Steps that a stage waits for: they are kept beside ``keep`` others.
     reserve, watch
-        Around each save: sees to it that there is room (and raises ``NoSpaceError`` if there will
-        be none), and hears how long it takes.
+        Around each save: the first ensures that there is space (and raises ``NoSpaceError`` if
+        there will be none), the second measures the time.
     elapsed
         Seconds that the attempt has run so far, for the marker (``elapsed_s``).
 
     Attributes
     ----------
     lost_bytes
-        Size of the last half-written save that had to be removed: a whole one is larger.
+        Size of the last half-written save that was removed; a whole one is larger.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class CheckpointStore:
         self._reserve, self._watch, self._elapsed = reserve, watch, elapsed
         self.lost_bytes = 0
         self._passed_over: set[Path] = set()
-        #: Checkpoints that were read and held against their hashes, as they were then.
+        #: Checkpoints whose hashes were verified, with their state at that time.
         self._whole: dict[Path, object] = {}
 
     # ------------------------------------------------------------ reading
@@ -129,21 +129,21 @@ class CheckpointStore:
         return [c for c in map(self._read, self._folders()) if c is not None]
 
     def latest(self) -> Complete | None:
-        """The newest complete one, to go on from: all of it is read, and held against its hashes.
+        """The newest complete checkpoint, with all of its hashes verified, to resume from.
 
-        Damaged newer ones are named in the log and passed over, by whoever looks later, too.
+        Damaged newer ones are logged and skipped, now and later.
 
         Raises
         ------
         OSError
-            There is none, or none that can be read just now: that is no reason to start anew.
+            There is none, or none can be read just now: no reason to start from the beginning.
         """
         folders, unread = self._folders(), None
         for folder in (f for f in reversed(folders) if f not in self._passed_over):
             try:
                 found = _whole(folder, log.warning)
             except OSError as error:
-                log.warning("checkpoint %s is passed over: %s", folder, error)
+                log.warning("checkpoint %s is skipped: %s", folder, error)
                 unread = unread or error
                 continue
             if found is None:
@@ -157,31 +157,29 @@ class CheckpointStore:
         if unread is not None:
             raise unread
         if folders:
-            log.warning("no checkpoint in %s can be used: the stage starts anew", self.folder)
+            log.warning("no checkpoint in %s is usable: the stage starts again", self.folder)
         return None
 
     def pass_over(self, step: int, why: str) -> None:
-        """Count the checkpoint of a step as damaged: its files are as they were saved, but what
-        has saved them cannot read them."""
+        """Mark the checkpoint of a step as damaged: its files are as saved, but the engine cannot
+        read them."""
         found = self._read(self.folder / step_name(step))
         if found is not None:
             self._set_aside(found, Damage(why, lasting=True))
 
     def _set_aside(self, checkpoint: Complete, damage: Damage) -> None:
-        log.warning(
-            "checkpoint %s is damaged and passed over: %s", checkpoint.path, damage.description
-        )
+        log.warning("checkpoint %s is damaged and skipped: %s", checkpoint.path, damage.description)
         self._passed_over.add(checkpoint.path)
         if not damage.lasting:
-            return  # the next attempt may read what this one could not
+            return  # the next attempt may be able to read it
         try:
             (checkpoint.path / MARKER).rename(checkpoint.path / DAMAGED)
             atomic.settle_folder(checkpoint.path)
         except OSError as error:
-            log.warning("that %s is damaged cannot be noted: %s", checkpoint.path, error)
+            log.warning("the damage of %s cannot be recorded: %s", checkpoint.path, error)
 
     def _read(self, folder: Path) -> Complete | None:
-        """The checkpoint in ``folder`` unless this attempt has found it damaged."""
+        """The checkpoint in ``folder`` unless this attempt has skipped it."""
         return None if folder in self._passed_over else read_checkpoint(folder)
 
     def _folders(self) -> list[Path]:
@@ -197,12 +195,12 @@ class CheckpointStore:
         Raises
         ------
         NoSpaceError
-            It did not fit; nothing of it stays.
+            The checkpoint did not fit; nothing of it stays.
         """
         target = self.folder / step_name(step)
         temporary = self.folder / f"{atomic.TEMPORARY}{step_name(step)}-a{self.attempt}"
         try:
-            # The guard is inside: it may probe for room, which cleaning up would give back.
+            # The guard is inside: it may probe for space, which the cleanup would free.
             with no_space_guard(self.folder, f"saving the checkpoint of step {step}", waits=True):
                 self._fence()
                 make_folder(self.folder)
@@ -215,7 +213,7 @@ class CheckpointStore:
                     yield temporary
                     self._commit(step, temporary, target, began)
         finally:
-            try:  # trouble with what was not finished never hides why it was not
+            try:  # an error of the cleanup never hides the first error
                 if exists(temporary):
                     self.lost_bytes = tree_bytes(temporary)
                     atomic.remove_tree(temporary)
@@ -238,8 +236,8 @@ class CheckpointStore:
         self._fence()
         if exists(target):
             if self._read(target) is not None:
-                # The same step of the same stage is the same state: the one that is there stays,
-                # so that at no moment there is none.
+                # The same step of the same stage is the same state: the existing one stays, so
+                # that there is always one.
                 return
             atomic.remove_tree(target)
         state = _state_of(temporary)
@@ -249,8 +247,8 @@ class CheckpointStore:
         atomic.sync_folder(self.folder)
 
     def _retain(self, count: int, *, spare: Path) -> None:
-        """Delete the oldest complete ones down to ``count``, at least 1; never ``spare`` or what is
-        held, and nothing after it, which is not ours. The newest that stays has to be whole."""
+        """Delete the oldest complete checkpoints down to ``count``, at least 1; never ``spare``,
+        held ones, or later ones (not ours). The newest that stays must be undamaged."""
         before = int(spare.name.removeprefix("step-"))
         while True:
             held = self._held()
@@ -261,15 +259,15 @@ class CheckpointStore:
             if not gone or self._is_whole(saved or complete[-1]):
                 break
         for old in gone:
-            if old.step in self._held():  # somebody has asked for it in the meantime
+            if old.step in self._held():  # requested in the meantime
                 continue
-            # Marker first: a deletion that is cut short leaves no complete-looking remains.
+            # Marker first: an interrupted deletion leaves nothing that looks complete.
             atomic.remove_quietly(old.path / MARKER)
             atomic.remove_tree(old.path)
 
     def _is_whole(self, checkpoint: Complete) -> bool:
-        """Tell whether it can be gone on from; it is read unless this has been done since anybody
-        has changed it. A damaged one is set aside."""
+        """Tell whether a checkpoint can be resumed from; it is read unless it was read since its
+        last change. A damaged one is set aside."""
         damage: Damage | None
         try:
             now = _state_of(checkpoint.path)
@@ -285,7 +283,7 @@ class CheckpointStore:
         return False
 
     def _sweep(self, step: int) -> None:
-        """Remove what older attempts, or this one, left half-written or half-deleted."""
+        """Remove half-written or half-deleted folders of this or earlier attempts."""
         for name in names_in(self.folder):
             match = _TEMPORARY.fullmatch(name)
             if match and int(match.group(1)) <= self.attempt:
@@ -297,7 +295,7 @@ class CheckpointStore:
 
 
 def read_checkpoint(folder: Path) -> Complete | None:
-    """The checkpoint in ``folder``; None if it is not complete, or cannot be read."""
+    """The checkpoint in ``folder``; None if it is incomplete or cannot be read."""
     with contextlib.suppress(OSError):
         return _whole(folder)
     return None
@@ -316,7 +314,7 @@ def _whole(folder: Path, complain: Callable[[str], Any] = lambda _: None) -> Com
                 return None
         found_here = Complete(int(marker["step"]), int(marker["attempt"]), folder)
         if _NAME.fullmatch(folder.name) and folder.name != step_name(found_here.step):
-            complain(f"checkpoint {folder} is ignored: it is a copy of that of another step")
+            complain(f"checkpoint {folder} is ignored: it is a copy of another step's")
             return None
         return found_here
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -325,17 +323,18 @@ def _whole(folder: Path, complain: Callable[[str], Any] = lambda _: None) -> Com
 
 
 class Damage(NamedTuple):
-    """Damage to a checkpoint that looks complete. ``lasting``: nobody will ever read it, while what
-    the disk refuses to one it may give to the next."""
+    """Damage to a checkpoint that looks complete. ``lasting``: it will never be readable; a read
+    error may pass."""
 
     description: str
     lasting: bool
 
 
 def damage_of(checkpoint: Complete, names: Iterable[str] | None = None) -> Damage | None:
-    """Find what in a complete checkpoint is not as it was saved; None: all is, or it has no hashes.
+    """Difference between a complete checkpoint and what was saved; None if there is none, or it
+    has no hashes.
 
-    ``names`` are the files that matter; none are all of them.
+    ``names`` are the relevant files; default: all.
     """
     try:
         marker = atomic.read_json(checkpoint.path / MARKER) or {}
@@ -348,16 +347,18 @@ def damage_of(checkpoint: Complete, names: Iterable[str] | None = None) -> Damag
     different = [n for n, digest in zip(wanted, found, strict=True) if digest != hashes[n]]
     if not different:
         return None
-    return Damage(f"the contents of {', '.join(different)} are not what was saved", lasting=True)
+    return Damage(
+        f"the contents of {', '.join(different)} differ from what was saved", lasting=True
+    )
 
 
 def checkpoint_to_export(folder: Path, step: int) -> Path:
-    """The checkpoint of a step among those of a training stage, the weights as they were saved.
+    """The checkpoint of a step of a training stage, its weights verified.
 
     Raises
     ------
     WorkspaceError
-        It is not there, or damaged.
+        It is missing or damaged.
     """
     found = read_checkpoint(folder / step_name(step))
     damage = None if found is None else damage_of(found, EXPORTED)
@@ -367,12 +368,12 @@ def checkpoint_to_export(folder: Path, step: int) -> Path:
     raise WorkspaceError(
         f"{folder} has no complete checkpoint of step {step}{why}, and this stage reads it",
         expected="a checkpoint that is kept until it is exported",
-        fix="take the step out of what is published, or train again",
+        fix="remove the step from what is published, or train again",
     )
 
 
 def hash_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits. Other threads run meanwhile."""
+    """The SHA-256 of a file, in hexadecimal; other threads run meanwhile."""
 
     def read() -> str:
         with path.open("rb") as file:
@@ -391,7 +392,7 @@ def hash_files(folder: Path) -> tuple[OutputFile, ...]:
 
 
 def size_damage(path: Path, size: int) -> str | None:
-    """Say that a file is not there, or not as long as it was; None if it is."""
+    """Message if a file is gone or of another size; else None."""
     found = status_of(path)
     if found is None:
         return f"{path} is gone"
@@ -399,13 +400,13 @@ def size_damage(path: Path, size: int) -> str | None:
 
 
 def _state_of(folder: Path) -> object:
-    """Differs once a file below ``folder`` has been written."""
+    """Value that changes whenever a file below ``folder`` is written."""
     found = files_within(folder)
     return [(str(p.relative_to(folder)), s.st_size, s.st_mtime_ns) for p, s in found.items()]
 
 
 def tree_bytes(folder: Path) -> int:
-    """Bytes in the files below ``folder``."""
+    """Total size of the files below ``folder``."""
     return sum(status.st_size for status in files_within(folder).values())
 
 
@@ -414,21 +415,21 @@ HOLD_NAME = re.compile(r"step-(\d+)-(.+)\.json")
 
 
 def held_steps(stage: StagePaths) -> frozenset[int]:
-    """Steps of a training stage whose checkpoints somebody waits for."""
+    """Steps of a training stage whose checkpoints a stage waits for."""
     found = map(HOLD_NAME.fullmatch, names_in(stage.holds))
     return frozenset(int(match.group(1)) for match in found if match)
 
 
 class Holds:
-    """The holds of one plan, kept in step with what is done."""
+    """The holds of one plan, updated as stages finish."""
 
     def __init__(self, plan: Plan, layout: Layout) -> None:
         self._plan, self._layout = plan, layout
         self._settled: set[Path] = set()
 
     def keep(self, done: Collection[str]) -> None:
-        """Hold what stages of the plan wait for that are not among ``done`` (stage ids), and let go
-        of the rest. What a full disk prevents is done by the next call."""
+        """Hold the checkpoints that stages of the plan wait for, except stages in ``done`` (stage
+        ids), and release the others. The next call retries what a full disk prevented."""
         for stage, source, step in self._waited_for():
             path = self._layout.stage(source).holds / f"{step_name(step)}-{stage.id}.json"
             if stage.id in done:
@@ -440,21 +441,21 @@ class Holds:
                     atomic.create_json(path, {"for": stage.id, "name": stage.name})
                     self._settled.add(path)
                 except OSError as error:
-                    log.warning("%s could not be noted yet: %s", path, error)
+                    log.warning("%s could not be written yet: %s", path, error)
 
     def there(self, done: Collection[str]) -> frozenset[tuple[str, int]]:
-        """Complete checkpoints among those that stages still wait for: (stage id, step)."""
+        """Complete checkpoints that stages still wait for: (stage id, step)."""
         found = set()
         for stage, source, step in self._waited_for():
             if stage.id not in done:
-                # A stage may fail for want of it, so what cannot be read is raised.
+                # A stage may fail without it, so read errors are raised.
                 folder = self._layout.stage(source).checkpoints / step_name(step)
                 if _whole(folder) is not None:
                     found.add((source, step))
         return frozenset(found)
 
     def _waited_for(self) -> Iterator[tuple[PlannedStage, str, int]]:
-        """Stages that read a checkpoint, of which stage (its id), and of which step."""
+        """Stages that read a checkpoint, with the id of its stage and its step."""
         for stage in self._plan.stages:
             for role, step in stage.at_step.items():
                 yield stage, self._plan.by_name[stage.inputs[role]].id, step
@@ -464,14 +465,14 @@ RECLAIMED = "reclaimed.json"
 
 
 def pin(layout: Layout, stage_id: str) -> bool:
-    """Keep all of a stage's files; False if it was pinned before."""
+    """Protect all of a stage's files; False if it was pinned before."""
     folder = layout.disk / "pins"
     folder.mkdir(parents=True, exist_ok=True)
     return atomic.create_json(folder / f"{stage_id}.json", {"stage_id": stage_id, "at": now_text()})
 
 
 def unpin(layout: Layout, stage_id: str) -> bool:
-    """Let the policy decide again; False if it was not pinned."""
+    """End the protection of a stage; False if it was not pinned."""
     path = layout.disk / "pins" / f"{stage_id}.json"
     try:
         path.unlink()
@@ -481,37 +482,37 @@ def unpin(layout: Layout, stage_id: str) -> bool:
 
 
 def pins(layout: Layout) -> frozenset[str]:
-    """Stages that are pinned."""
+    """Ids of pinned stages."""
     return frozenset(p.stem for p in atomic.json_files(layout.disk / "pins"))
 
 
 def write_reclaimed(
     stage: StagePaths, files: Sequence[OutputFile], *, why: str, copy: str, way_back: str
 ) -> None:
-    """Note that output files are about to be deleted on purpose, why, where their copy lies, and
-    the command that brings them back."""
+    """Record which output files are about to be deleted on purpose, why, where their copy is, and
+    the command that restores them."""
     said = {"why": why, "copy": copy, "way_back": way_back, "files": to_json(list(files))}
     atomic.write_json(stage.control / RECLAIMED, {"version": 1, "at": now_text(), **said})
 
 
 def read_reclaimed(stage: StagePaths) -> Mapping[str, Any] | None:
-    """Note on a stage's output that was reclaimed; None if it never was.
+    """Record of a stage's reclaimed output; None if it never was.
 
     Raises
     ------
     ValueError
-        The note is not JSON.
+        The record is not JSON.
     """
     value: Mapping[str, Any] | None = atomic.read_json(stage.control / RECLAIMED)
     return value
 
 
 def reclaimed_text(stage: StagePaths) -> str | None:
-    """For people: when and why files of the output went, and where they can be had again."""
+    """Text for people: when and why output files were deleted, and how to restore them."""
     value = read_reclaimed(stage)
     if value is None:
         return None
     day = str(value["at"])[:10]
     text = f"it was reclaimed on {day} ({value['why']}); its copy is {value['copy']}"
-    way_back = value.get("way_back")  # notes of older versions have none
-    return f"{text}; to bring it back: `{way_back}`" if way_back else text
+    way_back = value.get("way_back")  # records of older versions have none
+    return f"{text}; to restore it: `{way_back}`" if way_back else text

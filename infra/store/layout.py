@@ -1,54 +1,54 @@
-"""Layout of a workspace. Pure: makes paths, touches nothing.
+"""Layout of a workspace. Pure: makes paths, accesses no files.
 
     WORKSPACE/
       workspace.json                          format of this folder
       stages/<stage id>/
-        spec.json                             what the stage is
+        spec.json                             definition of the stage
         result.json                           written last: the stage is done
         checkpoints/step-00000010/            complete ones only; half-written ones start with .tmp-
         work/                                 another trainer's own folder, shared by all attempts
         attempts/0001/
-          intent.json                         by the orchestrator that claimed it: who, for what,
+          intent.json                         by the orchestrator that claimed it: owner, purpose,
                                               its configuration, its inputs
-          job.json                            by what submitted it: its place in an array, its id,
-                                              and what the scheduler said in the end
-          started.json                        by the worker: that it runs, and which checkpoint it
-                                              went on from
+          job.json                            by its submitter: its place in an array, its id,
+                                              and the scheduler's facts about its end
+          started.json                        by the worker: that it runs, and the checkpoint it
+                                              resumed from
           heartbeat.json log.txt metrics.jsonl rollouts/ output/ tracking/    by the worker
-          room                                claimed with it, and there while its worker has room
-          endpoint.json                       where a server answers, by its worker, once it does
-          stop.json                           somebody wants it to save and end; once
-          outcome.json                        by the worker, or by who found it dead; once
+          room                                created with the claim; deleted while its disk is full
+          endpoint.json                       address of a server, by its worker, once it answers
+          stop.json                           request to save and end; once
+          outcome.json                        by the worker, or by its finder if it is dead; once
           submitit/                           submitit's own files, of a job on Slurm
-          printed.log                         what a local worker prints beside its log
+          printed.log                         a local worker's output beside its log
       runs/<run id>/run.json events.jsonl dirty.diff
                     orchestrator.json         the process that works on it, by itself
-                    orchestrator.log          what it prints when it works in the background
-                    turns/0001.json           who has taken the run up, in order; exclusive
-                    cancel/                   somebody wants it, or stages of it, to end
-      disk/reservations/ pins/                room that saves in progress will need; what must stay
-      services/<service id>/                  a server that is shared: its key and its leases
+                    orchestrator.log          its output when it works in the background
+                    turns/0001.json           processes that took the run over, in order; exclusive
+                    cancel/                   requests to end it, or stages of it
+      disk/reservations/ pins/                space for saves in progress; protected stages
+      services/<service id>/                  a shared server: its key and its leases
       judgements/                             the store of judgements, one file per writer
       code/<digest>/                          code snapshots
       batches/<comment>/                      submitit's files of an array of jobs
-      rescores/<id>/                          what `refiner rescore` has found
-      judge-reports/<id>/                     what `refiner judge report` has found
+      rescores/<id>/                          results of `refiner rescore`
+      judge-reports/<id>/                     results of `refiner judge report`
       sweeps/<name>/                          a sweep: its versions, the runs of its trials
-      reports/<name>/                         what `refiner report` has made of it
-      proofs/<stage id>/proof.json            what `refiner prove-resume` has found of a stage
-      proofs/scratch/                         what it runs meanwhile
-      certificates/<node>.json                what `refiner certify` has found of a machine
+      reports/<name>/                         results of `refiner report`
+      proofs/<stage id>/proof.json            result of `refiner prove-resume` for a stage
+      proofs/scratch/                         its workspaces
+      certificates/<node>.json                result of `refiner certify` for a machine
       nightly/<name>/                         a nightly evaluation: its nights, its alerts
       published/                              folder target of publishing
       adopted/                                recipes that `refiner adopt` has written
 
-An attempt's parts ``config`` and ``inputs`` (of intent), ``batch`` and ``scheduler`` (of job) and
-``resumed`` (of started) were files of their own before, and still are read: ``RecordFiles.part``.
+The parts ``config`` and ``inputs`` (of intent), ``batch`` and ``scheduler`` (of job) and
+``resumed`` (of started) were separate files before, and are still read: ``RecordFiles.part``.
 
 ``control`` holds the small files, ``data`` the large ones (checkpoints, metrics.jsonl, rollouts,
-output, tracking, published, judgements, rescores, reports, scratch of proofs); they may be
-different file systems, and are the same folder unless the workspace was made with another
-``data_root``. A data root of its own carries ``refiner-data.json``: whose it is.
+output, tracking, published, judgements, rescores, reports, scratch of proofs). They may be
+different file systems, and are the same folder unless the workspace was created with another
+``data_root``. A separate data root has ``refiner-data.json``, which names its workspace.
 """
 
 from __future__ import annotations
@@ -62,23 +62,23 @@ from infra.host.files import names_in
 
 _ATTEMPT = re.compile(r"\d{4,}")
 
-#: No run's id begins so.
+#: Prefixes that no run id has.
 _SWEEP_CALL, _NIGHT_CALL = "sweep:", "night:"
 
 
 def sweep_call(name: str) -> str:
-    """Name of the work on a sweep where runs are called by their id: orchestrator, turns,
-    wishes to end and events are kept in the same way."""
+    """Pseudo run id of the work on a sweep: orchestrator, turns, requests to end and events are
+    stored as for a run."""
     return f"{_SWEEP_CALL}{name}"
 
 
 def night_call(name: str, night: str) -> str:
-    """Name of the work on one night of a nightly evaluation."""
+    """Pseudo run id of the work on one night of a nightly evaluation."""
     return f"{_NIGHT_CALL}{name}/nights/{night}"
 
 
 def is_sweep(call: str) -> bool:
-    """Tell whether this names the work on a sweep."""
+    """Tell whether a call id names the work on a sweep."""
     return call.startswith(_SWEEP_CALL)
 
 
@@ -107,26 +107,26 @@ class AttemptPaths:
     control: Path
     data: Path
 
-    #: The :class:`Attempt` as it was claimed, the whole recipe configuration of the call that
-    #: claimed it, and its inputs (role -> stage id).
+    #: The :class:`Attempt` as it was claimed, the whole recipe configuration of the claiming
+    #: call, and its inputs (role -> stage id).
     intent = _Below("control", "intent.json")
     #: The job's id, and for local jobs its process.
     job = _Below("control", "job.json")
-    #: The token that lets the attempt run: by the worker, or by who gave the attempt up.
+    #: The token that lets the attempt run: taken by the worker, or by a process that gave it up.
     started = _Below("control", "started.json")
     #: Counter, progress and times, replaced every few seconds.
     heartbeat = _Below("control", "heartbeat.json")
-    #: Somebody wants it to save and end, and why.
+    #: Request to save and end, with the reason.
     stop = _Below("control", "stop.json")
-    #: Where a server answers, once it does.
+    #: Address of a server, once it answers.
     endpoint = _Below("control", "endpoint.json")
-    #: There while its worker has room to write: deleting it works on a full disk, too.
+    #: Deleted while its worker lacks disk space: deletion works on a full disk, too.
     room = _Below("control", "room")
-    #: How it ended.
+    #: Its end.
     outcome = _Below("control", "outcome.json")
-    #: Everything that the worker printed.
+    #: All output of the worker.
     log = _Below("control", "log.txt")
-    #: What a local worker prints beside its log.
+    #: A local worker's output beside its log.
     printed = _Below("control", "printed.log")
     #: submitit's folder.
     submitit = _Below("control", "submitit")
@@ -136,7 +136,7 @@ class AttemptPaths:
     metrics = _Below("data", "metrics.jsonl")
     #: One Parquet file per step.
     rollouts = _Below("data", "rollouts")
-    #: What the stage makes for other stages.
+    #: The stage's output for other stages.
     output = _Below("data", "output")
 
 
@@ -147,9 +147,9 @@ class StagePaths:
     control: Path
     data: Path
 
-    #: What the stage is.
+    #: The definition of the stage.
     spec = _Below("control", "spec.json")
-    #: Present exactly when the stage is done.
+    #: Exists exactly when the stage is done.
     result = _Below("control", "result.json")
     #: One folder per attempt.
     attempts = _Below("control", "attempts")
@@ -176,19 +176,19 @@ class RunPaths:
 
     #: The :class:`RunRecord`.
     record = _Below("folder", "run.json")
-    #: What happened, one JSON line each.
+    #: Events, one JSON line each.
     events = _Below("folder", "events.jsonl")
-    #: Which process works on it, with what output, and how it ended.
+    #: The process that works on it, its output, and its end.
     orchestrator = _Below("folder", "orchestrator.json")
-    #: What the process that works on it in the background prints.
+    #: Output of the process that works on it in the background.
     log = _Below("folder", "orchestrator.log")
     #: submitit's folder of an orchestrator that is a job itself.
     job_folder = _Below("folder", "submitit")
-    #: One file for each process that has taken it up, created exclusively.
+    #: One file per process that has taken it over, created exclusively.
     turns = _Below("folder", "turns")
-    #: One file for each time that somebody wanted it, or stages of it, to end.
+    #: One file per request to end it, or stages of it.
     cancel = _Below("folder", "cancel")
-    #: Uncommitted changes of the code, where it came from a checkout.
+    #: Uncommitted changes of the code, if it came from a checkout.
     diff = _Below("folder", "dirty.diff")
 
 
@@ -199,9 +199,9 @@ class Layout:
     control: Path
     data: Path
 
-    #: Says that this is a workspace, and of which format.
+    #: Marks a workspace, and its format.
     format_file = _Below("control", "workspace.json")
-    #: Says whose data lie in a data root of its own.
+    #: Names the workspace of a separate data root.
     data_mark = _Below("data", "refiner-data.json")
     #: One folder per stage.
     stages = _Below("control", "stages")
@@ -215,7 +215,7 @@ class Layout:
     disk = _Below("control", "disk")
     #: Folder target of publishing.
     published = _Below("data", "published")
-    #: One folder per question that `refiner rescore` was asked.
+    #: One folder per query of `refiner rescore`.
     rescores = _Below("data", "rescores")
     #: One folder per judge and material that `refiner judge report` has measured.
     judge_reports = _Below("data", "judge-reports")
@@ -229,7 +229,7 @@ class Layout:
     nightly = _Below("control", "nightly")
     #: Workspaces of proofs in progress.
     proof_scratch = _Below("data", "proofs/scratch")
-    #: One folder per server that is shared.
+    #: One folder per shared server.
     services = _Below("control", "services")
 
     def proof(self, stage_id: str) -> Path:
@@ -237,11 +237,11 @@ class Layout:
         return self.control / "proofs" / stage_id / "proof.json"
 
     def certificate(self, host: str) -> Path:
-        """The newest certificate of a node, by a name that is fit for a file."""
+        """The newest certificate of a node; ``host`` is a valid file name."""
         return self.control / "certificates" / f"{host}.json"
 
     def service(self, service_id: str) -> Path:
-        """Key and leases of a server that is shared."""
+        """Key and leases of a shared server."""
         return self.services / service_id
 
     def stage(self, stage_id: str) -> StagePaths:
@@ -253,7 +253,7 @@ class Layout:
         return self.stage(stage_id).attempt(number)
 
     def run(self, run_id: str) -> RunPaths:
-        """The files of one call; of a sweep, that is worked on like one, by :func:`sweep_call`."""
+        """The files of one call; for a sweep's, see :func:`sweep_call`."""
         if is_sweep(run_id):
             return RunPaths(self.sweeps / run_id.removeprefix(_SWEEP_CALL))
         if run_id.startswith(_NIGHT_CALL):

@@ -1,8 +1,8 @@
-"""Memory of a nightly evaluation in a workspace: its nights, its history, alerts.
+"""Records of a nightly evaluation in a workspace: its nights, its history, alerts.
 
-In: values. Out: the same, read from any shell. There are no locks: whatever may be written by two
-at once is a file that one of them creates, so a night that comes late, twice, or while another one
-still runs, can never count double.
+In: values. Out: the same, read from any shell. There are no locks: a file that two processes may
+write at once is created exclusively by one of them, so a night that runs late, twice, or beside
+another one never counts double.
 
     nightly/<name>/nights/2026-11-21/turns/0001.json   who has worked on the night, in order
                                      runs/CHECKPOINT-0001.json   its calls of `refiner run`
@@ -10,7 +10,7 @@ still runs, can never count double.
                                      ended.json                  nothing is left to do
                    history/2026-11-21--CHECKPOINT--PROTOCOL.json   one line of the table
                    values/STAGE--PROTOCOL.json         watched metrics, prompt by prompt
-                   alerts/ID/alert.json not-told.json            which channels did not take it
+                   alerts/ID/alert.json not-told.json            channels that failed
                    page.html
 """
 
@@ -43,25 +43,25 @@ class NightlyRecords(RecordFiles):
     # ------------------------------------------------------------ nights
 
     def nights(self) -> list[str]:
-        """All nights that anybody has begun or looked after, in order."""
+        """All nights that were started or followed up, in order."""
         return [p.name for p in _sorted(self.folder / "nights", "[0-9]*")]
 
     def worker_of(self, night: str) -> Orchestrator:
-        """Process that has taken a night up last."""
+        """The last process that took a night over."""
         who = orchestrator_of(self._workspace, night_call(self.name, night))
         has_left = (self._night(night) / "turns" / f"{who.turn:04d}.left").exists()
         return replace(who, standing="ended") if has_left else who
 
     def take_night(self, night: str, after: int) -> bool:
-        """Take a night up, as the one after turn ``after``; False if somebody was faster."""
+        """Take a night over as turn ``after`` + 1; False if another process was faster."""
         return take_turn(self._workspace, night_call(self.name, night), after)
 
     def leave_night(self, night: str, turn: int) -> None:
-        """Say that nobody works on it any more, complete or not."""
+        """Record that no process works on it any more, complete or not."""
         self._create(self._night(night) / "turns" / f"{turn:04d}.left", {"at": now_text()})
 
     def end_night(self, night: str, value: Mapping[str, Any]) -> bool:
-        """Nothing is left to do in a night; once."""
+        """Record that nothing is left to do in a night; once."""
         return self._create(self._night(night) / "ended.json", {**value, "at": now_text()})
 
     def ended(self, night: str) -> dict[str, Any] | None:
@@ -69,7 +69,7 @@ class NightlyRecords(RecordFiles):
         return self.read_control(self._night(night) / "ended.json")
 
     def note_run(self, night: str, checkpoint: str, run: str, digest: str) -> None:
-        """Note which call evaluates a checkpoint in a night, and of which weights."""
+        """Record which call evaluates a checkpoint in a night, and its weights."""
         folder = self._night(night) / "runs"
         number = len(_sorted(folder, f"{checkpoint}-[0-9]*.json")) + 1
         value = {"run": run, "digest": digest, "checkpoint": checkpoint}
@@ -83,7 +83,7 @@ class NightlyRecords(RecordFiles):
         return [r for r in read if r["checkpoint"] == checkpoint]
 
     def miss(self, night: str, checkpoint: str, why: str) -> None:
-        """Say why a checkpoint has no number in a night, and will have none."""
+        """Record why a checkpoint has no number in a night, and will have none."""
         path = self._night(night) / "missed" / f"{checkpoint}.json"
         self._create(path, {"checkpoint": checkpoint, "why": why, "at": now_text()})
 
@@ -95,29 +95,29 @@ class NightlyRecords(RecordFiles):
     # ------------------------------------------------------------ the history
 
     def add_row(self, row: Row) -> bool:
-        """Write a line of the table; False if it is there."""
+        """Write a line of the table; False if it exists."""
         return self._create(self.folder / "history" / f"{row.key}.json", to_json(row))
 
     def rows(self) -> list[Row]:
-        """The whole table, by night, then as the file names checkpoints.
+        """The whole table, by night, then by file name.
 
         Raises
         ------
         WorkspaceError
-            A line is damaged, or of a newer version.
+            A line is damaged or of a newer version.
         """
         paths = _sorted(self.folder / "history", "[0-9]*.json")
         found = (self.load(Row, path, newest=ROW_VERSION) for path in paths)
         return [row for row in found if row is not None]
 
     def keep_values(self, stage: str, protocol: str, values: Mapping[str, Values]) -> None:
-        """Keep watched metrics of an evaluation prompt by prompt: outputs may be reclaimed."""
+        """Store watched metrics of an evaluation by prompt: outputs may be reclaimed."""
         for metric, found in values.items():
             kept = {"prompts": list(found.prompts), "values": [float(v) for v in found.values]}
             self._create(self.folder / "values" / f"{stage}--{protocol}--{metric}.json", kept)
 
     def values(self, stage: str, protocol: str, metric: str) -> Values | None:
-        """A metric of an evaluation by prompt; None where it was not watched then."""
+        """A metric of an evaluation by prompt; None if it was not watched then."""
         path = self.folder / "values" / f"{stage}--{protocol}--{metric}.json"
         found = self.read_control(path)
         return None if found is None else Values.of(found["prompts"], found["values"])
@@ -125,27 +125,27 @@ class NightlyRecords(RecordFiles):
     # ------------------------------------------------------------ alerts
 
     def raise_alert(self, alert: str, value: Mapping[str, Any]) -> bool:
-        """Record an alert; True for the one who did, who then tells everybody."""
+        """Record an alert; True for the process that did, which then sends it."""
         path = self.folder / "alerts" / alert / "alert.json"
         return self._create(path, {"at": now_text(), **value, "id": alert})
 
     def alerts(self) -> list[dict[str, Any]]:
-        """All alerts, by the night in which they were sure."""
+        """All alerts, by the night that confirmed them."""
         found = map(self.read_control, _sorted(self.folder / "alerts", "*/alert.json"))
         return sorted((a for a in found if a is not None), key=lambda a: (a["night"], a["id"]))
 
     def note_not_told(self, alert: str, whys: Mapping[str, str]) -> None:
-        """Say which channels did not take an alert, and why."""
+        """Record which channels did not accept an alert, and why."""
         self._create(self.folder / "alerts" / alert / "not-told.json", whys)
 
     def not_told(self, alert: str) -> dict[str, str]:
-        """Channel -> why it did not take an alert."""
+        """Channel -> why it did not accept an alert."""
         return self.read_control(self.folder / "alerts" / alert / "not-told.json") or {}
 
     # ------------------------------------------------------------ parts
 
     def write_page(self, text: str) -> Path:
-        """Put the trend page in the place of the last one."""
+        """Replace the trend page."""
         path = self.folder / "page.html"
         with no_space_guard(self.root, "writing the trend page"):
             path.parent.mkdir(parents=True, exist_ok=True)

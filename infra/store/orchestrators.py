@@ -1,15 +1,15 @@
 """Processes that work on runs, and the leases that keep shared servers alive.
 
-Who works on a run, as far as one can tell from here: a process of this host can be looked at; of
-one on another host only its own word is known: what it wrote when it began and ended. Turns see to
-it that of several that take up a run at once, one does.
+The process that works on a run, as far as it is visible from here: a process of this host can be
+checked; of one on another host only its own records of its start and end are known. Turns ensure
+that of several processes that take over a run at once, exactly one does.
 
-A server lives as long as there is a lease, and a while longer: one file per holder,
+A server lives while there is a lease, and some time longer: one file per holder,
 ``leases/<holder>.json``, renewed by a counter that its holder moves. No clocks are compared:
-whoever watches times by their own clock for how long a counter has stood still. Holders are
-attempts at stages that ask (``grpo-0123…-0001``) and calls that wait for the server or for a queued
-job that will ask it (``run-…``). A lease of an attempt that has ended, or of a call on which nobody
-works, is void whatever its counter does.
+observers time by their own clock how long a counter has not moved. Holders are attempts at stages
+that use the server (``grpo-0123…-0001``) and calls that wait for the server or for a queued job
+that will use it (``run-…``). A lease of an ended attempt, or of a call without an orchestrator, is
+void whatever its counter does.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 
 Standing = Literal[
-    "none",  # nobody has ever taken the run up
+    "none",  # never taken over
     "running",
-    "elsewhere",  # it runs on another host, or was cut off there: it cannot be looked at from here
+    "elsewhere",  # it runs on another host, or was cut off there: it cannot be checked from here
     "ended",  # by itself: every stage was in a final state, or an error came
     "gone",  # killed, or its host was restarted
 ]
@@ -46,9 +46,9 @@ Standing = Literal[
 
 @dataclass(frozen=True)
 class Orchestrator:
-    """The newest process that took a run up.
+    """The newest process that took a run over.
 
-    ``job`` is the Slurm job that it is, if any; ``turn`` counts who took the run up so far.
+    ``job`` is the Slurm job that it is, if any; ``turn`` counts the takeovers so far.
     """
 
     standing: Standing
@@ -61,7 +61,7 @@ class Orchestrator:
 
     @property
     def works(self) -> bool:
-        """Tell whether it works on the run, or may do so."""
+        """Tell whether it works on the run, or may."""
         return self.standing in ("running", "elsewhere")
 
     @property
@@ -72,7 +72,7 @@ class Orchestrator:
 
 
 def orchestrator_of(workspace: Workspace, run_id: str) -> Orchestrator:
-    """Process that works on a run."""
+    """The process that works on a run."""
     number, turn = workspace.newest_turn(run_id)
     said = workspace.read_orchestrator(run_id) or {}
     text = str(turn.get("process") or said.get("process") or "")
@@ -91,9 +91,9 @@ def orchestrator_of(workspace: Workspace, run_id: str) -> Orchestrator:
 
 
 def wanted_by_others(workspace: Workspace, ours: AbstractSet[str]) -> dict[str, str]:
-    """Stage id -> a run that is not ours, that a process here works on, and that has the stage.
+    """Stage id -> another run that a process of this host works on and that has the stage.
 
-    One that is said to work on another host may be long gone: it keeps nobody from ending jobs.
+    A run that is recorded as worked on from another host is left out, since it may be long gone.
     """
     found: dict[str, str] = {}
     for other in workspace.runs():
@@ -103,12 +103,12 @@ def wanted_by_others(workspace: Workspace, ours: AbstractSet[str]) -> dict[str, 
 
 
 def take_up(workspace: Workspace, run_id: str, *, regardless: bool = False) -> None:
-    """Take a run up in this process.
+    """Take a run over in this process.
 
     Parameters
     ----------
     regardless
-        Also where another host's process says that it works on it, and cannot be looked at.
+        Even if it is recorded as worked on from another host, which cannot be checked.
 
     Raises
     ------
@@ -122,7 +122,7 @@ def take_up(workspace: Workspace, run_id: str, *, regardless: bool = False) -> N
 
 
 def take_turn(workspace: Workspace, run_id: str, after: int) -> bool:
-    """Take a call up as the one after turn ``after``; False if somebody was faster."""
+    """Take a call over as turn ``after`` + 1; False if another process was faster."""
     job = os.environ.get("SLURM_JOB_ID", "")
     mine = {"process": str(ProcessId.of()), "job": job, "at": now_text()}
     return workspace.take_turn(run_id, after, mine)
@@ -131,13 +131,13 @@ def take_turn(workspace: Workspace, run_id: str, after: int) -> bool:
 def require_idle(
     workspace: Workspace, run_id: str, *, regardless: bool = False, job: str = ""
 ) -> Orchestrator:
-    """Refuse a call that another process works on; ``regardless`` as for :func:`take_up`. Who has
-    been the Slurm ``job`` that this one is does not: it has been started again.
+    """Refuse a call that another process works on; ``regardless`` as in :func:`take_up`. A process
+    of the Slurm ``job`` that this one is does not count: the job has been restarted.
 
     Raises
     ------
     ConfigurationError
-        Somebody does.
+        Another process works on it.
     """
     who = orchestrator_of(workspace, run_id)
     gone = regardless or (bool(job) and who.job == job)
@@ -147,25 +147,25 @@ def require_idle(
 
 
 def busy_error(run_id: str, who: Orchestrator) -> ConfigurationError:
-    """Error for a run that cannot be taken up now, and what to do instead."""
+    """Error for a run that cannot be taken over now, with alternatives."""
     title = call_title(run_id)
     name = title.partition(" ")[2]
-    look = f"look with `refiner status {name}`, or end it with `refiner cancel {name}`"
+    look = f"check with `refiner status {name}`, or end it with `refiner cancel {name}`"
     if who.standing == "elsewhere":
         look += (
-            f"; if you know that it is gone: `refiner resume {name} --take-over`, which goes on "
+            f"; if you know that it is gone: `refiner resume {name} --take-over`, which continues "
             "without it"
         )
     return ConfigurationError(
         f"{title[0].upper()}{title[1:]} is worked on already, by {who.where}.",
-        expected=f"a {title.partition(' ')[0]} that nobody works on",
+        expected=f"a {title.partition(' ')[0]} that no process works on",
         fix=look,
     )
 
 
 log = logging.getLogger(__name__)
 
-#: How often a holder moves its counter, and for how long it may stand still. File systems of
+#: Interval of a holder's counter, and the limit of its standstill, seconds. File systems of
 #: clusters show a change to other nodes up to a minute late.
 RENEW_S = 5.0
 LOST_AFTER_S = 180.0
@@ -175,18 +175,18 @@ _HAND = "hand-"
 
 
 def attempt_holder(stage_id: str, number: int) -> str:
-    """The name of an attempt among holders."""
+    """The holder name of an attempt."""
     return f"{stage_id}-{number:04d}"
 
 
 def hand_holder() -> str:
-    """The name of this process among holders, for a command that asks by hand. Nothing records that
-    it has ended: it has when it does not renew any more."""
+    """The holder name of this process, for a command by hand. Its end is not recorded: it has ended
+    when it stops renewing."""
     return f"{_HAND}{socket.gethostname()}-{os.getpid()}"
 
 
 class Lease:
-    """One holder's lease. What a full disk prevents is tried again at the next renewal."""
+    """One holder's lease. A failure on a full disk is retried at the next renewal."""
 
     def __init__(
         self, folder: Path, holder: str, clock: Callable[[], float] = time.monotonic
@@ -197,7 +197,7 @@ class Lease:
         self._complaints = atomic.Complaints()
 
     def renew(self) -> None:
-        """Move the counter, if that is due."""
+        """Move the counter if it is due."""
         now = self._clock()
         if self._renewed_at is not None and now - self._renewed_at < RENEW_S:
             return
@@ -210,13 +210,13 @@ class Lease:
             self._complaints.say("renew", text, self._path, error)
 
     def release(self) -> None:
-        """Give it back; more than once does no harm."""
+        """Return the lease; repetition is harmless."""
         if self._renewed_at is not None:
             atomic.remove_quietly(self._path)
         self._renewed_at = None
 
     def __enter__(self) -> Lease:
-        """Have a thread renew it."""
+        """Renew it in a thread."""
         self.renew()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
@@ -234,9 +234,9 @@ class Lease:
 
 
 class CallLeases:
-    """The leases of one call: of servers that it waits for, or that jobs need which it has queued.
+    """The leases of one call: of servers that it waits for, or that its queued jobs need.
 
-    The jobs have leases of their own as soon as they run.
+    Jobs have leases of their own as soon as they run.
     """
 
     def __init__(
@@ -256,17 +256,17 @@ class CallLeases:
 
 
 class LeaseWatch:
-    """The server's side: who holds a lease now, and since when nobody does."""
+    """The server's side: the present holders, and since when there are none."""
 
     def __init__(
         self, workspace: Workspace, service_id: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._workspace, self._service_id, self._clock = workspace, service_id, clock
-        self._signs: dict[str, tuple[int, float]] = {}  # a counter, and since when it stands
+        self._signs: dict[str, tuple[int, float]] = {}  # a counter, and since when it is unchanged
         self._idle_since = clock()
 
     def look(self) -> list[str]:
-        """Names of those who hold a valid lease, in order; void ones are removed."""
+        """Names of the holders of valid leases, in order; void leases are removed."""
         now, valid = self._clock(), []
         for holder in _names(self._workspace, self._service_id):
             if _has_ended(self._workspace, holder) or self._is_lost(holder, now):
@@ -280,7 +280,7 @@ class LeaseWatch:
 
     @property
     def idle_s(self) -> float:
-        """For how long nobody has held a lease, by the last look."""
+        """Seconds without any holder, as of the last check."""
         return self._clock() - self._idle_since
 
     def _is_lost(self, holder: str, now: float) -> bool:
@@ -293,12 +293,12 @@ class LeaseWatch:
 
 
 def holders(workspace: Workspace, service_id: str) -> list[str]:
-    """Holders of a lease, as far as records say: those that have ended are left out."""
+    """Recorded holders of a lease, without those that have ended."""
     return [n for n in _names(workspace, service_id) if not _has_ended(workspace, n)]
 
 
 def held_by_others(workspace: Workspace, service_id: str, ours: Collection[str]) -> str:
-    """A holder that is none of ``ours`` (ids of stages and calls); empty if there is none."""
+    """A holder that is not in ``ours`` (ids of stages and calls); empty if there is none."""
     for holder in holders(workspace, service_id):
         found = _ATTEMPT.fullmatch(holder)
         names = {holder.removeprefix(_RUN), found["stage"] if found else ""}
@@ -312,8 +312,8 @@ def _names(workspace: Workspace, service_id: str) -> list[str]:
 
 
 def _counter(path: Path) -> int:
-    """A lease's counter; 0 where a power cut or a full disk has left a file without one, so that it
-    counts as lost if nobody renews it."""
+    """A lease's counter; 0 if a power cut or a full disk has left a file without one, so that it
+    counts as lost unless it is renewed."""
     with contextlib.suppress(ValueError, AttributeError):
         counter = (atomic.read_json(path) or {}).get("counter")
         return counter if isinstance(counter, int) else 0

@@ -1,22 +1,22 @@
 """Provenance of results: pinned code, versions, machine, command; proofs and certificates.
 
-Jobs import a copy of the four packages as the process of the run has imported them, so editing a
-checkout changes no queued job: ``code/<digest>/`` in the workspace, made once per content, and put
-in place by a rename. It is named by its digest, and held against it before jobs import it: a folder
-of the right name may be anybody's work.
+Jobs import a copy of the four packages as the run's process imported them, so editing a checkout
+changes no queued job: ``code/<digest>/`` in the workspace, made once per content and renamed into
+place. It is named by its digest, which is verified before jobs import it: a folder of the right
+name may come from any user.
 
-Run records and results say where they come from, never with environment variables. Secrets in a
-command line are masked; what is uncommitted in a checkout is kept as text beside the run.
+Run records and results state their origin, never with environment variables. Secrets in a
+command line are masked; uncommitted changes of a checkout are stored as text beside the run.
 
-What was found of a stage (proofs) and of a machine (certificates), the newest of each::
+The newest proof of a stage and the newest certificate of a machine::
 
     proofs/<stage id>/proof.json          by `refiner prove-resume`, last
     proofs/scratch/<id>/                  workspaces of a proof in progress, or of one that diverged
-                        owner.json        the process that works on it; gone where it is kept
+                        owner.json        the process that works on it; removed if it is kept
     certificates/<node>.json              by `refiner certify`
 
-``scratch`` lies with the data. One writer per file; a second proof of a stage, or certificate of a
-node, replaces the first.
+``scratch`` is in the data root. One writer per file; a second proof of a stage, or certificate of
+a node, replaces the first.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ from refiner_core.contract.proofs import (
 from refiner_core.contract.records import to_json
 
 PACKAGES = ("flows", "sweeps", "refiner_core", "infra")
-#: A module of the versions before an attempt's files became fewer, and of none since.
+#: A module that only versions with an attempt's parts in separate files have.
 _APART = "infra/store/proof_records.py"
 _CACHE = "__pycache__"
 _LEFT_OUT_SUFFIXES = (".pyc", ".pyo", ".so", ".swp")
 
 
 def snapshot_code(workspace: Workspace, packages: Sequence[str] = PACKAGES) -> Path:
-    """Copy the packages into the workspace, unless the very same code is there already: a folder,
-    whose name goes into the run's record, and its path in front of a job's imports.
+    """Copy the packages into the workspace, unless the same code is there already. Returns the
+    folder: its name goes into the run's record, its path in front of a job's imports.
 
     Raises
     ------
     NoSpaceError
         It did not fit.
     WorkspaceError
-        What lies there under its name is other code.
+        The folder of its name has other code.
     """
     files = dict(_source_files(packages))
     contents = {name: again(path.read_bytes) for name, path in files.items()}
@@ -87,12 +87,12 @@ def snapshot_code(workspace: Workspace, packages: Sequence[str] = PACKAGES) -> P
 
 
 def require_snapshot(workspace: Workspace, code: str) -> None:
-    """See to it that a run's code is there, all of it and nothing else, before jobs import it.
+    """Ensure that a run's code is there, complete and unchanged, before jobs import it.
 
     Raises
     ------
     WorkspaceError
-        It is gone, and this process has other code; or it is not what was pinned.
+        It is gone, and this process has other code; or it differs from what was pinned.
     """
     target = workspace.layout.code / code
     if exists(target):
@@ -102,18 +102,18 @@ def require_snapshot(workspace: Workspace, code: str) -> None:
 
 
 def reads_parts_apart(workspace: Workspace, code: str) -> bool:
-    """Tell whether a run's code is of a version that reads an attempt's configuration and inputs
-    from files of their own: it has the module that later ones do not have."""
+    """Tell whether a run's code reads an attempt's configuration and inputs from separate files:
+    it has a module that later versions do not have."""
     return bool(code) and exists(workspace.layout.code / code / _APART)
 
 
 def refuse_other_code(workspace: Workspace) -> None:
-    """Refuse to work where this process was given a snapshot and has imported something else.
+    """Refuse to work if this process was given a snapshot but imported other code.
 
     Raises
     ------
     WorkspaceError
-        The snapshot is gone: Python passes over a folder that is not there.
+        The snapshot is gone: Python skips a missing folder.
     """
     given = Path(os.environ.get("PYTHONPATH", "").split(os.pathsep)[0])
     ours = Path(__file__).resolve().parents[2]
@@ -123,20 +123,20 @@ def refuse_other_code(workspace: Workspace) -> None:
 
 def _gone(snapshot: Path) -> WorkspaceError:
     return WorkspaceError(
-        f"The code that the run was begun with, {snapshot}, is gone",
+        f"The code that the run was started with, {snapshot}, is gone",
         expected="the snapshot of the code that jobs import",
-        fix="`refiner run` with the recipe and overrides of that run: a new one, which pins the "
-        "code as it is now; what is done is skipped",
+        fix="`refiner run` with the recipe and overrides of that run: a new run, which pins the "
+        "present code; finished stages are skipped",
     )
 
 
 def check_snapshot(workspace: Workspace, snapshot: Path) -> None:
-    """Hold a snapshot against the digest that it is named by.
+    """Verify a snapshot against the digest in its name.
 
     Raises
     ------
     WorkspaceError
-        A file was added, changed or taken away, or somebody else might do so.
+        A file was added, changed or removed, or another user could do so.
     """
     try:
         wrong = again(_difference, snapshot, is_shared(workspace.root))
@@ -147,14 +147,14 @@ def check_snapshot(workspace: Workspace, snapshot: Path) -> None:
     if wrong:
         raise WorkspaceError(
             f"{snapshot} is not the code that was pinned there: {wrong}",
-            expected="the files whose digest is its name, which only you may change",
+            expected="the files whose digest is its name, writable by you alone",
             fix=f"find out who has written there, delete it (`rm -r {snapshot}`), and run the same "
-            "command again: the code is pinned anew",
+            "command again: the code is pinned again",
         )
 
 
 def _difference(snapshot: Path, shared: bool) -> str:
-    """Reason why a snapshot is not what its name says; empty where it is."""
+    """Difference between a snapshot and its name; empty if there is none."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -167,12 +167,12 @@ def _difference(snapshot: Path, shared: bool) -> str:
             return f"{folder}: {doubt}"
         for path in (folder / name for name in (*names, *linked)):
             if not stat.S_ISREG(path.lstat().st_mode):
-                return f"{path} is no file"
+                return f"{path} is not a file"
             if doubt := doubt_about(path, shared=shared):
                 return f"{path}: {doubt}"
-            if folder.name != _CACHE:  # what Python compiles, and nobody else may write to
+            if folder.name != _CACHE:  # Python's compiled files, which no other user can write
                 contents[path.relative_to(snapshot).as_posix()] = path.read_bytes()
-    return "" if _digest(contents) == snapshot.name else "files were added, changed or taken away"
+    return "" if _digest(contents) == snapshot.name else "files were added, changed or removed"
 
 
 def _source_files(packages: Sequence[str]) -> Iterator[tuple[str, Path]]:
@@ -205,12 +205,12 @@ def _write(target: Path, contents: dict[str, bytes]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
         for path in (temporary, *temporary.rglob("*")):
-            path.chmod(path.stat().st_mode & ~0o022)  # not even the group of a shared workspace
+            path.chmod(path.stat().st_mode & ~0o022)  # not even by the group of a shared workspace
         atomic.sync_tree(temporary)
         try:
             temporary.rename(target)
         except OSError:
-            if not target.exists():  # else another run has just put the same code there
+            if not target.exists():  # else another run has just written the same code
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -227,9 +227,9 @@ DIFF_LIMIT_BYTES = 1 << 20
 
 
 class _Checkout(NamedTuple):
-    """The git state of the code: ``diff`` is the text of what is not committed.
+    """The git state of the code: ``diff`` is the text of uncommitted changes.
 
-    ``dirty`` is None where git did not say in time.
+    ``dirty`` is None if git did not answer in time.
     """
 
     commit: str | None
@@ -238,7 +238,7 @@ class _Checkout(NamedTuple):
 
 
 def run_provenance(command: Sequence[str], code: str, checkout: _Checkout) -> dict[str, Any]:
-    """For a run record. Save ``checkout.diff`` beside it with :func:`limited_diff`."""
+    """Values for a run record. Save ``checkout.diff`` beside it with :func:`limited_diff`."""
     diff = checkout.diff.encode()
     return {
         "commit": checkout.commit,
@@ -253,7 +253,7 @@ def run_provenance(command: Sequence[str], code: str, checkout: _Checkout) -> di
 
 
 def job_provenance(config: RecipeConfig) -> dict[str, Any]:
-    """For a result: what the worker ran on."""
+    """Values for a result: the worker's environment."""
     folder = Path(__file__).resolve().parents[2].name
     return {
         "code": folder if _SNAPSHOT.fullmatch(folder) else None,
@@ -270,9 +270,9 @@ def job_provenance(config: RecipeConfig) -> dict[str, Any]:
     }
 
 
-@functools.cache  # it takes a while where many runs are recorded
+@functools.cache  # slow where many runs are recorded
 def versions() -> Mapping[str, str]:
-    """Versions of the distributions that decide numbers, as far as they are installed."""
+    """Versions of the installed distributions that affect numbers."""
     found = {}
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -295,8 +295,8 @@ def host() -> dict[str, Any]:
 def checkout_of(file: Path | None = None) -> _Checkout:
     """The git state of the checkout that ``file`` (default: this module) is part of.
 
-    A repository that the code merely lies in, as in somebody's own with a `.venv`, is none. Modules
-    beside ours that git does not know are changes, for jobs import them.
+    A repository that only contains the code, such as a user's own with a `.venv`, does not count.
+    Modules beside ours that git does not track are changes, because jobs import them.
     """
     file = file or Path(__file__).resolve()
     known = _git(file.parent, "ls-files", "--error-unmatch", "--", file.name)
@@ -311,7 +311,7 @@ def checkout_of(file: Path | None = None) -> _Checkout:
 
 
 def limited_diff(diff: str, limit: int = DIFF_LIMIT_BYTES) -> str:
-    """The diff, cut to ``limit`` bytes and saying so."""
+    """The diff, cut to ``limit`` bytes with a note."""
     data = diff.encode()
     if len(data) <= limit:
         return diff
@@ -319,7 +319,7 @@ def limited_diff(diff: str, limit: int = DIFF_LIMIT_BYTES) -> str:
 
 
 def masked_command(command: Sequence[str]) -> list[str]:
-    """The argument list with the values of everything that looks like a secret masked."""
+    """The argument list with all apparent secrets masked."""
     found: list[str] = []
     flag = ""
     for argument in command:
@@ -354,7 +354,7 @@ def _cpu_model() -> str:
 
 
 def _gpus() -> list[str]:
-    """Names from the NVIDIA driver; asked of no library, so that none is imported."""
+    """Names from the NVIDIA driver's files, so that no library is imported."""
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return [name for path in files for name in _values(path, "Model:")]
 
@@ -369,7 +369,7 @@ _OWNER = "owner.json"
 
 
 def write_proof(workspace: Workspace, proof: ResumeProof) -> None:
-    """Record a proof, with its verdict for readers that only look.
+    """Record a proof, with its verdict for read-only consumers.
 
     Raises
     ------
@@ -386,26 +386,26 @@ def read_proof(workspace: Workspace, stage_id: str) -> ResumeProof | None:
     Raises
     ------
     WorkspaceError
-        It is damaged, or of a newer version.
+        It is damaged or of a newer version.
     """
     return workspace.load(ResumeProof, workspace.layout.proof(stage_id), newest=PROOF_VERSION)
 
 
 def new_scratch(workspace: Workspace, name: str) -> Path:
-    """A folder for the workspaces of a proof. Those of dead processes go first, but for what was
-    kept on purpose."""
+    """A folder for the workspaces of a proof. Folders of dead processes are removed first, unless
+    they were kept on purpose."""
     folder = workspace.layout.proof_scratch
     _remove_abandoned(folder)
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     made = folder / f"{stamp}-{name}-{secrets.token_hex(2)}"
-    with no_space_guard(folder, "making room for a proof"):
+    with no_space_guard(folder, "freeing space for a proof"):
         made.mkdir(parents=True)
         atomic.write_json(made / _OWNER, {"process": str(ProcessId.of())})
     return made
 
 
 def keep_scratch(scratch: Path) -> None:
-    """Let it stay for somebody to look into, until they delete it."""
+    """Keep it for inspection until a user deletes it."""
     (scratch / _OWNER).unlink()
 
 
@@ -436,7 +436,7 @@ def read_certificates(workspace: Workspace) -> list[Certificate]:
     Raises
     ------
     WorkspaceError
-        One of them is damaged, or of a newer version.
+        One of them is damaged or of a newer version.
     """
     folder = workspace.layout.certificate("").parent
     load = functools.partial(workspace.load, Certificate, newest=CERTIFICATE_VERSION)

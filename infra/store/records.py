@@ -1,8 +1,8 @@
 """Small JSON files of a workspace, and the records of calls.
 
-Errors say which file is damaged, and what to do (:class:`RecordFiles`). Calls: what was asked for,
-which process works on it, who wants it to end (:class:`RunRecords`). Every file has one writer;
-each request to cancel is a file of its own.
+Errors name the damaged file and its fix (:class:`RecordFiles`). Calls: their configuration, the
+process that works on them, and requests to end them (:class:`RunRecords`). Every file has one
+writer; each request to cancel is a file of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from refiner_core.contract.records import RECORD_VERSION, RunRecord, from_json, 
 T = TypeVar("T")
 Part = Literal["config", "inputs", "batch", "scheduler", "resumed"]
 
-#: Which file of an attempt a part stands in; each was a file of its own before.
+#: The file that holds a part of an attempt; each part was a separate file before.
 _PARTS: dict[Part, str] = {
     "config": "intent.json",
     "inputs": "intent.json",
@@ -32,14 +32,14 @@ _PARTS: dict[Part, str] = {
     "scheduler": "job.json",
     "resumed": "started.json",
 }
-#: In the name of one that was set aside.
+#: In the name of a file that was set aside.
 DAMAGED_FILE = ".damaged-"
-#: For how long a damaged file must stand still before it is set aside, seconds.
+#: A damaged file must be unchanged for this time before it is set aside, seconds.
 _STILL_S = 1.0
 
 
 def now_text() -> str:
-    """The time for people (UTC, ISO 8601). Never compared with another node's."""
+    """The present time for people (UTC, ISO 8601). Never compared with another node's."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -49,15 +49,15 @@ class RecordFiles:
     Attributes
     ----------
     sets_aside
-        Whether a damaged file of an attempt is renamed, so that what it said can be said anew; who
-        only looks leaves it.
+        Whether a damaged file of an attempt is renamed, so that it can be written again; read-only
+        callers leave it.
     """
 
     sets_aside = False
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        #: Of files that are looked at again and again.
+        #: For files that are read again and again.
         self.complaints = atomic.Complaints()
 
     @property
@@ -66,38 +66,38 @@ class RecordFiles:
         return self.layout.control
 
     def replace(self, path: Path, value: Any, doing: str) -> None:
-        """Write a record in the place of what was there.
+        """Replace a record.
 
         Raises
         ------
         NoSpaceError
-            It did not fit; what was said before is still there.
+            It did not fit; the old record is still there.
         """
         with no_space_guard(self.root, doing):
             make_folder(path.parent)
             atomic.write_json(path, to_json(value))
 
     def create(self, path: Path, value: Any, doing: str) -> bool:
-        """Write a record unless there is one; True for the one who did. Errors as of
+        """Write a record unless it exists; True for the writer that did. Errors as in
         :meth:`replace`."""
         with no_space_guard(self.root, doing):
             make_folder(path.parent)
             return atomic.create_json(path, to_json(value))
 
     def load(self, kind: type[T], path: Path, *, newest: int = RECORD_VERSION) -> T | None:
-        """A record; None if it is not there.
+        """A record; None if it does not exist.
 
         Parameters
         ----------
         kind
             Its dataclass.
         newest
-            The newest version of it that is known here.
+            The newest version that this code knows.
 
         Raises
         ------
         WorkspaceError
-            It is damaged, or of a version later than ``newest``.
+            It is damaged or of a version later than ``newest``.
         """
         data = self.read_control(path)
         if data is None:
@@ -121,14 +121,14 @@ class RecordFiles:
     def part(
         self, attempt: AttemptPaths, name: Part, said: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """A part of what an attempt's files say; empty where nobody has said it.
+        """A part of an attempt's files; empty if it was never written.
 
-        ``said`` is what its file says, where that was read already.
+        ``said`` is the content of its file, if it was read already.
 
         Raises
         ------
         WorkspaceError
-            It is damaged, or could not be read.
+            It is damaged or could not be read.
         """
         if said is None:
             said = self.read_control(attempt.control / _PARTS[name]) or {}
@@ -140,20 +140,20 @@ class RecordFiles:
         return found or {}
 
     def read_control(self, path: Path) -> dict[str, Any] | None:
-        """A small JSON object of this workspace; None if it is not there.
+        """A small JSON object of this workspace; None if it does not exist.
 
         Raises
         ------
         WorkspaceError
-            It is damaged, or (with an ``errno``) could not be read.
+            It is damaged or (with an ``errno``) could not be read.
         """
         try:
             value = atomic.read_json(path)
         except OSError as error:
             unread = WorkspaceError(
                 f"{path} cannot be read: {error.strerror or error}",
-                expected="a file system that answers, and to be allowed to read there",
-                fix="look whether `ls` shows the folder, and run the same command again",
+                expected="a file system that answers, and permission to read there",
+                fix="check that `ls` shows the folder, and run the same command again",
             )
             unread.errno = error.errno
             raise unread from error
@@ -168,8 +168,8 @@ class RecordFiles:
     def read_or_set_aside(
         self, path: Path, check: Callable[[dict[str, Any]], object] = lambda _: None
     ) -> dict[str, Any] | None:
-        """As :meth:`read_control`, for a file without which one can go on: one that is damaged, or
-        that ``check`` cannot make sense of, counts as not there. It is kept as evidence, as
+        """Like :meth:`read_control`, for a file that is not essential: if it is damaged, or
+        ``check`` raises for it, it counts as missing. It is kept as evidence, as
         ``NAME.damaged-TIME``.
 
         Raises
@@ -192,8 +192,7 @@ class RecordFiles:
         return value
 
     def glance(self, path: Path) -> dict[str, Any] | None:
-        """Contents of a file; None, and a warning, for one that is damaged or does not let itself
-        be read."""
+        """Contents of a file; None, and a warning, if it is damaged or unreadable."""
         try:
             return self.read_control(path)
         except WorkspaceError as error:
@@ -206,12 +205,12 @@ class RecordFiles:
         try:
             before, is_still = again(path.read_bytes), False
             if self.sets_aside:
-                time.sleep(_STILL_S)  # without hard links, somebody may just be writing it
+                time.sleep(_STILL_S)  # without hard links, a writer may be in the middle of it
                 is_still = again(path.read_bytes) == before
             if is_still:
                 path.rename(aside)
         except FileNotFoundError:
-            return  # somebody else has just done it
+            return  # another process has just done it
         except OSError as error:
             text = "%s; it is left out, and cannot be set aside: %s"
             self.complaints.say(path, text, why, error)
@@ -220,9 +219,9 @@ class RecordFiles:
         self.complaints.say(path, "%s; it is %s", why, kept)
 
     def _way_out(self, path: Path) -> str:
-        """Way out of a damaged file: the least that can go, and what that means."""
+        """Fix for a damaged file: the least that can be removed, and the consequence."""
         if path.parent.parent.name == "attempts":
-            return f"restore it, or move it away (`mv {path} {path}.damaged`) and go on without it"
+            return f"restore it, or move it away (`mv {path} {path}.damaged`) and continue without"
         for root, meaning in (
             (self.layout.stages, "the same command then makes the stage again"),
             (self.layout.runs, "stages and their results stay, only that call is forgotten"),
@@ -235,10 +234,10 @@ class RecordFiles:
 
 
 class RunRecords(RecordFiles):
-    """The part of a workspace that knows calls of `refiner run`."""
+    """The part of a workspace with calls of `refiner run`."""
 
     def new_run_id(self, recipe: str) -> str:
-        """A fresh id that sorts by time: ``20261121-153012-tiny-3f2a`` (UTC). Makes its folder."""
+        """A new id that sorts by time: ``20261121-153012-tiny-3f2a`` (UTC). Creates its folder."""
         name = "".join(c if c.isalnum() or c in "-_" else "-" for c in recipe)[:40] or "run"
         with no_space_guard(self.root, "starting a run"):
             while True:
@@ -255,7 +254,7 @@ class RunRecords(RecordFiles):
         self.replace(self.layout.run(run.run).record, run, "recording the run")
 
     def keep_run(self, run: RunRecord) -> None:
-        """Record a call unless it is: a full disk must end none that is taken up again."""
+        """Record a call unless it is recorded: a full disk must not end one that is resumed."""
         if not exists(self.layout.run(run.run).record) or self.read_run(run.run) != run:
             self.write_run(run)
 
@@ -265,7 +264,7 @@ class RunRecords(RecordFiles):
         Raises
         ------
         ConfigurationError
-            There is none of that id.
+            There is no call of that id.
         """
         run = self.load(RunRecord, self.layout.run(run_id).record)
         if run is None:
@@ -275,7 +274,7 @@ class RunRecords(RecordFiles):
                 expected=f"one of: {', '.join(known)}" if known else "a workspace with runs",
                 fix="name one of these, or another `workspace=DIR`"
                 if known
-                else "name another `workspace=DIR`, or begin a run with `refiner run RECIPE`",
+                else "name another `workspace=DIR`, or start a run with `refiner run RECIPE`",
             )
         return run
 
@@ -284,8 +283,8 @@ class RunRecords(RecordFiles):
         return [n for n in names_in(self.layout.runs) if exists(self.layout.run(n).record)]
 
     def runs(self, *, newest_first: bool = False) -> Iterator[RunRecord]:
-        """All recorded calls, oldest first unless said otherwise; one whose record is damaged is
-        named, and left out."""
+        """All recorded calls, by default oldest first; one with a damaged record is logged and left
+        out."""
         for run_id in sorted(self.run_ids(), reverse=newest_first):
             try:
                 yield self.read_run(run_id)
@@ -297,27 +296,27 @@ class RunRecords(RecordFiles):
     # ------------------------------------------------------------ the process that works on it
 
     def write_orchestrator(self, run_id: str, value: Mapping[str, Any]) -> None:
-        """Say which process works on a call, and later how it ended. One writer: that process."""
+        """Record which process works on a call, and later its end. One writer: that process."""
         path = self.layout.run(run_id).orchestrator
         self.replace(path, value, "recording the orchestrator")
 
     def read_orchestrator(self, run_id: str) -> dict[str, Any] | None:
-        """Process that works on a call; None if none has said so."""
+        """The recorded process that works on a call; None if there is none."""
         return self.read_control(self.layout.run(run_id).orchestrator)
 
     def take_turn(self, run_id: str, after: int, value: Mapping[str, Any]) -> bool:
-        """Take a call up, as the one after turn ``after`` (0: the first); False if somebody else
-        has been faster. So of several that resume a call at once, one does."""
+        """Take a call over as turn ``after`` + 1 (0: the first); False if another process was
+        faster. So exactly one of several simultaneous takers wins."""
         path = self.layout.run(run_id).turns / f"{after + 1:04d}.json"
         return self.create(path, value, "taking up the run")
 
     def newest_turn(self, run_id: str) -> tuple[int, dict[str, Any]]:
-        """Process that has taken a call up last; ``(0, {})`` if nobody has."""
+        """The last process that took a call over; ``(0, {})`` if none did."""
         found = atomic.json_files(self.layout.run(run_id).turns)
         return (int(found[-1].stem), self.read_control(found[-1]) or {}) if found else (0, {})
 
     def withdraw_cancel(self, run_id: str) -> bool:
-        """Forget what was asked to end, when a call is taken up again; False if nothing was."""
+        """Withdraw all requests to end, when a call is taken over; False if there were none."""
         folder = self.layout.run(run_id).cancel
         try:
             with no_space_guard(self.root, "taking up the run"):
@@ -327,12 +326,12 @@ class RunRecords(RecordFiles):
         return True
 
     def ask_cancel(self, run_id: str, by: str, stages: Sequence[str] = ()) -> bool:
-        """Ask for the end of a call, or of some of its stages (by name; none: all of them).
+        """Request the end of a call, or of some of its stages (by name; none: all of them).
 
         Returns
         -------
         bool
-            False if all that was asked for before.
+            False if all of it was requested before.
         """
         asked = (self.cancel_asked(run_id) or {}).get("stages")
         if asked == [] or (asked and stages and {*stages} <= {*asked}):
@@ -340,16 +339,16 @@ class RunRecords(RecordFiles):
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         path = self.layout.run(run_id).cancel / f"{stamp}-{secrets.token_hex(4)}.json"
         value = {"by": by, "stages": list(stages), "at": now_text()}
-        self.replace(path, value, "asking for the end of a run")
+        self.replace(path, value, "requesting the end of a run")
         return True
 
     def cancel_asked(self, run_id: str) -> dict[str, Any] | None:
-        """Wish of somebody to end it; None if nobody wants anything.
+        """The requests to end a call; None if there are none.
 
         Returns
         -------
         dict
-            ``by`` and ``at`` of the newest request; ``stages``: all names asked for, none if the
+            ``by`` and ``at`` of the newest request; ``stages``: all requested names, none if the
             whole call is to end.
         """
         found = map(self.read_control, atomic.json_files(self.layout.run(run_id).cancel))

@@ -1,8 +1,8 @@
-"""Records of stages: what they are, who works on them, how each attempt went, what they made.
+"""Records of stages: their definitions, owners, attempts with outcomes, and results.
 
-In: planned stages, results, outcomes. Out: :class:`StageRecord` values. What several may want to
-write (a claim, a start, an outcome, a result) is created exclusively, so exactly one wins. What of
-ours lies in a published folder is told by its own evidence file, ``refiner.json``.
+In: planned stages, results, outcomes. Out: :class:`StageRecord` values. Files with several
+potential writers (a claim, a start, an outcome, a result) are created exclusively, so exactly one
+wins. The evidence file of a published folder, ``refiner.json``, names refiner's files in it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from refiner_core.contract.records import (
     to_json,
 )
 
-#: The file in every publication that says what it consists of and what its card was made from.
+#: The file in every publication that lists its files and the facts of its card.
 EVIDENCE = "refiner.json"
 CARD = "README.md"
 KIND = "refiner publication"
@@ -48,14 +48,14 @@ _PAPERS = (CARD, EVIDENCE)
 
 @dataclass(frozen=True)
 class Lying:
-    """A publication of ours.
+    """A publication made by refiner.
 
     Attributes
     ----------
     step, fingerprint
-        Of its weights.
+        Those of its weights.
     files
-        Without the card and the evidence file, which change when evaluations come in.
+        Without the card and the evidence file, which change as evaluations finish.
     """
 
     step: int
@@ -64,12 +64,12 @@ class Lying:
 
     @property
     def names(self) -> frozenset[str]:
-        """All files that refiner has put there."""
+        """All files that refiner has published there."""
         return frozenset({CARD, EVIDENCE, *(f.path for f in self.files)})
 
 
 def read_evidence(text: str | bytes | None) -> Lying | None:
-    """Contents of an evidence file; None if there is none, or if it is not of refiner."""
+    """Contents of an evidence file; None if there is none, or it is not refiner's."""
     try:
         said: Any = json.loads(text or "null")
         if not isinstance(said, dict) or said.get("kind") != KIND:
@@ -81,19 +81,19 @@ def read_evidence(text: str | bytes | None) -> Lying | None:
 
 
 def lying_at(place: Path) -> Lying | None:
-    """Publication at a place, if it is ours."""
+    """Refiner's publication at a place; None if there is none."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return read_evidence(again((place / EVIDENCE).read_bytes))
     return None
 
 
 def target_damage(report: Mapping[str, Any]) -> str | None:
-    """Find what a target no longer has of what a publish or card stage put there; None if all is
-    there.
+    """Difference between a target and what a publish or card stage put there; None if there is
+    none.
 
-    A Hub is not asked: nothing is known to be gone. A folder is known by its own manifest. Card and
-    evidence are replaced by later stages of the same publication, so that their content is looked
-    at only where a report tells of nothing else.
+    A Hub is not queried: nothing is known to be gone. A folder is judged by its own manifest. Card
+    and evidence are replaced by later stages of the same publication, so their content is checked
+    only if a report has no other files.
     """
     if "target" not in report or report.get("where", "folder") != "folder":
         return None
@@ -123,8 +123,8 @@ class Claim:
     """Claim of an orchestrator on a stage.
 
     ``after`` is the number of the newest attempt that it has seen (0: none); the claim fails if
-    another one has come since. ``apart``: the code that the job will run is of a version that reads
-    configuration and inputs from files of their own.
+    there is another one since. ``apart``: the code of the job is of a version that reads
+    configuration and inputs from separate files.
     """
 
     owner: str
@@ -134,17 +134,17 @@ class Claim:
 
 
 class StageRecords(RecordFiles):
-    """The part of a workspace that knows stages and attempts."""
+    """The part of a workspace with stages and attempts."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
-        # Ended attempts that a later one has followed: they never change again.
+        # Cache of ended attempts with a successor: they never change again.
         self._over: dict[tuple[str, int], Attempt] = {}
 
     # ------------------------------------------------------------ reading
 
     def read_record(self, stage_id: str) -> StageRecord | None:
-        """All that is known of a stage; None if nobody ever claimed it."""
+        """The record of a stage; None if it was never claimed."""
         paths = self.layout.stage(stage_id)
         numbers = paths.attempt_numbers()
         spec = self.load(StageSpec, paths.spec)
@@ -152,7 +152,7 @@ class StageRecords(RecordFiles):
             raise _incomplete(paths.control, paths.spec.name, self._way_out(paths.spec))
         if spec is None:
             return None
-        # Attempts first: a result that lands in between then only shows too little, not too much.
+        # Attempts first: a result that lands in between then shows too little, not too much.
         found = {n: self.read_attempt(stage_id, n) for n in numbers}
         result = self.load(StageResult, paths.result)
         attempts = tuple(a for a in found.values() if a is not None)
@@ -170,13 +170,13 @@ class StageRecords(RecordFiles):
         return StageRecord(spec, attempts, result)
 
     def read_attempt(self, stage_id: str, number: int) -> Attempt | None:
-        """One attempt, put together from the files of its several writers."""
+        """One attempt, combined from the files of its several writers."""
         if kept := self._over.get((stage_id, number)):
             return kept
         attempt = self._read_attempt(stage_id, number)
         newer = self.layout.attempt(stage_id, number + 1).control
         if attempt is not None and attempt.outcome is not None and exists(newer):
-            self._over[stage_id, number] = attempt  # nobody writes there any more
+            self._over[stage_id, number] = attempt  # it has no writer any more
         return attempt
 
     def _read_attempt(self, stage_id: str, number: int) -> Attempt | None:
@@ -190,7 +190,7 @@ class StageRecords(RecordFiles):
         attempt = from_json(Attempt, intent) if intent else Attempt(number, "", "", "", "")
         outcome = ended.get("outcome")
         seconds = ended.get("seconds")
-        if outcome is not None and seconds is None:  # it left no word; its last heartbeat knows
+        if outcome is not None and seconds is None:  # taken from its last heartbeat instead
             seconds = (self.read_heartbeat(stage_id, number) or {}).get("seconds")
         node = started.get("node") or self.part(paths, "scheduler", job).get("node")
         return replace(
@@ -207,8 +207,8 @@ class StageRecords(RecordFiles):
         )
 
     def _give_up_unknown(self, stage_id: str, number: int) -> dict[str, Any]:
-        """End an attempt of which nobody can tell any more who claimed it, and where its job runs:
-        should that live, it leaves at its next look. Empty if it was never claimed."""
+        """End an attempt with a lost claim, whose owner and job are unknown: if its worker lives,
+        it exits at its next check. Empty if the attempt was never claimed."""
         paths = self.layout.attempt(stage_id, number)
         if not any(name.startswith(paths.intent.name) for name in names_in(paths.control)):
             return {}
@@ -227,9 +227,9 @@ class StageRecords(RecordFiles):
         return None if result is None else self.layout.stage(stage_id).data / result.output_dir
 
     def output_damage(self, stage_id: str) -> str | None:
-        """Damage to a finished stage's output; None if all is there.
+        """Damage to a finished stage's output; None if it is complete.
 
-        Looks at names and sizes only, so that it costs nothing beside reading the files.
+        Checks names and sizes only, so that it is cheap.
         """
         if (result := self.read_result(stage_id)) is None:
             return None
@@ -246,22 +246,22 @@ class StageRecords(RecordFiles):
         return target_damage(result.report) if is_published else None
 
     def check_output(self, stage_id: str) -> None:
-        """Refuse to read an output that is not what the stage has left.
+        """Refuse to read an output that differs from what the stage wrote.
 
         Raises
         ------
         WorkspaceError
-            A file of it is gone or cut short.
+            A file of it is gone or truncated.
         """
         if damage := self.output_damage(stage_id):
             raise WorkspaceError(
                 f"{damage}, though {stage_id} is done",
-                expected="the output of a finished stage as it was left",
+                expected="the output of a finished stage as it was written",
                 fix=self._way_out(self.layout.stage(stage_id).result),
             )
 
     def has_damaged(self, stage_id: str) -> bool:
-        """Tell whether a damaged file of one of the stage's attempts was set aside, by anybody."""
+        """Tell whether a damaged file of one of the stage's attempts was set aside."""
         paths = self.layout.stage(stage_id)
         folders = (paths.attempt(number).control for number in paths.attempt_numbers())
         return any(DAMAGED_FILE in name for folder in folders for name in names_in(folder))
@@ -277,7 +277,7 @@ class StageRecords(RecordFiles):
         """Take the next attempt at a stage; None if another orchestrator was faster.
 
         ``inputs`` maps roles to stage ids. The attempt's folder is prepared under a temporary name
-        and renamed, so whoever sees it sees the unique comment and the owner too.
+        and renamed, so it is never visible without its unique comment and owner.
 
         Raises
         ------
@@ -287,7 +287,7 @@ class StageRecords(RecordFiles):
         number = claim.after + 1
         paths = self.layout.stage(stage.id)
         if exists(paths.result):
-            return None  # it became done since, or could not be seen to be
+            return None  # it is done by now, or its result could not be read
         attempt = Attempt(
             number=number,
             comment=f"refiner-{stage.id}-{number:04d}-{secrets.token_hex(6)}",
@@ -315,17 +315,17 @@ class StageRecords(RecordFiles):
             return self._claim(stage.id, attempt, said, said if claim.apart else {})
 
     def claim_restart(self, stage_id: str, before: int, job: Mapping[str, Any]) -> Attempt | None:
-        """Take the attempt after ``before`` for the same job, which the scheduler has started
-        again; None if somebody else was faster.
+        """Take the attempt after ``before`` for the same job, which the scheduler has restarted;
+        None if another process was faster.
 
-        All but the number is as in the attempt before: it is the same job, of the same owner.
+        All but the number is as in the attempt before: same job, same owner.
 
         Parameters
         ----------
         stage_id, before
             The newest attempt, which has ended.
         job
-            What ``job.json`` is to say besides what it said of the attempt before.
+            Content of ``job.json`` in addition to that of the attempt before.
 
         Raises
         ------
@@ -338,7 +338,7 @@ class StageRecords(RecordFiles):
             return None
         attempt = replace(intent, number=before + 1, claimed_at=now_text(), has_room=True)
         said = {"config": self.part(old, "config"), "inputs": self.part(old, "inputs")}
-        # What the scheduler says is of the start that has ended.
+        # The scheduler's facts are of the start that has ended.
         kept = {k: v for k, v in (self.read_control(old.job) or {}).items() if k != "scheduler"}
         if batch := self.part(old, "batch"):
             kept["batch"] = batch
@@ -365,11 +365,11 @@ class StageRecords(RecordFiles):
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         atomic.settle_folder(target.control.parent)
-        # Not the rename's own word: NFS may repeat a request and report on the second one.
+        # Not the rename's own result: NFS may repeat a request and report on the second one.
         won = (self.read_control(target.intent) or {}).get("claim") == intent["claim"]
         if not won or max(paths.attempt_numbers(), default=0) != attempt.number:
             return None
-        if exists(paths.result):  # it became done between the caller's look and now
+        if exists(paths.result):  # it became done since the caller's check
             done = Outcome("none", "finish", "was done already")
             self.close_attempt(stage_id, attempt.number, done)
             return None
@@ -392,7 +392,7 @@ class StageRecords(RecordFiles):
     def close_attempt(
         self, stage_id: str, number: int, outcome: Outcome, seconds: float | None = None
     ) -> bool:
-        """Write how an attempt ended; False if somebody had written it before."""
+        """Write how an attempt ended; False if that was written before."""
         value = {"outcome": to_json(outcome), "ended_at": now_text(), "seconds": seconds}
         return atomic.create_json(self.layout.attempt(stage_id, number).outcome, value)
 
@@ -401,8 +401,8 @@ class StageRecords(RecordFiles):
         return atomic.create_json(self.layout.stage(stage_id).result, to_json(result))
 
     def note_room(self, stage_id: str, number: int, *, there: bool) -> None:
-        """Say that an attempt has room to write, or (by deleting a file, which works on a full
-        disk and on any node) that it has none; OSError where there is none to say so."""
+        """Record that an attempt has space to write, or (by deleting a file, which works on a full
+        disk and on any node) that it has none; OSError if there is no space to record that."""
         path = self.layout.attempt(stage_id, number).room
         if not there:
             path.unlink(missing_ok=True)
@@ -410,8 +410,8 @@ class StageRecords(RecordFiles):
             path.touch()
 
     def is_stale(self, stage_id: str, number: int) -> bool:
-        """Tell whether an attempt may no longer make anything visible: a later one exists, or
-        someone has closed it."""
+        """Tell whether an attempt may no longer publish files: a later one exists, or it was
+        closed."""
         paths = self.layout.stage(stage_id)
         newest = max(paths.attempt_numbers(), default=0)
         return newest > number or exists(paths.attempt(number).outcome)
@@ -419,35 +419,35 @@ class StageRecords(RecordFiles):
     def ask_stop(
         self, stage_id: str, number: int, failure: Literal["interrupted", "cancelled"], reason: str
     ) -> bool:
-        """Say why a worker is about to be asked to save and end, before it gets the signal: it
-        cannot know otherwise whose signal that is. False if somebody had said so before.
+        """Record why a worker is about to be asked to save and end, before it gets the signal,
+        which carries no reason. False if that was recorded before.
 
-        The worker looks for it, too, so that it ends even where no signal reaches it.
+        The worker also polls it, so that it ends even where no signal reaches it.
         """
         value = {"reason": reason, "failure": failure, "at": now_text()}
         return atomic.create_json(self.layout.attempt(stage_id, number).stop, value)
 
     def stop_asked(self, stage_id: str, number: int) -> dict[str, Any] | None:
-        """Reason why the worker was asked to end (``reason``, ``failure``); None if nobody has."""
+        """Reason why the worker was asked to end (``reason``, ``failure``); None if it was not."""
         return self.read_control(self.layout.attempt(stage_id, number).stop)
 
-    # ------------------------------------------------------------ what others know of an attempt
+    # ------------------------------------------------------------ facts from other processes
 
     def note_scheduler(self, stage_id: str, number: int, facts: Mapping[str, str]) -> bool:
-        """Keep what the scheduler said when a job had ended; False if that was kept before.
+        """Record the scheduler's facts about an ended job; False if they were recorded before.
 
-        ``node`` among the facts is where it ran, for an attempt whose worker never said so.
+        ``node`` among the facts is where it ran, for an attempt whose worker never recorded it.
         """
         paths = self.layout.attempt(stage_id, number)
         if self.part(paths, "scheduler"):
             return False
-        with no_space_guard(self.root, "noting what the scheduler says"):
+        with no_space_guard(self.root, "recording the scheduler's facts"):
             job = self.read_control(paths.job) or {}
             atomic.write_json(paths.job, {**job, "scheduler": dict(facts)})
         return True
 
     def longest_save_s(self, stage_id: str) -> float:
-        """Seconds that the longest save of a checkpoint has taken so far, 0 before the first."""
+        """Seconds of the longest save of a checkpoint so far; 0 before the first."""
         paths = self.layout.stage(stage_id)
         steps = [n for n in names_in(paths.checkpoints) if n.startswith("step-")]
         said = [(self.glance(paths.checkpoints / n / MARKER) or {}).get("seconds") for n in steps]
@@ -456,17 +456,17 @@ class StageRecords(RecordFiles):
         return max((float(s) for s in said if s is not None), default=0.0)
 
     def read_heartbeat(self, stage_id: str, number: int) -> dict[str, Any] | None:
-        """The newest heartbeat of an attempt; None where there is none that can be read.
+        """The newest heartbeat of an attempt; None if there is none that can be read.
 
-        It is the one file that is not made durable, so a power cut may leave it empty.
+        It is the only file that is not made durable, so a power cut may leave it empty.
         """
         return self.glance(self.layout.attempt(stage_id, number).heartbeat)
 
 
 def _incomplete(folder: Path, name: str, fix: str) -> OSError:
-    """Error for a folder that lacks a file. A mount that has gone leaves nothing at all."""
+    """Error for a folder that lacks a file. A missing mount leaves nothing at all."""
     if not exists(folder):
-        return OSError(errno.ENOENT, "What was there a moment ago is not there", str(folder))
+        return OSError(errno.ENOENT, "Files that were there a moment ago are missing", str(folder))
     return WorkspaceError(
         f"{folder} has no {name}", expected="folders that refiner has made", fix=fix
     )

@@ -1,14 +1,14 @@
-"""Records of sweeps: what each was launched as, version by version, and which run is which trial.
+"""Records of sweeps: their versions, and the run of each trial.
 
 In: :class:`SweepRecord` values and ids of runs. Out: the same, read from any shell.
 
-    sweeps/<name>/versions/0001.json      one for each time it became something else; exclusive
-                  pinned/                 code that runs were begun with, and where it came from
-                  use.json                what done stages have used, by the orchestrator
+    sweeps/<name>/versions/0001.json      one for each change of its definition; exclusive
+                  pinned/                 code that runs were started with, and its origin
+                  use.json                resources used by done stages, by the orchestrator
                   runs/<trial>.json       the run that works on a trial now, by the orchestrator
                   orchestrator.json       the process that works on the sweep, by itself
                   turns/ cancel/          as for a run
-                  events.jsonl            what happened, one JSON line each
+                  events.jsonl            events, one JSON line each
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sweep_names(workspace: Workspace) -> list[str]:
 
 
 def sweep_versions(workspace: Workspace, name: str) -> list[int]:
-    """Numbers of a sweep's versions, ascending; none for one that is not recorded."""
+    """Numbers of a sweep's versions, ascending; none if it is not recorded."""
     found = atomic.json_files(sweep_folder(workspace, name) / "versions")
     return sorted(int(path.stem) for path in found)
 
@@ -47,7 +47,7 @@ def read_sweep(workspace: Workspace, name: str, number: int | None = None) -> Sw
     Raises
     ------
     ConfigurationError
-        There is none of that name or number; names the nearest.
+        There is none of that name or number; suggests the nearest.
     """
     versions = sweep_versions(workspace, name)
     if not versions:
@@ -61,19 +61,19 @@ def read_sweep(workspace: Workspace, name: str, number: int | None = None) -> Sw
 
 
 def write_sweep(workspace: Workspace, record: SweepRecord) -> bool:
-    """Record a version; False if somebody else was faster and it is taken."""
+    """Record a version; False if another process was faster and it is taken."""
     path = sweep_folder(workspace, record.name) / "versions" / f"{record.number:04d}.json"
     return workspace.create(path, record, "recording the sweep")
 
 
 def note_trial(workspace: Workspace, sweep: str, trial: str, run_id: str) -> None:
-    """Say which run works on a trial (``ARM/seedN``). One writer: the sweep's orchestrator."""
+    """Record which run works on a trial (``ARM/seedN``). One writer: the sweep's orchestrator."""
     path = _trial_path(workspace, sweep, trial)
     workspace.replace(path, {"trial": trial, "run": run_id}, "recording a trial")
 
 
 def trial_run(workspace: Workspace, sweep: str, trial: str) -> str | None:
-    """The run that works, or has worked, on a trial; None if it has not begun."""
+    """The run that works, or has worked, on a trial; None if it has not started."""
     found = workspace.read_control(_trial_path(workspace, sweep, trial))
     return None if found is None else str(found["run"])
 
@@ -89,6 +89,6 @@ def _version(workspace: Workspace, name: str, number: int) -> SweepRecord:
         raise WorkspaceError(
             f"There is no version {number} of sweep {name}: no {path}",
             expected="all versions that the sweep's folder names",
-            fix="restore the file, or launch the sweep anew: `refiner sweep SWEEP`",
+            fix="restore the file, or launch the sweep again: `refiner sweep SWEEP`",
         )
     return record

@@ -1,7 +1,7 @@
-"""Traces of a stage, left behind while it runs: lines of metrics and files of rollouts.
+"""Traces of a running stage: lines of metrics and files of rollouts.
 
-In: rows of rollouts, or the path of what was written. Out: Parquet and back, and the lines of a
-``metrics.jsonl``. Who writes them when is the attempt's business (:mod:`infra.attempt.stage_io`).
+In: rows of rollouts, or the path of a trace. Out: Parquet and back, and the lines of a
+``metrics.jsonl``. The attempt decides when they are written (:mod:`infra.attempt.stage_io`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _JSON_COLUMNS = b"refiner.json_columns"
 
 
 class MetricsLine(NamedTuple):
-    """One line of ``metrics.jsonl``; numbers that are not finite are None."""
+    """One line of ``metrics.jsonl``; NaN and infinity are None."""
 
     step: int
     metrics: dict[str, float | None]
 
 
 def read_metrics(path: Path, only: Collection[str] | None = None) -> list[MetricsLine]:
-    """The lines of a ``metrics.jsonl``, in order; a last line that was cut short is left out.
-    ``only`` these metrics are kept: a long training logs more than a reader wants to hold.
+    """The lines of a ``metrics.jsonl``, in order; a truncated last line is left out. ``only`` these
+    metrics are kept: a long training logs more than a reader needs in memory.
 
     Raises
     ------
     WorkspaceError
-        A line is none that was written here; says which.
+        A line is not in the format of refiner; names it.
     """
 
     def read() -> list[MetricsLine]:
@@ -54,8 +54,8 @@ def _metrics_line(path: Path, number: int, line: str, only: Collection[str] | No
             metrics = {name: metrics[name] for name in only if name in metrics}
     except (ValueError, TypeError, KeyError) as error:
         raise WorkspaceError(
-            f"Line {number} of {path} is no line of metrics.",
-            expected="JSON with `step` and `metrics`, as refiner has written it",
+            f"Line {number} of {path} is not a line of metrics.",
+            expected="JSON with `step` and `metrics`, as refiner writes it",
             fix="remove the line, or restore the file",
         ) from error
     return MetricsLine(step, metrics)
@@ -68,8 +68,8 @@ def list_rollouts(folder: Path) -> list[Path]:
 
 
 def encode_rollouts(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Rows as Parquet. Columns that hold mappings, or values of several types, travel as JSON text
-    and are named in the file, so that :func:`read_rollouts` gives back what went in."""
+    """Rows as Parquet. Columns of mappings, or of values of several types, are stored as JSON text
+    and named in the file, so that :func:`read_rollouts` restores the rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -92,8 +92,8 @@ def encode_rollouts(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def read_rollouts(path: Path, leave_out: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The rows of one rollout file. ``leave_out``: columns that the reader does without, such as
-    the token ids and log-probabilities, which are most of it."""
+    """The rows of one rollout file. ``leave_out``: columns that the reader does not need, such as
+    the token ids and log-probabilities, which are most of the file."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:

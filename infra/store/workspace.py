@@ -1,14 +1,15 @@
-"""The workspace: a folder of records and data, and whose it is.
+"""The workspace: a folder of records and data, and its ownership.
 
-In: a folder, and perhaps another one for large files. Out: a :class:`Workspace`, through which
-records of stages (:mod:`infra.store.stage_records`) and of calls (:mod:`infra.store.records`) are
-read and written; functions in modules beside it know sweeps, nights, proofs and certificates. Every
-file has one writer; what several may want to write is created exclusively. No locks and no
-database: it works on NFS and Lustre, for several orchestrators and users at once.
+In: a folder, and perhaps another one for large files. Out: a :class:`Workspace`, which reads and
+writes records of stages (:mod:`infra.store.stage_records`) and of calls
+(:mod:`infra.store.records`); functions in other modules add sweeps, nights, proofs and
+certificates. Every file has one writer; a file with several potential writers is created
+exclusively. No locks and no database: it works on NFS and Lustre, for several orchestrators and
+users at once.
 
-Code is run from a workspace, so nobody else may have put anything there. Those who want to work in
-one together say so themselves, each for their own account (``REFINER_SHARED_WORKSPACES``): what the
-folder says of itself is written by whoever made it.
+Code is run from a workspace, so no other user may have written to it. Users who share a workspace
+declare that themselves, each for their own account (``REFINER_SHARED_WORKSPACES``): a declaration
+in the folder could be written by anyone.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ SHARED = "REFINER_SHARED_WORKSPACES"
 
 
 def is_shared(root: Path) -> bool:
-    """Tell whether this user has said that others may write to the workspace ``root``."""
+    """Tell whether this user has declared the workspace ``root`` as shared."""
     named = [Path(name).expanduser() for name in os.environ.get(SHARED, "").split(os.pathsep)]
     real = Path(os.path.realpath(root))
     return any(real.is_relative_to(os.path.realpath(p)) for p in named if p.is_absolute())
 
 
 def keep_others_out(shared: bool) -> None:
-    """Make nothing in this process, or in what it starts, that strangers may write to."""
+    """Create no file in this process, or its children, that strangers may write to."""
     os.umask(os.umask(0o077) | (0o002 if shared else 0o022))
 
 
 def doubt_about(path: Path, *, shared: bool) -> str:
-    """Reason why others may have written to a file or folder; empty where they cannot have.
+    """Reason why others may have written to a file or folder; empty if they cannot have.
 
-    Links are followed. Root may write anywhere, so what is root's is as good as one's own.
+    Links are followed. Root may write anywhere, so root's files are as good as one's own.
     """
     found = again(path.stat)
     if found.st_mode & stat.S_IWOTH:
-        return "everybody may write to it"
+        return "everyone may write to it"
     if shared:
         return ""
     if found.st_uid not in (os.geteuid(), 0):
@@ -66,31 +67,30 @@ def doubt_about(path: Path, *, shared: bool) -> str:
 
 
 def refuse_doubtful(layout: Layout) -> None:
-    """Refuse a workspace into which somebody else may have put code or records.
+    """Refuse a workspace that another user may have put code or records into.
 
     Raises
     ------
     WorkspaceError
-        Names the folder, and how to say that it is shared.
+        Names the folder, and how to declare it as shared.
     """
     root, (folder, doubt) = layout.control, doubtful_folder(layout)
     if folder is None:
         return
     fix = "name another one with `workspace=DIR`"
     if "may write" in doubt:
-        fix += f", or, if all that lies there is yours, `chmod go-w {folder}`"
+        fix += f", or, if all its contents are yours, `chmod go-w {folder}`"
     if "everybody" not in doubt:
-        fix += f"; share it only with whom you trust as yourself: `export {SHARED}={root}`"
+        fix += f"; share it only with people you trust like yourself: `export {SHARED}={root}`"
     raise WorkspaceError(
-        f"{folder} cannot be trusted: {doubt}, and jobs run what lies in a workspace",
-        expected=f"a workspace that nobody else may write to, or one named in {SHARED}",
+        f"{folder} cannot be trusted: {doubt}, and jobs run the contents of a workspace",
+        expected=f"a workspace that only you may write to, or one named in {SHARED}",
         fix=fix,
     )
 
 
 def doubtful_folder(layout: Layout) -> tuple[Path | None, str]:
-    """The first folder into which somebody else may have put something, and why; None: there is
-    none."""
+    """The first folder that another user may have written to, and why; None: there is none."""
     folders = (layout.stages, layout.runs, layout.code, layout.batches, layout.services)
     shared = is_shared(layout.control)
     for folder in (layout.control, *folders, layout.data, layout.data / "stages"):
@@ -99,7 +99,7 @@ def doubtful_folder(layout: Layout) -> tuple[Path | None, str]:
     return None, ""
 
 
-#: Raised when an older refiner would misread the folder. 2: data lie in another folder; without
+#: Raised when an older refiner would misread the folder. 2: the data are in another folder; without
 #: such a folder a workspace still has format 1.
 FORMAT = 2
 
@@ -107,8 +107,8 @@ FORMAT = 2
 class Workspace(StageRecords, RunRecords):
     """A workspace folder.
 
-    Open it with :meth:`open` to work in it or with :meth:`read_only` to look (a missing folder is
-    an empty workspace then, and nothing is ever written).
+    Open it with :meth:`open` to work in it or with :meth:`read_only` to read it (a missing folder
+    is then an empty workspace, and nothing is ever written).
     """
 
     def __init__(self, root: Path, data_root: Path | None = None) -> None:
@@ -117,28 +117,28 @@ class Workspace(StageRecords, RunRecords):
 
     @classmethod
     def open(cls, root: Path | str, data_root: Path | str | None = None) -> Workspace:
-        """The workspace at ``root``, created if absent, to work in: jobs will run what lies there.
+        """The workspace at ``root``, created if absent, to work in: jobs will run its contents.
 
-        The umask of this process takes from then on what others, or in a workspace that is not
-        shared also its group, would need to write there.
+        From then on the umask of this process removes write access of others, and of the group
+        unless the workspace is shared.
 
         Parameters
         ----------
         root
             Folder of the small files.
         data_root
-            Folder of the large ones (none: the same, or what the workspace was made with). It is
-            written down when the workspace is made, so that whoever opens it later need not know.
+            Folder of the large ones (none: the same, or that of the existing workspace). It is
+            recorded when the workspace is created.
 
         Raises
         ------
         WorkspaceError
-            Not a folder, not writable, of a newer format, or its data are not there; or somebody
-            else may have written there (:mod:`infra.store.workspace`).
+            Not a folder, not writable, of a newer format, or its data are missing; or another user
+            may have written there (:mod:`infra.store.workspace`).
         ConfigurationError
-            It was made with another data root, or that one holds data of another workspace.
+            It was created with another data root, or that one holds another workspace's data.
         NoSpaceError
-            There is no room for even a small file.
+            There is no space for even a small file.
         """
         self = cls(Path(root), None if data_root is None else Path(data_root))
         found = self._read_format()
@@ -177,21 +177,21 @@ class Workspace(StageRecords, RunRecords):
         return self
 
     def require_trust(self) -> None:
-        """Refuse to act on what lies here if somebody else may have written it; what this process
-        makes from then on is nobody else's to write to, either.
+        """Refuse to use the contents if another user may have written them; files that this process
+        creates from then on are writable by this user alone.
 
         Raises
         ------
         WorkspaceError
-            Names the folder, and what to do.
+            Names the folder, and the fix.
         """
         keep_others_out(is_shared(self.root))
         refuse_doubtful(self.layout)
 
-    # ------------------------------------------------------------ making
+    # ------------------------------------------------------------ creating
 
     def _make(self) -> dict[str, Any]:
-        """Write down what this workspace is; of two who make it at once, one decides."""
+        """Record what this workspace is; of two that create it at once, one decides."""
         value: dict[str, Any] = {"format": 1, "made": now_text()}
         data = self.layout.data
         if data != self.root:
@@ -241,20 +241,20 @@ class Workspace(StageRecords, RunRecords):
         raise ConfigurationError(
             f"The workspace {self.root} keeps its data in {recorded}, and data_root is "
             f"{self.layout.data}.",
-            expected="the data root that the workspace was made with, or none",
-            fix="drop `data_root`, or name another `workspace=`; to move the data, let all jobs "
+            expected="the data root that the workspace was created with, or none",
+            fix="omit `data_root`, or name another `workspace=`; to move the data, let all jobs "
             f"end, move {recorded} to the new place and name that as `data` in "
             f"{self.layout.format_file}",
         )
 
     def _check_data_root(self, found: dict[str, Any]) -> None:
-        """Tell whether the data root is there, and holds what belongs to this workspace."""
+        """Check that the data root is there and belongs to this workspace."""
         if "id" not in found:
             return
         mark = self.read_control(self.layout.data_mark)
         if mark is None and self.stage_ids():
             raise WorkspaceError(
-                f"{self.layout.data}, where {self.root} keeps its data, is not there or empty",
+                f"{self.layout.data}, where {self.root} keeps its data, is missing or empty",
                 expected=f"{self.layout.data_mark.name} and the data of "
                 f"{len(self.stage_ids())} stages",
                 fix=f"mount it, or correct `data` in {self.layout.format_file}",
@@ -270,7 +270,7 @@ class Workspace(StageRecords, RunRecords):
         if mark is None or mark.get("id") == found.get("id"):
             return
         if "id" not in found and exists(self.layout.format_file):
-            return  # it has just been made by somebody else, whose word counts
+            return  # another process has just created it, and its value counts
         raise ConfigurationError(
             f"{self.layout.data} holds the data of another workspace, {mark.get('workspace')}.",
             expected="a data root of its own for each workspace",

@@ -1,15 +1,15 @@
 """The configuration of a run: pydantic dataclasses, frozen, every field marked and documented.
 
-One section per stage (`data`, `sft`, `grpo`, `publish`, `evaluate`) plus what several stages share
-(`model`, `reward`, `judge`) and what only steers the run (`tracking`, `dispatch`, `disk`,
-`notify`). Field names of training are those of the reference trainer (open-instruct's GRPO), so
-that a seed card's flags read the same here. Values at class level are the defaults of a full-size
-run; recipes set the rest.
+One section per stage (`data`, `sft`, `grpo`, `publish`, `evaluate`) plus those shared by several
+stages (`model`, `reward`, `judge`) and those that only control the run (`tracking`, `dispatch`,
+`disk`, `notify`). Field names of training are those of the reference trainer (open-instruct's
+GRPO), so that a seed card's flags read the same here. Values at class level are the defaults of a
+full-size run; recipes set the rest.
 
-Sections stand in :mod:`refiner_core.contract.sections`, each with the checks of its own fields;
-checks across sections in :mod:`refiner_core.contract.checks`. Text comes in through
-:mod:`refiner_core.contract.loading`, which turns YAML and overrides into these classes and refuses
-what does not fit.
+Sections are in :mod:`refiner_core.contract.sections`, each with the checks of its own fields;
+checks across sections in :mod:`refiner_core.contract.checks`.
+:mod:`refiner_core.contract.loading` turns YAML and overrides into these classes and refuses what
+does not fit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class EvaluateConfig:
 
     models: tuple[Literal["base", "sft", "rft", "grpo", "command"], ...] = identity(
         ("base", "sft", "rft", "grpo", "command"),
-        doc="models evaluated, where the recipe makes them",
+        doc="models evaluated, if the recipe makes them",
     )
     decoding: tuple[Literal["greedy", "sampled"], ...] = identity(
         ("greedy", "sampled"), doc="decodings evaluated, each a protocol of its own"
@@ -61,41 +61,39 @@ class EvaluateConfig:
     max_prompts: int | None = identity(
         None,
         ge=1,
-        doc="use at most this many held-out prompts: the first, of tasks the first of each domain "
-        "by its share",
+        doc="use at most this many held-out prompts (the first; of tasks, the first of each domain "
+        "by its share)",
     )
     num_samples: int = identity(4, ge=1, doc="samples per prompt of the sampled decoding")
     temperature: float = identity(1.0, ge=0, doc="temperature of the sampled decoding")
     top_p: float = identity(
         1.0, gt=0, le=1, doc="nucleus sampling of the sampled decoding; 1 is off"
     )
-    top_k: int = added(
-        0, ge=0, doc="the sampled decoding draws from the likeliest tokens only; 0 is off"
-    )
+    top_k: int = added(0, ge=0, doc="top-k of the sampled decoding; 0 is off")
     user: UserConfig = section(
-        UserConfig, doc="the user in evaluation: another one than in training, where it has a model"
+        UserConfig, doc="the user in evaluation, if it differs from that in training (has a model)"
     )
     bootstrap_samples: int = identity(2000, ge=1, doc="resamples behind each interval of a mean")
     seed: int = identity(1234, doc="sampling seed; the same for every run, so that arms pair up")
     batch_size: int = identity(
         256,
         ge=1,
-        doc="samples decoded together; sums are taken in another order with another number",
+        doc="samples decoded together; another number changes the order of sums",
     )
     occasion: str = added(
         "",
-        doc="evaluate afresh for this occasion: with another name nothing is taken from an earlier "
-        "evaluation, nor from the store of judgements",
+        doc="name of the occasion: with another, nothing is reused from earlier evaluations or "
+        "from the store of judgements",
     )
     protocols: tuple[str, ...] = added(
         (),
-        doc="protocol files (shipped names, or YAML files): each model is evaluated under each of "
-        "them too; a configuration holds what they say, as JSON",
+        doc="protocol files (shipped names, or YAML files): each model is also evaluated under "
+        "them; a configuration holds their contents, as JSON",
     )
     fresh_reference: bool = execution(
         True,
-        doc="ask a served judge about the random copier's answers anew in every evaluation, "
-        "whatever the store knows: the control against a judge that drifts; one answer a prompt",
+        doc="judge the random copier's answers again in every evaluation, without the store: the "
+        "control against a served judge that drifts; one answer a prompt",
     )
     resources: Resources = section(Resources, doc="resources of the evaluation job")
 
@@ -106,37 +104,39 @@ class RecipeConfig:
 
     recipe: str = execution("unnamed", doc="name of the recipe")
     description: str = execution("", doc="one paragraph for people")
-    workspace: str = execution("runs", doc="folder that holds records, outputs, checkpoints, logs")
+    workspace: str = execution("runs", doc="folder of records, outputs, checkpoints, logs")
     log_level: Literal["debug", "info", "warning", "error"] = execution("info", doc="of stage logs")
     data_root: str | None = execution(
-        None, doc="folder for the large files, where they lie on another disk than `workspace`"
+        None, doc="folder of the large files, if on another disk than `workspace`"
     )
     stages: tuple[Literal["data", "sft", "rft", "grpo", "command", "publish", "evaluate"], ...] = (
         execution(
             ("data", "sft", "grpo", "publish", "evaluate"),
-            doc="stages of the recipe (execution: what a stage *is* follows from its inputs); "
-            "`rft` is two: `sample`, and SFT on what was kept",
+            doc="stages of the recipe (execution: a stage's identity follows from its inputs); "
+            "`rft` is two: `sample`, and SFT on the kept attempts",
         )
     )
     only: tuple[str, ...] = execution(
-        (), doc="names of the stages that this call is about; the others must be there already"
+        (), doc="names of the stages to run in this call; the others must exist already"
     )
     seed: int = identity(42, doc="run seed: split, order, sampling")
     model: ModelConfig = section(ModelConfig, doc="the model that training starts from")
     data: DataConfig = section(DataConfig, doc="rows to tokens")
     sft: SftConfig = section(SftConfig, doc="supervised fine-tuning")
-    sample: SampleConfig = section(SampleConfig, doc="attempts to fine-tune on, and what is kept")
-    rft: SftConfig = section(SftConfig, doc="supervised fine-tuning on the attempts that were kept")
+    sample: SampleConfig = section(
+        SampleConfig, doc="attempts to fine-tune on, and their selection"
+    )
+    rft: SftConfig = section(SftConfig, doc="supervised fine-tuning on the kept attempts")
     grpo: GrpoConfig = section(GrpoConfig, doc="GRPO")
     command: CommandConfig = section(CommandConfig, doc="another trainer")
     reward: RewardConfig = section(RewardConfig, doc="the reward")
     judge: JudgeConfig = section(JudgeConfig, doc="the judge")
     environment: EnvironmentConfig = section(
-        EnvironmentConfig, doc="what an agent with tools works in"
+        EnvironmentConfig, doc="environment of an agent with tools"
     )
     publish: PublishConfig = section(PublishConfig, doc="publishing")
     evaluate: EvaluateConfig = section(EvaluateConfig, doc="evaluation")
     tracking: TrackingConfig = section(TrackingConfig, doc="experiment tracking")
     dispatch: DispatchConfig = section(DispatchConfig, doc="jobs")
-    disk: DiskConfig = section(DiskConfig, doc="room on the disk")
-    notify: NotifyConfig = section(NotifyConfig, doc="who hears of it")
+    disk: DiskConfig = section(DiskConfig, doc="disk space")
+    notify: NotifyConfig = section(NotifyConfig, doc="notifications")

@@ -1,10 +1,10 @@
 """Errors that a user can act on.
 
-Every refusal says three things: what happened, what was expected, and which field or command mends
-it. Each class carries the exit code of the `refiner` command (table: :data:`EXIT_CODES`), so that
+Every refusal has three parts: what happened, what was expected, and the field or command that fixes
+it. Each class has an exit code of the `refiner` command (table: :data:`EXIT_CODES`), so that
 scripts can tell a typing mistake from a full disk without parsing text.
 
-Classes are also the builtin error that they specialise, so library users can catch ``ValueError``.
+Classes also derive from the matching builtin error, so library users can catch ``ValueError``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RefinerError(Exception):
     """Base of all errors that end in a one-paragraph message instead of a traceback."""
 
     exit_code: int = 1
-    #: True where running the same command again goes on from what is there.
+    #: True if running the same command again resumes.
     resumable: bool = False
 
     def __init__(self, what: str, *, expected: str = "", fix: str = "") -> None:
@@ -57,7 +57,7 @@ class RefinerError(Exception):
         if self.expected:
             parts.append(f"Expected {self.expected.rstrip()}")
         if self.fix:
-            parts.append(f"To mend it: {self.fix.rstrip()}")
+            parts.append(f"To fix it: {self.fix.rstrip()}")
         ended = [p if p.endswith((".", "!", "?")) else p + "." for p in parts]
         if parts[-1].endswith("`"):
             ended[-1] = parts[-1]  # a command at the very end is copied without a full stop
@@ -96,7 +96,7 @@ class DamagedCheckpoint(WorkspaceError):
 
 
 class NoSpaceError(RefinerError, OSError):
-    """ENOSPC or EDQUOT: a state of the world, not a bug. Always resumable."""
+    """ENOSPC or EDQUOT: a state, not a bug. Always resumable."""
 
     exit_code = 5
     resumable = True

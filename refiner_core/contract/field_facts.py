@@ -1,8 +1,8 @@
 """Facts about configuration fields that need no recipe: in words, and as a JSON Schema.
 
-In: a dotted path such as ``grpo.beta``, a section, or a word to look for. Out: :class:`FieldFacts`
-with its type, choices, mark, default, and the kinds of stages whose fingerprints it reaches; or the
-schema of all fields, for editors and for who checks recipes elsewhere.
+In: a dotted path such as ``grpo.beta``, a section, or a word to search for. Out:
+:class:`FieldFacts` with its type, choices, mark, default, and the kinds of stages whose
+fingerprints it affects; or the schema of all fields, for editors and external checks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from refiner_core.contract.planned import (
     SHIPPED_OR_FILE,
 )
 
-#: Where the fields that lie in no section are listed.
+#: Heading of the fields outside of sections.
 TOP = "(top)"
 _NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 
@@ -46,15 +46,15 @@ class FieldFacts:
     type
         In words: ``number``, ``list of text``, ``text or null``, ``one of``.
     choices
-        The values that it may have, where these are few.
+        The allowed values, if they are few.
     legacy
-        The value that runs had before the field existed; ``ABSENT`` where it always has.
+        The value in effect before the field existed; ``ABSENT`` if it always has.
     kinds
-        Kinds of stages whose fingerprint it enters; stages that read theirs follow.
+        Kinds of stages whose fingerprint includes it; later stages follow.
     notes
-        On what else that depends.
+        Further conditions on that.
     range
-        What a number must be, in words; empty where any will do.
+        The range of a number, in words; empty without limits.
     """
 
     path: str
@@ -70,7 +70,7 @@ class FieldFacts:
 
     @property
     def always_there(self) -> bool:
-        """Say whether the field has existed from the first release on."""
+        """Tell whether the field has existed since the first release."""
         return self.legacy is ABSENT
 
 
@@ -80,7 +80,7 @@ def facts_of(path: str) -> FieldFacts:
     Raises
     ------
     ConfigurationError
-        There is none; says which was meant.
+        There is none; suggests the nearest.
     """
     info = field_info(path)
     return FieldFacts(
@@ -106,7 +106,7 @@ def field_paths() -> tuple[str, ...]:
 @functools.cache
 def sections() -> dict[str, str]:
     """Every section, nested ones included, with its documentation; :data:`TOP` first."""
-    return {TOP: "what belongs to no section", **dict(_sections(RecipeConfig, ""))}
+    return {TOP: "fields outside of sections", **dict(_sections(RecipeConfig, ""))}
 
 
 def _sections(kind: type, prefix: str) -> Iterable[tuple[str, str]]:
@@ -126,12 +126,12 @@ def fields_below(section: str) -> list[str]:
 
 
 def fields_called(word: str) -> list[str]:
-    """Fields that ``word`` names: a field, a section, or a last part.
+    """Fields named by ``word``: a field, a section, or a last part.
 
     Raises
     ------
     ConfigurationError
-        There is none; names the nearest.
+        There is none; suggests the nearest.
     """
     if word in field_paths():
         return [word]
@@ -155,7 +155,7 @@ def fields_about(word: str) -> list[str]:
     Raises
     ------
     ConfigurationError
-        None has.
+        There is none.
     """
     wanted = word.casefold().split()
     known = dict(walk(RecipeConfig))
@@ -166,7 +166,7 @@ def fields_about(word: str) -> list[str]:
     found = [path for path, text in texts.items() if wanted and all(w in text for w in wanted)]
     if not found:
         raise ConfigurationError(
-            f"No field speaks of {word!r}.",
+            f"No field mentions {word!r}.",
             expected="a word of a field's name or explanation",
             fix="try a shorter word, or see all of them with `refiner show --all`",
         )
@@ -186,7 +186,7 @@ def choices_of(kind: Any) -> tuple[Any, ...]:
 
 
 def is_list(kind: Any) -> bool:
-    """Say whether a field of that type is a list."""
+    """Tell whether a field of that type is a list."""
     return typing.get_origin(kind) is tuple
 
 
@@ -222,15 +222,15 @@ def _notes(path: str) -> tuple[str, ...]:
     checks = " or ".join(f"{section}.{name}" for name in HEALTH_CHECKS_OF.get(leaf, (leaf,)))
     of_episodes, of_agents = _is_of_episodes(path), path.startswith("environment.")
     notes = {
-        "it says which stages there are, not what one of them is": path in NOT_IN_A_STAGE,
+        "it determines which stages exist, not their identity": path in NOT_IN_A_STAGE,
         "of the stage `publish-best` only": path in ONLY_OF_THE_BEST,
-        "what counts is the content that it names, not where that lies": path in NAMED_BY_SOURCE,
-        "of a file, its content counts, not where it lies": path in SHIPPED_OR_FILE,
+        "only the content that it names counts, not its place": path in NAMED_BY_SOURCE,
+        "of a file, only its content counts, not its place": path in SHIPPED_OR_FILE,
         "with judge.kind=openai only": path in ONLY_OF_A_SERVED_JUDGE,
         f"only where {checks} is `skip`: nothing else changes what is trained": section.endswith(
             ".health"
         ),
-        "an evaluation's only where it is of episodes, with environment.name": of_episodes,
+        "in an evaluation only if it is of episodes, with environment.name": of_episodes,
         "only where environment.name is set": of_agents
         and not of_episodes
         and path != "environment.name",
@@ -244,7 +244,7 @@ def _is_of_episodes(path: str) -> bool:
     return path in ONLY_OF_EPISODES or path.startswith("environment.user.")
 
 
-#: What ``refiner init`` writes beside a recipe, and the line of the recipe that names it.
+#: Schema that ``refiner init`` writes beside a recipe, and the recipe's line that names it.
 SCHEMA_FILE = "recipe.schema.json"
 EDITOR_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
@@ -266,7 +266,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def _value(field: dict[str, Any]) -> dict[str, Any]:
-    """A field's value, or its form in a file."""
+    """The schema of a field's value in a file."""
     about = {k: v for k, v in field.items() if k in _ABOUT and k != "title"}
     value = {k: v for k, v in field.items() if k not in _ABOUT}
     if "$ref" in value:

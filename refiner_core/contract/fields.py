@@ -1,7 +1,7 @@
 """Fields of the configuration by dotted path: found, checked, replaced.
 
-In: ``grpo.beta`` and a value. Out: the value as the field holds it, or an error that says what
-would fit, with the nearest name that there is.
+In: ``grpo.beta`` and a value. Out: the value as the field holds it, or an error with what would
+fit and the nearest existing name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def field_info(path: str, origin: str = "") -> FieldInfo:
     Raises
     ------
     ConfigurationError
-        There is none; says which was meant, and that it stands in ``origin``.
+        There is none; suggests the nearest, and names ``origin``.
     """
     known = _fields()
     if path not in known:
@@ -81,16 +81,16 @@ def refuse_fields(
     Parameters
     ----------
     wrong
-        Nothing is done where this is not true.
+        Condition of the refusal.
     paths
-        Dotted fields, with spaces between them: the message has their values.
+        Dotted fields, separated by spaces: the message has their values.
     expected, fix
-        As of :class:`~refiner_core.contract.errors.RefinerError`.
+        As in :class:`~refiner_core.contract.errors.RefinerError`.
 
     Raises
     ------
     ConfigurationError
-        It is wrong.
+        ``wrong`` is true.
     """
     if not wrong:
         return
@@ -144,13 +144,13 @@ def unknown_key(path: str, origin: str) -> ConfigurationError:
 
 
 def typed(kind: Any, value: Any, path: str = "", origin: str = "") -> Any:
-    """``value``, as it stands in YAML or in a record, as a section or a field's type: whole numbers
-    pass as floats, lists as tuples, nothing else is converted.
+    """``value``, from YAML or a record, as a section or a field's type: whole numbers pass as
+    floats, lists as tuples, nothing else is converted.
 
     Raises
     ------
     ConfigurationError
-        Names the first field that does not fit, and what it is besides.
+        Names the first field that does not fit, and all others.
     """
     text = json.dumps(value, default=lambda v: {type(v).__name__: str(v)})
     try:
@@ -159,7 +159,7 @@ def typed(kind: Any, value: Any, path: str = "", origin: str = "") -> Any:
         found = [_refusal(e, path, origin) for e in error.errors(include_url=False)]
     first, *others = sorted(found, key=lambda refusal: not refusal.what.startswith("There is no"))
     also = "".join(f" {e.what.rstrip('.')} (expected {e.expected})." for e in others)
-    fix = f"{first.fix}. Wrong besides:{also}" if also else first.fix
+    fix = f"{first.fix}. Other errors:{also}" if also else first.fix
     raise ConfigurationError(first.what, expected=first.expected, fix=fix)
 
 
@@ -191,7 +191,7 @@ def _refusal(error: Any, path: str, origin: str) -> ConfigurationError:
 
 
 def _deepest(path: str, value: Any) -> str:
-    """``grpoo.beta`` rather than ``grpoo``: what the user typed, not where it was noticed."""
+    """``grpoo.beta`` rather than ``grpoo``: what the user typed, not where the check failed."""
     while isinstance(value, Mapping) and len(value) == 1:
         ((key, value),) = value.items()
         path = f"{path}.{key}"
@@ -217,7 +217,7 @@ def _wrong(
 
 
 def _default_of(path: str) -> str:
-    """`` (it is 0.01 where nothing sets it)``, in the form of an override; else nothing."""
+    """The field's default as a hint, in the form of an override; else nothing."""
     info = _fields().get(path)
     if (
         info is None

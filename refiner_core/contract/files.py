@@ -1,8 +1,8 @@
 """Atomic file replacement, and YAML files that people write.
 
-In: a path. Out: an open file that becomes it, written beside its place, synced, then renamed; for
-what a stage leaves in its own output folder. Control files, which several processes may write, are
-the business of ``infra``. Or what a YAML file says, or why it cannot be read, and in which line.
+In: a path. Out: an open file that replaces it, written beside it, synced, then renamed (for a
+stage's own output folder; ``infra`` handles control files, which several processes may write). Or
+the content of a YAML file, or the reason with the line why it cannot be read.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def read_yaml(source: Path | str, what: str, fix: str = "") -> Any:
     Parameters
     ----------
     what
-        What messages call it: ``Recipe mine.yaml``.
+        Its name in messages: ``Recipe mine.yaml``.
     fix
-        How to mend what cannot be read, where there is more to say than its place.
+        How to fix an unreadable file, beyond its place.
 
     Raises
     ------
     ConfigurationError
-        It cannot be read; says in which line.
+        It cannot be read; names the line.
     """
     import yaml
 
@@ -57,25 +57,25 @@ def read_yaml(source: Path | str, what: str, fix: str = "") -> Any:
 def yaml_node(
     source: Path | str, what: str, example: str, *, may_be_empty: bool = False
 ) -> DictConfig:
-    """The fields of a YAML file, or of the text of one, with interpolations. No key stands twice,
-    ``1e-4`` is a number, and a date is text.
+    """The fields of a YAML file, or of the text of one, with interpolations. Duplicate keys are
+    refused, ``1e-4`` is a number, and a date is text.
 
     Parameters
     ----------
     example
-        A line as it might stand there.
+        A possible line of it.
 
     Raises
     ------
     ConfigurationError
-        It cannot be read, is no mapping, or says nothing.
+        It cannot be read, is not a mapping, or is empty.
     """
     from omegaconf import DictConfig, OmegaConf
 
     try:
         with readable(source, what):
             node: Any = OmegaConf.create(_text(source))
-    except AssertionError:  # OmegaConf's answer to a lone number
+    except AssertionError:  # OmegaConf's error for a lone number
         node = None
     if isinstance(node, DictConfig) and (node or may_be_empty):
         return node
@@ -96,7 +96,7 @@ def yaml_fields(
     resolve: bool = True,
     may_be_empty: bool = False,
 ) -> dict[str, Any]:
-    """The same as plain values; errors as of :func:`yaml_node`."""
+    """The same as plain values; errors as in :func:`yaml_node`."""
     from omegaconf import OmegaConf
 
     node = yaml_node(source, what, example, may_be_empty=may_be_empty)
@@ -106,8 +106,8 @@ def yaml_fields(
 
 
 def keys_twice(root: Any) -> Iterator[tuple[int, str]]:
-    """Line and name of keys below a composed node that their mapping already has. With aliases a
-    node stands in several places, in itself even; it is looked at once."""
+    """Line and name of duplicate keys below a composed node. With aliases a node has several
+    places, possibly within itself; it is visited once."""
     waiting, looked_at = [root], set()
     while waiting:
         node = waiting.pop()
@@ -133,7 +133,7 @@ def readable(source: Path | str, what: str, fix: str = "") -> Iterator[None]:
         yield
     except AssertionError:
         raise
-    except Exception as error:  # yaml raises its own family, omegaconf another
+    except Exception as error:  # yaml and omegaconf raise their own families
         why, mend = _reason(error), "correct the place named above"
         if isinstance(error, RecursionError):
             why, mend = "it is nested too deeply", "correct the nesting"

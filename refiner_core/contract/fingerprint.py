@@ -1,4 +1,4 @@
-"""Fingerprints (what a stage *is*, as a hash), and seeds that derive from what is sampled.
+"""Fingerprints (a stage's identity as a hash), and seeds derived from the sample.
 
 A stage's fingerprint covers its kind, the stage version, the identity fields that it depends on,
 the digests of outside sources (data files, model weights, rubric sets, judge prompts) and the
@@ -55,7 +55,7 @@ def identity_values(config: RecipeConfig, prefixes: Iterable[str]) -> dict[str, 
 def _identity_fields(
     prefixes: tuple[str, ...],
 ) -> tuple[tuple[str, Callable[[Any], Any], Any], ...]:
-    """Path, getter and legacy value. Cached: a sweep asks for the same sets thousands of times."""
+    """Path, getter and legacy value. Cached: a sweep uses the same sets thousands of times."""
     return tuple(
         (path, attrgetter(path), info.legacy_value)
         for path, info in walk(RecipeConfig)

@@ -3,10 +3,10 @@
     recipe file ─┐ include: [other.yaml]          (later wins, lists replace)
     overrides  ──┴─> OmegaConf (interpolation) ──> RecipeConfig (frozen, every field checked)
 
-OmegaConf stays at this edge. Everything it yields is checked against the dataclasses here, so that
-a misspelt key or a wrong type is refused with the name of the right one, whatever file it is in.
-Also the ways back: the override that sets a value, the places that set a field, and what follows
-from a field by interpolation.
+OmegaConf is used only here. Its output is checked against the dataclasses, so that a misspelt key
+or a wrong type is refused with the name of the right one, whatever file it is in. Also the inverse:
+the override that sets a value, the places that set a field, and the fields that depend on a field
+by interpolation.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def without_former(values: Mapping[str, Any]) -> dict[str, Any]:
     if kept.keys() != notify.keys():
         warn_former("notify.prefect", "Prefect has the states of flow runs for automations")
     if kept.get("webhook") is not None:
-        warn_former("notify.webhook", "it works as notify.urls=[NAME], which takes its place", "")
+        warn_former("notify.webhook", "notify.urls=[NAME] replaces it", "")
     if isinstance(on := kept.get("on"), list | tuple) and "resumed" in on:
-        warn_former("`resumed` in notify.on", "`refiner status` says what goes on")
+        warn_former("`resumed` in notify.on", "`refiner status` shows running stages")
         kept["on"] = [word for word in on if word != "resumed"]
     return {**values, "notify": kept}
 
@@ -82,7 +82,7 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RecipeConfig:
     Raises
     ------
     ConfigurationError
-        Unknown recipe, key or value; the message says what would fit.
+        Unknown recipe, key or value; the message suggests what would fit.
     """
     path = find_recipe(recipe)
     return parse_config(_merge(path, overrides), name=path.stem, origin=str(recipe))
@@ -97,7 +97,7 @@ def apply_overrides(config: RecipeConfig, overrides: Sequence[str]) -> RecipeCon
     Raises
     ------
     ConfigurationError
-        Unknown key or value; the message says what would fit.
+        Unknown key or value; the message suggests what would fit.
     """
     from omegaconf import OmegaConf
 
@@ -117,8 +117,8 @@ def leaves(prefix: str, values: Any) -> typing.Iterator[tuple[str, Any]]:
 
 
 def merged(path: Path, overrides: Sequence[str]) -> Any:
-    """A recipe's file with what it includes and with overrides, as an OmegaConf node whose
-    interpolations are not resolved."""
+    """A recipe's file with its includes and overrides, as an OmegaConf node with unresolved
+    interpolations."""
     from omegaconf import OmegaConf
 
     nodes = [file.node for file in recipe_files(path)]
@@ -144,8 +144,8 @@ def _merge(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_override(text: str, folder: Path | None = None) -> Any:
-    """One ``key=value`` as an OmegaConf node; files are looked for in ``folder`` (default: the
-    current one)."""
+    """One ``key=value`` as an OmegaConf node; relative files are searched in ``folder`` (default:
+    the current one)."""
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
@@ -163,7 +163,7 @@ def parse_override(text: str, folder: Path | None = None) -> Any:
         raise ConfigurationError(
             f"The value of override {text!r} is not YAML: {reason}.",
             expected="a number, true or false, text, or a list such as [a, b]",
-            fix=f"quote text with signs of YAML in it, for YAML and for the shell: {key}='\"…\"'",
+            fix=f"quote text with YAML syntax in it, for YAML and for the shell: {key}='\"…\"'",
         ) from error
 
 
@@ -171,12 +171,12 @@ def parse_override(text: str, folder: Path | None = None) -> Any:
 
 
 def parse_config(values: Mapping[str, Any], *, name: str = "", origin: str = "") -> RecipeConfig:
-    """A mapping as it stands in YAML or in a record, checked and typed.
+    """A mapping from YAML or a record, checked and typed.
 
     Raises
     ------
     ConfigurationError
-        Names the dotted field, what it is, what was expected.
+        Names the dotted field, its value, and what was expected.
     """
     values = dict(values)
     values.setdefault("recipe", name or "unnamed")
@@ -184,14 +184,14 @@ def parse_config(values: Mapping[str, Any], *, name: str = "", origin: str = "")
 
 
 def read_values(values: Mapping[str, Any], folder: Path, origin: str = "") -> dict[str, Any]:
-    """Fields of a mapping, nested or with dotted keys, as overrides are read: dotted path -> value.
+    """Fields of a mapping, nested or with dotted keys, read like overrides: dotted path -> value.
 
-    Files that it names beside ``folder`` become whole paths. What is checked is each value's type.
+    Names of files in ``folder`` become whole paths. Only each value's type is checked.
 
     Raises
     ------
     ConfigurationError
-        Unknown field, wrong type, or an interpolation, which nothing here could resolve.
+        Unknown field, wrong type, or an interpolation, which cannot be resolved here.
     """
     found = {}
     for path, value in leaves("", _json_fields_as_text(values)):
@@ -212,7 +212,7 @@ def read_overrides(texts: Sequence[str], folder: Path, origin: str = "") -> dict
 
 
 def _json_fields_as_text(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``values`` with what is JSON, though it was written as a mapping, as text."""
+    """``values`` with JSON fields as text, also those written as a mapping."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{prefix}{key}"
@@ -240,26 +240,26 @@ def _plain(path: str, value: Any) -> Any:
 
 
 def override_text(path: str, value: Any) -> str:
-    """The ``key=value`` that sets a field to ``value``: what one types behind `refiner run`."""
+    """The ``key=value`` that sets a field to ``value``, as typed after `refiner run`."""
     return f"{path}={_yaml_text(value, _escaped)}"
 
 
 def written_overrides(values: Mapping[str, Any], folder: Path) -> list[str]:
-    """A mapping of fields, nested or with dotted keys, as ``key=value`` texts that say the same:
-    interpolations are kept, and files that lie in ``folder`` are named by their whole paths."""
+    """A mapping of fields, nested or with dotted keys, as equivalent ``key=value`` texts:
+    interpolations are kept, and files in ``folder`` are named by their whole paths."""
     found = leaves("", _json_fields_as_text(values))
     return [whole_paths(f"{p}={_yaml_text(v, lambda text: text)}", folder) for p, v in found]
 
 
 def whole_paths(text: str, folder: Path) -> str:
-    """A ``key=value`` that says the same from wherever it is typed: files that lie in ``folder`` by
-    their whole paths. All others are left as they are."""
+    """An equivalent ``key=value`` that works in any folder: files in ``folder`` become whole
+    paths. All other texts are unchanged."""
     from omegaconf import OmegaConf
 
     path = text.partition("=")[0]
     if path not in FILE_FIELDS and path != _PROTOCOLS:
         return text
-    parse_override(text, folder)  # refuses what is no override
+    parse_override(text, folder)  # refuses an invalid override
     section, _, leaf = path.rpartition(".")
     value = OmegaConf.to_container(OmegaConf.from_dotlist([text])[section], resolve=False)
     found = value[leaf] if isinstance(value, dict) else None
@@ -272,12 +272,12 @@ def whole_paths(text: str, folder: Path) -> str:
     return text if whole == found else f"{path}={_yaml_text(whole, lambda text: text)}"
 
 
-#: Names of protocol files, which a configuration holds as what they say.
+#: Names of protocol files; a configuration holds their contents.
 _PROTOCOLS = "evaluate.protocols"
 
 
 def _yaml_text(value: Any, prepare: Callable[[str], str]) -> str:
-    """``value`` so that YAML reads it back as it is, texts as ``prepare`` makes them."""
+    """``value`` as YAML that is read back unchanged; ``prepare`` is applied to texts."""
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_yaml_text(v, prepare) for v in value) + "]"
     if not isinstance(value, str):
@@ -295,9 +295,9 @@ def _escaped(value: Any) -> Any:
     return _INTERPOLATION.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-#: Text that OmegaConf takes for an interpolation, with the escapes before it.
+#: Text that OmegaConf reads as an interpolation, with the escapes before it.
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
-#: Text that YAML takes for nothing else, wherever it stands; and what it does take for another.
+#: Text that YAML always reads as text; the exceptions follow.
 _PLAIN_TEXT = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+-]*")
 _NOT_TEXT = ("true", "false", "yes", "no", "on", "off", "y", "n", "null", "inf", "nan")
 
@@ -308,12 +308,12 @@ _WORD = re.compile(r"\w+")
 
 
 def what_follows(recipe: str, overrides: Sequence[str], changed: Iterable[str]) -> Follow | None:
-    """The fields that take their values from others, as they are after changes.
+    """A function for the fields that take their values from others, after changes.
 
     Parameters
     ----------
     changed
-        Dotted fields that are going to be changed. None is returned where no interpolation can
+        Dotted fields that are going to be changed. The result is None if no interpolation can
         depend on one of them.
     """
     from omegaconf import OmegaConf
@@ -354,9 +354,9 @@ class Setting:
     place
         ``tiny.yaml:17`` of a shipped recipe, the path and line of any other file, or ``override``.
     text
-        The value as it is written there, interpolations included.
+        The value as written there, with interpolations.
     included_by
-        The files between the recipe that was named and this one, outermost first.
+        The files between the named recipe and this one, outermost first.
     """
 
     place: str
@@ -396,8 +396,8 @@ def settings(recipe: str, overrides: Sequence[str]) -> dict[str, list[Setting]]:
 
 
 def _scalars(node: Any, prefix: str, text: str) -> Iterator[tuple[str, tuple[int, str]]]:
-    """Fields below a mapping node, each with its line and text; what it takes over with ``<<``
-    comes first."""
+    """Fields below a mapping node, each with its line and text; those merged by ``<<`` come
+    first."""
     import yaml
 
     for key, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
@@ -407,6 +407,6 @@ def _scalars(node: Any, prefix: str, text: str) -> Iterator[tuple[str, tuple[int
             continue
         if isinstance(value, yaml.MappingNode):
             yield from _scalars(value, f"{prefix}{key.value}.", text)
-            # and a mapping of a field that is JSON text is the field itself
+            # and a mapping of a field with JSON text is the field itself
         written = text[value.start_mark.index : value.end_mark.index]
         yield f"{prefix}{key.value}", (key.start_mark.line + 1, " ".join(written.split()))

@@ -1,10 +1,10 @@
-"""Identity and execution: the mark that every configuration field carries.
+"""Identity and execution: the mark of every configuration field.
 
-*Identity* fields decide what is computed and enter a stage's fingerprint. *Execution* fields decide
-where and how it is computed and never enter it. A field that is added to an existing section later
-declares ``legacy_value``: the value that all older runs had in effect (with :func:`added`, its
-default). A field at its legacy value is left out of the fingerprint, so adding an option never
-invalidates finished work. The range of a number stands in its declaration, too.
+*Identity* fields determine what is computed and enter a stage's fingerprint. *Execution* fields
+determine where and how it is computed and never enter it. A field that is added to an existing
+section later declares ``legacy_value``: the value in effect in all older runs (with :func:`added`,
+its default). A field at its legacy value is left out of the fingerprint, so adding an option never
+invalidates finished work. The declaration also has the range of a number.
 
 >>> from pydantic.dataclasses import dataclass
 >>> @dataclass(frozen=True, config=STRICT)
@@ -26,15 +26,15 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import is_pydantic_dataclass
 
-#: How pydantic takes the sections: nothing is converted, no unknown field passes.
+#: Pydantic's mode for the sections: no conversions, no unknown fields.
 STRICT = ConfigDict(strict=True, extra="forbid", defer_build=True)
-#: What YAML makes of the bare word ``off``.
+#: YAML reads the bare word ``off`` as false.
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 Mark = Literal["identity", "execution"]
 
 
 class _Absent:
-    """Sentinel: the field has existed from the first release on."""
+    """Sentinel: the field has existed since the first release."""
 
     def __repr__(self) -> str:
         return "ABSENT"
@@ -55,14 +55,14 @@ class Range(NamedTuple):
     lt: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Say whether a number lies in it."""
+        """Tell whether a number lies in it."""
         above = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
         below = (self.le is None or value <= self.le) and (self.lt is None or value < self.lt)
         return above and below
 
     @property
     def words(self) -> str:
-        """For people; empty where every number will do."""
+        """Text for people; empty without limits."""
         if (self.ge, self.le) == (0, 1):
             return "a share between 0 and 1"
         if self.lt is not None:
@@ -96,25 +96,25 @@ def _marked(mark: Mark, default: Any, doc: str, legacy_value: Any, limits: Range
     metadata = {
         _KEY: {"mark": mark, "doc": doc, "legacy_value": legacy_value, "range": limits},
         "description": doc,
-        # Limits of numbers are checked by the plan: a record from before a limit can be read.
+        # Limits of numbers are checked by the plan, so that records from before a limit are read.
         "json_schema_extra": {"x-mark": mark, **bounds},
     }
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def identity(default: Any, *, doc: str, legacy_value: Any = ABSENT, **limits: float) -> Any:
-    """A field whose value decides what is computed; part of the fingerprint. ``limits`` are those
-    of :class:`Range`."""
+    """A field whose value determines what is computed; part of the fingerprint. ``limits`` are
+    those of :class:`Range`."""
     return _marked("identity", default, doc, legacy_value, Range(**limits))
 
 
 def added(default: Any, *, doc: str, **limits: float) -> Any:
-    """An identity field that came later; older runs were what its default makes of them."""
+    """An identity field added later; its default is the value in effect in older runs."""
     return _marked("identity", default, doc, default, Range(**limits))
 
 
 def execution(default: Any, *, doc: str, **limits: float) -> Any:
-    """A field that decides where or how something runs; never part of the fingerprint."""
+    """A field that determines where or how something runs; never part of the fingerprint."""
     return _marked("execution", default, doc, ABSENT, Range(**limits))
 
 
@@ -125,13 +125,13 @@ def section(kind: type, *, doc: str) -> Any:
 
 
 def is_section(value_type: Any) -> bool:
-    """Say whether a type is a section of the configuration."""
+    """Tell whether a type is a section of the configuration."""
     return isinstance(value_type, type) and is_pydantic_dataclass(value_type)
 
 
 def unchecked(section: Any, values: Mapping[str, Any]) -> Any:
-    """A section with values that are checked already, or that stand in a record: another version
-    may have taken what this one refuses."""
+    """A section with values that are checked already, or come from a record: another version may
+    have accepted what this one refuses."""
     made = section()
     for field, value in values.items():
         object.__setattr__(made, field, value)
@@ -145,7 +145,7 @@ def walk(kind: type) -> tuple[tuple[str, FieldInfo], ...]:
     Raises
     ------
     TypeError
-        A field has no mark. Every field must say whether it is identity or execution.
+        A field has no mark. Every field must be marked as identity or execution.
     """
     return tuple(_walk(kind, ""))
 

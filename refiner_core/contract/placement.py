@@ -1,18 +1,18 @@
-"""Room for training processes and rollout servers: who gets which GPU, and the memory it takes.
+"""Placement of training processes and rollout servers: GPUs, and memory.
 
-In: a recipe's configuration and a training stage. Out: a :class:`Placement`, the same for whoever
-launches processes, starts servers, checks a plan or forecasts memory; and with a model's shape a
-:class:`MemoryNeed`, by process, part by part.
+In: a recipe's configuration and a training stage. Out: a :class:`Placement`, the same for
+launching processes, starting servers, checking a plan and forecasting memory; and with a model's
+shape a :class:`MemoryNeed`, by process, part by part.
 
-Equally many processes run on every node. All rollout servers are on the first one: they
-listen on loopback and take weights through its memory, and rank 0, which is there, is the only one
-that talks to them. What they take of its GPUs is therefore left idle on further nodes, which is
-said when a plan is made. Processes take the first GPUs of a node and servers the last; with
-`rollout_server.colocate` servers take the first ones, too.
+All nodes run the same number of processes. All rollout servers are on the first node: they
+listen on loopback and take weights through its memory, and only rank 0, which is there, talks to
+them. Their share of GPUs is therefore idle on further nodes, which is reported when a plan is made.
+Processes take the first GPUs of a node and servers the last; with `rollout_server.colocate`
+servers take the first ones, too.
 
 Weights, gradients, optimiser and further copies of the model follow from sizes and ZeRO stage;
 activations and the key/value cache are rules of thumb for a decoder with gated feed-forward parts,
-and a process takes what Python and torch take. Measured peaks stand in a stage's metrics
+and a process takes what Python and torch take. A stage's metrics have the measured peaks
 (`memory/…`).
 """
 
@@ -28,7 +28,7 @@ from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.fields import refuse_fields
 from refiner_core.contract.kinds import TRAINED_HERE
 
-#: Stages that move weights, in the order in which a recipe has them.
+#: Stages that train weights, in the recipe's order.
 TrainingStage = str
 STAGES = TRAINED_HERE
 
@@ -40,19 +40,19 @@ def section_of(config: RecipeConfig, stage: TrainingStage) -> SftConfig | GrpoCo
 
 
 def sft_section(config: RecipeConfig, stage: str) -> SftConfig:
-    """The configuration of a stage that fine-tunes on demonstrations; of any other, that of
+    """The configuration of a stage that fine-tunes on demonstrations; for any other, that of
     ``sft``."""
     found = getattr(config, stage, None)
     return found if isinstance(found, SftConfig) else config.sft
 
 
 def training_stage(kind: str) -> TrainingStage:
-    """The training stage that a kind of stage is.
+    """The training stage of a kind of stage.
 
     Raises
     ------
     ValueError
-        It trains nothing here.
+        The kind does not train in refiner.
     """
     if kind in STAGES:
         return kind
@@ -66,17 +66,17 @@ class Placement:
     Attributes
     ----------
     nodes
-        How many nodes the job has.
+        Number of nodes of the job.
     nproc_per_node
         Training processes on each.
     trainer_gpus
-        GPUs of a node's processes, by local rank, as numbers within what the job was given on
-        that node; empty without GPUs.
+        GPUs of a node's processes, by local rank, as numbers within the job's GPUs on that node;
+        empty without GPUs.
     server_gpus
         GPUs of each rollout server, all on the first node; one entry per server, empty ones
         without GPUs.
     idle_gpus
-        GPUs that nobody uses, on all nodes together.
+        Unused GPUs, on all nodes together.
     """
 
     nodes: int
@@ -92,17 +92,17 @@ class Placement:
 
     @property
     def servers(self) -> int:
-        """Rollout servers."""
+        """Number of rollout servers."""
         return len(self.server_gpus)
 
 
 def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
-    """Say where the processes and rollout servers of a training stage go.
+    """Place the processes and rollout servers of a training stage.
 
     Raises
     ------
     ConfigurationError
-        They do not fit on a node; says the numbers and the fields.
+        They do not fit on a node; names the numbers and the fields.
     """
     refuse = functools.partial(refuse_fields, config)
     section, width = section_of(config, stage), config.grpo.vllm_tensor_parallel_size
@@ -114,7 +114,7 @@ def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
         vllm and (taken >= gpus + shared if gpus else width > 1),
         "grpo.vllm_num_engines grpo.vllm_tensor_parallel_size grpo.resources.gpus "
         "grpo.rollout_server.colocate",
-        "servers x GPUs each < GPUs of a node, so that one is left to train on, or <= with "
+        "servers x GPUs each < GPUs of a node, so that one is left for training, or <= with "
         "colocate; without GPUs, one process per server",
         "lower grpo.vllm_num_engines or grpo.vllm_tensor_parallel_size, raise grpo.resources.gpus, "
         "or set grpo.rollout_server.colocate=true, which lets both share GPUs",
@@ -139,8 +139,8 @@ def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
 
 
 def sampling_servers(config: RecipeConfig) -> tuple[tuple[int, ...], ...]:
-    """The GPUs of each rollout server of a ``sample`` stage, as numbers within its job's. Nobody
-    trains there: servers take as many GPUs as they can share out evenly; without GPUs there are
+    """The GPUs of each rollout server of a ``sample`` stage, as numbers within its job's. Without
+    training there, servers share as many GPUs as divide evenly; without GPUs there are
     ``grpo.vllm_num_engines`` of them.
 
     Raises
@@ -170,11 +170,11 @@ _LOGITS, _LOGIT_BYTES = 1 << 26, 8
 _TYPE = {"float32": 4, "bfloat16": 2}
 _FLOAT = 4  # gradients are added up in float32, whatever the weights are
 _MOMENTS, _MASTERS = 8, 4
-#: Numbers that processes exchange at once, in plain torch and under DeepSpeed.
+#: Numbers exchanged at once by processes, in plain torch and under DeepSpeed.
 _BUCKET, _ZERO_BUCKET = 1 << 26, 200_000_000
-#: Muon keeps one moment of hidden matrices where AdamW keeps two; the rest is an eighth or so.
+#: Muon keeps one moment of hidden matrices where AdamW keeps two; the rest is about an eighth.
 _MUON_SAVES = 3.5
-#: Numbers that a layer keeps per token for its gradient: of the hidden and of the inner width.
+#: Numbers kept per token and layer for the gradient: of the hidden and of the inner width.
 _KEPT_HIDDEN, _KEPT_INNER = 10, 4
 
 
@@ -192,12 +192,12 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What one stage takes.
+    """Memory use of one stage.
 
     Attributes
     ----------
     on_gpu
-        Bytes on the GPU of each process, by what they are for; empty without GPUs.
+        Bytes on the GPU of each process, by purpose; empty without GPUs.
     on_host
         Bytes in the host's memory of each process.
     shared
@@ -224,12 +224,12 @@ class MemoryNeed:
 
 
 def training_memory(config: RecipeConfig, stage: TrainingStage, model: ModelShape) -> MemoryNeed:
-    """Give what a training stage of a model of that shape takes."""
+    """Memory use of a training stage of a model of that shape."""
     section, dtype = section_of(config, stage), _TYPE[config.model.dtype]
     placed, zero = placement_of(config, stage), section.deepspeed_stage or 0
     has_gpus, weights = bool(placed.trainer_gpus), model.parameters * dtype
     tokens = section.pack_length * section.per_device_train_batch_size
-    # Two moments, and master weights where the model's own are too coarse.
+    # Two moments, and master weights if the model's own are too coarse.
     each: float = _MOMENTS + (_MASTERS if config.model.dtype == "bfloat16" else 0)
     if isinstance(section, SftConfig) and section.optimizer == "muon":
         each -= _MUON_SAVES
@@ -267,8 +267,8 @@ def _share(size: int, world: int, is_shared: bool) -> int:
 
 
 def _buffers(model: ModelShape, dtype: int, world: int, zero: int, has_gpus: bool) -> int:
-    """What processes exchange gradients through, and gather shared weights into; on GPUs the next
-    piece travels meanwhile."""
+    """Buffers for exchanging gradients and gathering shared weights; on GPUs the next piece is
+    transferred meanwhile."""
     if world == 1:
         return 0
     if not zero:
@@ -278,7 +278,7 @@ def _buffers(model: ModelShape, dtype: int, world: int, zero: int, has_gpus: boo
 
 
 def _activations(config: RecipeConfig, model: ModelShape, tokens: int) -> int:
-    """Give what one forward pass keeps for its gradient."""
+    """Memory that one forward pass keeps for its gradient."""
     size = tokens * _TYPE[config.model.dtype]
     layer = (_KEPT_HIDDEN * model.hidden + _KEPT_INNER * model.inner) * size
     if config.model.gradient_checkpointing:
@@ -287,8 +287,8 @@ def _activations(config: RecipeConfig, model: ModelShape, tokens: int) -> int:
 
 
 def _sampling(config: RecipeConfig, model: ModelShape, world: int, weights: int) -> dict[str, int]:
-    """Further copies of the model in each process; keys and values of the samples that are decoded
-    together, prompts once per group."""
+    """Further copies of the model in each process; keys and values of samples decoded together,
+    prompts once per group."""
     grpo, group = config.grpo, config.grpo.num_samples_per_prompt_rollout
     copies = {"reference": weights if grpo.beta else 0}
     if grpo.generation_backend != "transformers":
@@ -304,8 +304,8 @@ def _sampling(config: RecipeConfig, model: ModelShape, world: int, weights: int)
 
 
 def _for_servers(config: RecipeConfig, weights: int) -> dict[str, int]:
-    """What rollout servers take of the host: weights that go through its memory, and on a CPU the
-    servers themselves (without their caches, whose size is vLLM's to say)."""
+    """Host memory of rollout servers: weights that go through it, and on a CPU the servers
+    themselves (without their caches, whose size vLLM decides)."""
     grpo = config.grpo
     if grpo.generation_backend != "vllm":
         return {}
@@ -317,8 +317,8 @@ def _for_servers(config: RecipeConfig, weights: int) -> dict[str, int]:
 
 
 def refuse_unsupported(config: RecipeConfig, stage: TrainingStage | None = None) -> None:
-    """Refuse what the recipe needs and this machine has not, for the training stage that is about
-    to run here, or for all that would run on this machine.
+    """Refuse requirements that this machine lacks, for the training stage that is about to run
+    here, or for all stages that would.
 
     Raises
     ------
@@ -336,6 +336,6 @@ def refuse_unsupported(config: RecipeConfig, stage: TrainingStage | None = None)
             raise UnsupportedError(
                 f"{name}.deepspeed_stage is {section.deepspeed_stage}, and DeepSpeed is not "
                 "installed here",
-                expected="DeepSpeed beside refiner, as it is installed with it",
+                expected="DeepSpeed in refiner's environment, as its installation provides it",
                 fix=f"install deepspeed, or set {name}.deepspeed_stage=null",
             )

@@ -1,29 +1,29 @@
-"""The plan: a recipe's stages as values, with fingerprints. Making it changes nothing.
+"""The plan: a recipe's stages as values, with fingerprints. Planning changes nothing.
 
-``make_plan(config, sources)`` is pure: ``sources`` maps names of outside things (``data.sft``,
-``data.rl``, ``model``, ``tokenizer``, ``rubrics``, ``judge_prompt``) to digests that the edge has
-computed; those of a protocol file have its name behind theirs (``rubrics@held-out-v1``). The graph
-follows from the recipe's stage list:
+``make_plan(config, sources)`` is pure: ``sources`` maps names of outside inputs (``data.sft``,
+``data.rl``, ``model``, ``tokenizer``, ``rubrics``, ``judge_prompt``) to digests that the caller has
+computed; those of a protocol file end in its name (``rubrics@held-out-v1``). The graph follows from
+the recipe's stage list:
 
     data ─┬─> sft ──> rft ──> grpo ──> command ──> publish ─┐
           │    │  │    ^ │      │         │                 ├─> card
           │    │  └> sample     │         │                 │
           └────┴─────────┴──────┴─────────┴──> evaluate ────┘ (one per model: base, sft, rft, …)
 
-``rft`` is fine-tuning on what ``sample`` kept of attempts at the training prompts.
+``rft`` is fine-tuning on the attempts at the training prompts that ``sample`` kept.
 
 Each model is evaluated under the recipe's own protocol and under each of ``evaluate.protocols``
-(``evaluate-sft@held-out-v1``), on the recipe's held-out prompts or on a set of the protocol's own
-(``data@held-out-v1``). Where a protocol measures as another does already, there is one stage, under
-the first name.
+(``evaluate-sft@held-out-v1``), on the recipe's held-out prompts or on the protocol's own set
+(``data@held-out-v1``). Protocols with the same measurement share one stage, under the first name.
 
-What is published before training ends is added last (:func:`add_publications`).
+Publications before the end of training are added last (:func:`add_publications`).
 
-``command`` is another trainer; it reads `data` or an earlier model only where its texts name
-``{data}`` or ``{model}``. What lies on a Hub is fetched first, by ``fetch``, where the network is:
-the stages that read it come *after* that stage without having it as an input, so that where a
-model comes from changes no fingerprint. So do those that ask a judge whose server refiner starts:
-``judge``, of kind ``serve``, answers before they begin; see :mod:`refiner_core.contract.services`.
+``command`` is another trainer; it reads `data` or an earlier model only if its texts name
+``{data}`` or ``{model}``. Sources on a Hub are fetched first, by ``fetch``, which needs the
+network: the stages that read them come *after* that stage without having it as an input, so that
+the place of a model changes no fingerprint. The same holds for stages that use a judge whose server
+refiner starts: ``judge``, of kind ``serve``, answers before they begin; see
+:mod:`refiner_core.contract.services`.
 
 Several stages may share a *kind* (``evaluate``); each has a *name* of its own (``evaluate-sft``).
 ``card`` follows ``publish`` and the evaluations and writes the numbers into the published card, so
@@ -59,7 +59,7 @@ def published_steps(config: RecipeConfig) -> tuple[int, ...]:
     Raises
     ------
     ConfigurationError
-        Nobody can tell them before the run, or there are none of them.
+        They are unknown before the run, or there are none.
     """
     publish, model = config.publish, final_model(config)
     refuse = functools.partial(refuse_fields, config)
@@ -68,8 +68,8 @@ def published_steps(config: RecipeConfig) -> tuple[int, ...]:
     refuse(
         model not in TRAINED_HERE or (publish.which != "listed" and model != "grpo"),
         "publish.which stages",
-        f"`final`, where the last model (`{model}`) is that of another trainer, whose steps only "
-        "it can export; or `listed`, where how many steps it takes depends on its data",
+        f"`final` if the last model (`{model}`) is another trainer's, whose steps only "
+        "it can export; or `listed` if its number of steps depends on its data",
         "set publish.which=final, or publish.which=listed publish.steps=[…]; `refiner adopt` "
         "publishes a step of a run that has ended",
     )
@@ -88,7 +88,7 @@ def published_steps(config: RecipeConfig) -> tuple[int, ...]:
 
 
 def publishes_final(config: RecipeConfig) -> bool:
-    """Say whether the last checkpoint is published as such."""
+    """Tell whether the last checkpoint is published as such."""
     publish = config.publish
     if "publish" not in config.stages or publish.which == "best":
         return False
@@ -98,24 +98,24 @@ def publishes_final(config: RecipeConfig) -> bool:
 
 
 def add_publications(builder: Builder, stage: str, roles: dict[str, str]) -> None:
-    """Add what publishes the model of training stage ``stage``: for the last checkpoint
+    """Add the stages that publish the model of training stage ``stage``. For the last checkpoint:
 
         grpo ──> publish ─┬─> card
               └> evaluate ┘
 
-    and for each step before it (:func:`published_steps`), while training goes on:
+    For each step before it (:func:`published_steps`), while training continues:
 
         grpo @ step 50 ──> export-step50 ──┬─> publish-step50 ──────┬─> card-step50
                                            └─> evaluate-grpo-step50 ┘
 
     ``export`` waits for the *checkpoint* of that step, not for the end of training. ``evaluate``
-    stands for those under each protocol: whatever is published is measured under all of them, for
-    its card. ``card-progression`` writes the steps' numbers into the last card, once all are there.
+    stands for one stage per protocol: every published step is measured under all of them, for its
+    card. ``card-progression`` writes the steps' numbers into the last card, once all are there.
     With ``publish.which=best`` every saved step is exported and evaluated, and one ``publish-best``
     has them all as inputs (``weights-step50``, ``evaluation-step50``, …, ``weights``).
 
-    ``roles`` maps ``evaluation-sft`` (``evaluation-sft@PROTOCOL``) to the names of `evaluate`
-    stages, as far as there are any.
+    ``roles`` maps ``evaluation-sft`` (``evaluation-sft@PROTOCOL``) to the names of the existing
+    `evaluate` stages.
     """
     config, model = builder.config, final_model(builder.config)
     measured = config.publish.evaluate and "evaluate" in config.stages
@@ -144,7 +144,7 @@ def add_publications(builder: Builder, stage: str, roles: dict[str, str]) -> Non
         builder.add("publish", "publish", {"weights": stage, **data}, model=model)
         if roles:
             builder.add("card", "card", {"publish": "publish", **roles}, model=model)
-        if numbers:  # a stage of its own: a step that fails must not keep the numbers off the card
+        if numbers:  # a stage of its own: a failed step must not keep the numbers off the card
             steps = {role: name for of_step in numbers.values() for role, name in of_step.items()}
             inputs = {"publish": "publish", **roles, **steps}
             after = ("card",) if roles else ()
@@ -175,10 +175,10 @@ def _add_best(
 
 @dataclass(frozen=True)
 class Plan:
-    """All stages of a recipe in an order in which inputs come first.
+    """All stages of a recipe, inputs first.
 
-    ``given`` are stages that a call is not about (``only``): it reads what they have made, and
-    never begins one. ``by_name`` has them, too.
+    ``given`` are the stages outside of a call with ``only``: it reads their outputs, and never
+    starts them. ``by_name`` includes them.
     """
 
     recipe: str
@@ -192,7 +192,7 @@ class Plan:
         object.__setattr__(self, "by_name", by_name)
 
     def config_of(self, stage: PlannedStage) -> RecipeConfig:
-        """The configuration that a stage works with: under its protocol, where it has one."""
+        """The configuration of a stage: under its protocol, if it has one."""
         return self._under[stage.protocol] if stage.protocol else self.config
 
     @functools.cached_property
@@ -200,9 +200,8 @@ class Plan:
         return configs_under(self.config)
 
     def evaluation(self, model: str, protocol: str = "") -> PlannedStage | None:
-        """The stage that measures a model under a protocol file; under the recipe's own, where none
-        is named. Where a protocol measures as another does, it is the stage of that one. None:
-        there is none."""
+        """The stage that measures a model under a protocol file, or under the recipe's own without
+        one. Protocols with the same measurement share a stage. None: there is none."""
         found = [s for s in self.stages if s.kind == "evaluate" and s.model == model]
         own = [s for s in found if s.protocol == protocol]
         if own or protocol not in self._under:
@@ -216,7 +215,7 @@ class Plan:
         Raises
         ------
         ConfigurationError
-            There is none; the message lists what there is.
+            There is none; the message lists the existing ones.
         """
         hits = [s for s in self.stages if s.name == name_or_kind]
         hits = hits or [s for s in self.stages if s.kind == name_or_kind]
@@ -231,7 +230,7 @@ class Plan:
 
 
 def _measuring(config: RecipeConfig) -> dict[str, Any]:
-    """Give what decides what an evaluation measures."""
+    """The values that determine what an evaluation measures."""
     return stage_values(config, {}, (*KINDS["evaluate"].fields, "data"), False)
 
 
@@ -242,7 +241,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a recipe. Pure: reads nothing but its arguments.
 
-    ``memo``: a dictionary, empty at first, of all plans of one sweep: they share their stages.
+    ``memo``: a dictionary, initially empty, shared by all plans of one sweep with their stages.
     """
     _check_stage_list(config)
     builder = Builder(config, sources, {} if memo is None else memo)
@@ -285,7 +284,7 @@ def _only(config: RecipeConfig, stages: tuple[PlannedStage, ...]) -> Plan:
 
 
 def _add_training(builder: Builder) -> dict[str, str]:
-    """The stages that train, one on the other: model name -> stage name (empty for the base)."""
+    """The chain of training stages: model name -> stage name (empty for the base)."""
     config = builder.config
     models: dict[str, str] = {"base": ""}
     for name in TRAINED:
@@ -293,7 +292,7 @@ def _add_training(builder: Builder) -> dict[str, str]:
             continue
         kind, newest = KINDS[name], next(reversed(models.values()))
         inputs = kind.inputs(config, newest)
-        if KINDS[kind.learns_from].entry == name:  # it comes along with the training
+        if KINDS[kind.learns_from].entry == name:  # added with the training
             inputs["data"] = builder.add(kind.learns_from, kind.learns_from, inputs)
         models[name] = builder.add(name, name, inputs, model=name)
     return models
@@ -312,9 +311,8 @@ def _check_stage_list(config: RecipeConfig) -> None:
     refuse(
         "data" not in stages and (reads_data or "evaluate" in stages or not trained),
         "stages",
-        "`data` first: every other stage reads what it prepares (a `command` does where it names "
-        "{data})",
-        "add `data` to `stages:` (it is skipped where its outputs are there already)",
+        "`data` first: every other stage reads its output (a `command` does if it names {data})",
+        "add `data` to `stages:` (it is skipped if its outputs exist)",
     )
     refuse(
         "publish" in stages and not trained,
@@ -325,6 +323,6 @@ def _check_stage_list(config: RecipeConfig) -> None:
     refuse(
         "command" in stages and {*TRAINED_HERE} & {*stages} and not uses(config.command, "model"),
         "stages command.run",
-        "a command that starts from the model that the recipe trains, by {model}",
+        "a command that starts from the recipe's trained model, by {model}",
         "write {model} into `command.run`, or drop the other training stages",
     )

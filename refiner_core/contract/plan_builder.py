@@ -1,7 +1,7 @@
-"""Makes the stages of a plan, one on the other; see :mod:`refiner_core.contract.plan`.
+"""Builds the stages of a plan, each on the earlier ones; see :mod:`refiner_core.contract.plan`.
 
 In: a configuration, digests of sources, a memo. Out: stages with their fingerprints, in the order
-in which they were added, then with judges' servers and ``fetch`` before those that need them.
+of their addition, with judges' servers and ``fetch`` before the stages that need them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from refiner_core.contract.services import (
 class Builder:
     """Adds stages one by one; each sees the fingerprints of those before it.
 
-    ``under`` has, by protocol file (empty: the recipe's own), the configuration under it and its
-    sources. No stage under a protocol file depends on the run's seed. ``memo`` keeps the stages
-    that were made, by all that they are made of: plans of one sweep share most of them.
+    ``under`` has the configuration and the sources of each protocol file (empty name: the recipe's
+    own). No stage under a protocol file depends on the run's seed. ``memo`` caches stages by all
+    their inputs: plans of one sweep share most of them.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Builder:
         self._servers: dict[str, PlannedStage] = {}
 
     def add(self, name: str, kind: str, inputs: Mapping[str, str], **more: Any) -> str:
-        """Add a stage, and give its name. ``more``: ``model``, ``at_step``, ``after``, ``protocol``
-        of :class:`PlannedStage`."""
+        """Add a stage, and return its name. ``more``: ``model``, ``at_step``, ``after``,
+        ``protocol`` of :class:`PlannedStage`."""
         self._put(self._stage(name, kind, inputs, **more))
         return name
 
     def _put(self, stage: PlannedStage) -> None:
-        """Add a stage, with its judge's server before the first of those that ask it."""
+        """Add a stage, with its judge's server before the first stage that uses it."""
         server = self._server(stage.kind, stage.protocol)
         if server is not None:
             self.stages.setdefault(server.name, server)
@@ -118,7 +118,7 @@ class Builder:
 
     def add_evaluations(self, model: str, weights: str) -> dict[str, str]:
         """Add an evaluation under each protocol: role (``evaluation-grpo-step50``) -> name; none
-        where another protocol measures the same."""
+        if another protocol measures the same."""
         found = {}
         for protocol in self.under:
             inputs = {"data": self._add_data(protocol)} | ({"weights": weights} if weights else {})
@@ -130,7 +130,7 @@ class Builder:
         return found
 
     def _add_data(self, protocol: str) -> str:
-        """The stage whose held-out prompts a protocol measures on."""
+        """The stage with a protocol's held-out prompts."""
         if not protocol or not self.under[protocol][0].data.all_held_out:
             return "data"
         name = under("data", protocol)
@@ -141,7 +141,7 @@ class Builder:
         return next(same, None) or self.add(name, "data", {}, protocol=protocol)
 
     def _server(self, kind: str, protocol: str) -> PlannedStage | None:
-        """The server that a stage's judge is asked at, where it is a job of its own."""
+        """The server of a stage's judge, if it is a job of its own."""
         config, _ = self.under[protocol]
         made = judge_service(config, protocol) if asks_judge(config, kind) else None
         if made is None:
@@ -151,7 +151,7 @@ class Builder:
         return self._servers.setdefault(made.id, made)
 
     def all_stages(self) -> tuple[PlannedStage, ...]:
-        """The stages, with ``fetch`` before those that read what lies on a Hub."""
+        """The stages, with ``fetch`` before those that read sources on a Hub."""
         wanted: dict[str, str] = {}
         for stage in self.stages.values():
             wanted |= self._hub_sources(stage.kind, stage.protocol, stage.sources)
@@ -171,13 +171,13 @@ class Builder:
         return (fetch, *self.stages.values())
 
     def _hub_sources(self, kind: str, protocol: str, read: Mapping[str, str]) -> dict[str, str]:
-        """Digests by source of what a stage reads of a Hub; ``read``: all its sources."""
+        """Digests of the sources that a stage reads from a Hub; ``read``: all its sources."""
         config, sources = self.under[protocol]
         if not any(digest.startswith(HUB_DIGEST) for digest in sources.values()):
             return {}
         names = KINDS[kind].hub_reads
         if asks_judge(config, kind) and not has_service(config):
-            names = (*names, JUDGE_WEIGHTS)  # of a server beside it
+            names = (*names, JUDGE_WEIGHTS)  # of a server within the job
         if kind == "command" and "model" in read:
             names = ("model",)
         hub = {k: sources[k] for k in names if sources.get(k, "").startswith(HUB_DIGEST)}
@@ -191,7 +191,7 @@ def stage_values(
     """The identity fields among ``fields``; ``best``: of the stage that
     publishes the best checkpoint."""
     environment = config.environment
-    # An agent with tools is judged by its environment, and who has none is not.
+    # An agent with tools is judged by its environment; without one, its fields have no effect.
     mute: tuple[str, ...] = () if environment.name else ("environment.",)
     if environment.name and environment.nl_assertions != "judge":
         mute = ("reward.", "judge.")
@@ -210,20 +210,20 @@ def stage_values(
 
 
 def _decides_updates(config: RecipeConfig, path: str) -> bool:
-    """Say whether a field of a health check has a say in what is trained: only a check that skips
-    updates has. So a run that a check has stopped goes on under another policy or limit."""
+    """Tell whether a field of a health check affects training: only a check that skips updates
+    does. So a run stopped by a check can resume under another policy or limit."""
     section, _, name = path.partition(".health.")
     health = getattr(config, section).health
     checks = HEALTH_CHECKS_OF.get(name, (name,))
     return any(getattr(health, check) == "skip" for check in checks)
 
 
-#: Sources that a protocol file may have of its own.
+#: Sources that a protocol file may replace.
 OF_A_PROTOCOL = ("data.rl", "rubrics", "judge_prompt", JUDGE_WEIGHTS)
 
 
 def own_sources(sources: Mapping[str, str]) -> dict[str, str]:
-    """The recipe's own among the sources of a plan."""
+    """The recipe's own sources in a plan."""
     return {k: v for k, v in sources.items() if AT not in k}
 
 
@@ -232,8 +232,8 @@ def sources_under(
 ) -> dict[str, str]:
     """The sources of a configuration under a protocol, by their plain names.
 
-    What is not there under the protocol's name is the recipe's: a protocol that measures as the
-    recipe does has left no record of its own.
+    Sources that are missing under the protocol's name are the recipe's: a protocol that measures
+    like the recipe has no entries of its own.
     """
     reward = measured.reward
     needed = {
@@ -250,13 +250,13 @@ def sources_under(
 
 
 def judge_service(config: RecipeConfig, protocol: str = "") -> PlannedStage | None:
-    """The stage that serves a configuration's judge; None where refiner starts no server for it, or
-    starts it within the jobs that ask it. ``protocol`` names whose judge it is.
+    """The stage that serves a configuration's judge; None if refiner starts no server for it, or
+    starts it within the jobs that use it. ``protocol`` is the judge's protocol.
 
     Raises
     ------
     ConfigurationError
-        The server would be open to strangers.
+        The server would be open to others.
     """
     if not has_service(config):
         return None

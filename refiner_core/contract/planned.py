@@ -1,7 +1,7 @@
-"""A stage as it should be, and the rules about fields that hold for all kinds.
+"""A planned stage, and the rules about fields that hold for all kinds.
 
-In: nothing. Out: :class:`PlannedStage`, and the tables by which :mod:`.plan_builder` makes them.
-What is of one kind alone is in :mod:`refiner_core.contract.kinds`.
+In: nothing. Out: :class:`PlannedStage`, and the tables that :mod:`.plan_builder` uses.
+:mod:`refiner_core.contract.kinds` has the rules of single kinds.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.sections.steering import Resources
 
-#: These say which evaluations and publications exist, not what one of them is.
+#: These determine which evaluations and publications exist, not their definitions.
 NOT_IN_A_STAGE = (
     *("evaluate.models", "evaluate.protocols"),
     *("publish.which", "publish.steps", "publish.evaluate"),
 )
-#: Of these only `publish-best` makes use.
+#: Used by `publish-best` alone.
 ONLY_OF_THE_BEST = ("publish.best_metric", "publish.best_decoding")
-#: What the lexical judge takes no notice of.
+#: Ignored by the lexical judge.
 ONLY_OF_A_SERVED_JUDGE = ("judge.form", "judge.structured_output", "judge.extra_body")
-#: Limits of health checks, and the checks that go by them.
+#: Limits of health checks, and the checks that use them.
 HEALTH_CHECKS_OF = {
     "spike_factor": ("loss_spike",),
     "min_entropy": ("entropy_collapse",),
@@ -30,7 +30,7 @@ HEALTH_CHECKS_OF = {
     "max_kl": ("kl_blow_up",),
     "patience": ("entropy_collapse", "zero_reward_variance", "length_explosion", "kl_blow_up"),
 }
-#: Where something lies is no part of what it is, once its content is known by a source's digest.
+#: The place of a source is not part of the identity once its content is known by a digest.
 NAMED_BY_SOURCE = {
     "data.sft_path": "data.sft",
     "data.rl_path": "data.rl",
@@ -38,30 +38,29 @@ NAMED_BY_SOURCE = {
     "publish.card_template": "card_template",
     "environment.tasks": "environment",
 }
-#: Names of what is shipped stay part of what a stage is, as in all older runs; files have digests.
+#: Names of shipped files remain part of the identity, as in all older runs; files have digests.
 SHIPPED_OR_FILE = {
     "reward.static_rubrics": "rubrics",
     "judge.prompt": "judge_prompt",
     "environment.name": "environment",
 }
 
-#: A source that lies on a Hub has a digest that begins so.
+#: Prefix of the digest of a source on a Hub.
 HUB_DIGEST = "hub:"
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage as it should be.
+    """One planned stage.
 
     ``inputs`` maps a role (``data``, ``policy``, ``weights``, ``evaluation-sft`` …) to the name of
     the stage that fills it. ``model`` names the model that a training stage makes or that an
     evaluation measures: ``base``, ``sft``, ``rft``, ``grpo``, ``command``, ``grpo-step50``.
-    ``version`` is that of its kind, with or without an environment. ``after`` names
-    stages that must be done first though nothing of theirs is read by path (a cache that they
-    fill): no part of what the stage is. ``at_step`` maps roles to steps: of that
-    input its checkpoint of the step is read, which is there before the stage ends. ``protocol``
-    names the protocol file that the stage belongs to, empty for the recipe's own; see
-    :meth:`refiner_core.contract.plan.Plan.config_of`.
+    ``version`` is that of its kind, with or without an environment. ``after`` names stages that
+    must be done first although none of their files is read by path (they fill a cache): not part of
+    the identity. ``at_step`` maps roles to steps: the input's checkpoint of that step is read,
+    which exists before the stage ends. ``protocol`` names the stage's protocol file, empty for the
+    recipe's own; see :meth:`refiner_core.contract.plan.Plan.config_of`.
     """
 
     name: str
@@ -86,11 +85,11 @@ class PlannedStage:
 
     @property
     def title(self) -> str:
-        """Give what a person reads in tables and in the Prefect UI."""
+        """The title in tables and in the Prefect UI."""
         return f"{self.name} [{self.fingerprint[:8]}]"
 
 
 def stage_changes(kind: str, version: int, since: int = 1) -> str:
-    """What a version of a kind does otherwise than an older one, in words; empty of an unknown."""
+    """Differences of a kind's version from an older one, in words; empty for an unknown kind."""
     changes = KINDS[kind].changes if kind in KINDS else {}
     return "; ".join(changes[v] for v in range(since + 1, version + 1) if v in changes)

@@ -1,17 +1,17 @@
-"""Protocol files as values: what one fixes, and a configuration under one.
+"""Protocol files as values: the fields that one fixes, and a configuration under one.
 
 In: the JSON text that a configuration holds for each of its ``evaluate.protocols``, and the
 configuration. Out: the configuration under which a model is measured. Pure, and cheap enough for
 thousands of trials; files are read by :mod:`refiner_core.contract.recipes`.
 
-A protocol names fields of the recipe that are a matter of measuring (:data:`FIELDS`). Each of the
-sections ``evaluate``, ``reward`` and ``judge`` that it names at all is fixed *whole*: an identity
-field that it leaves out has refiner's default, not the recipe's. Else an arm of a sweep that
-changes, say, the form of its judge's questions would change the yardstick with it. ``data`` is
-another set to evaluate on, all of whose prompts are held out; of ``grpo`` only what is named is
-fixed. An agent's user (``evaluate.user``) is fixed whole where a field of it is named, and else the
-recipe's. Sections that it does not name are the recipe's, and so is where to ask a judge that is
-the recipe's own model.
+A protocol names fields of the recipe that concern measuring (:data:`FIELDS`). Each of the sections
+``evaluate``, ``reward`` and ``judge`` that it names at all is fixed *whole*: an identity field that
+it leaves out has refiner's default, not the recipe's. Otherwise an arm of a sweep that changes,
+say, the form of its judge's questions would change the yardstick with it. ``data`` is another set
+to evaluate on, with all of its prompts held out; of ``grpo`` only named fields are fixed. An
+agent's user (``evaluate.user``) is fixed whole if a field of it is named, and is else the recipe's.
+Sections that it does not name are the recipe's, and so is the address of a judge that is the
+recipe's own model.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from refiner_core.contract.fields import nested, replace_fields, suggest
 from refiner_core.contract.fingerprint import canonical_json, digest, get_field
 from refiner_core.contract.marks import walk
 
-#: Stands between the name of a stage (or of a source) and that of its protocol.
+#: Separates the name of a stage (or of a source) from that of its protocol.
 AT = "@"
-#: How long a file's fingerprint is, hex digits.
+#: Hex digits of a file's fingerprint.
 _DIGITS = 12
-#: Fields that count by what lies where they point, and under which source.
+#: Fields that count by the content of their target, with its source.
 _BY_SOURCE = {
     "reward.static_rubrics": "rubrics",
     "judge.prompt": "judge_prompt",
@@ -60,7 +60,7 @@ _OF_EVALUATE = (
 _WHOLE = ("reward", "judge")
 _USER = "evaluate.user."
 _KINDS = dict(walk(RecipeConfig))
-#: Fields that a protocol may fix, in the order of the recipe's.
+#: Fields that a protocol may fix, in the recipe's order.
 FIELDS: tuple[str, ...] = tuple(
     path
     for path in _KINDS
@@ -71,22 +71,22 @@ FIELDS: tuple[str, ...] = tuple(
     or path in ("grpo.response_length", "grpo.stop_strings")
 )
 SECTIONS = tuple(dict.fromkeys(path.partition(".")[0] for path in FIELDS))
-#: Where a judge is asked; one of them said in the file stands for all of them.
+#: Fields for the address of a judge; one of them in the file replaces all of them.
 _WHERE = ("base_url", "base_urls", "serve_command", "serve", "resources")
 
 
 @dataclass(frozen=True)
 class ProtocolFile:
-    """What a protocol file says.
+    """The content of a protocol file.
 
     Attributes
     ----------
     name
-        What stages, tables and cards call it; no part of the fingerprint.
+        Its name in stages, tables and cards; not part of the fingerprint.
     fields
-        What it fixes, by dotted path, typed as in the configuration.
+        The fixed values, by dotted path, typed as in the configuration.
     text
-        The same as JSON, as ``evaluate.protocols`` has it.
+        The same as JSON, as in ``evaluate.protocols``.
     """
 
     name: str
@@ -100,8 +100,8 @@ class ProtocolFile:
 
     @functools.cached_property
     def fixed(self) -> tuple[str, ...]:
-        """Identity fields that it fixes, named or not: two arms that differ in these alone are
-        measured alike."""
+        """Identity fields that it fixes, named or not: arms that differ only in these are measured
+        alike."""
         whole = (*_WHOLE, "evaluate", "data")
         return tuple(
             path
@@ -116,7 +116,7 @@ class ProtocolFile:
 
     @functools.cached_property
     def names_user(self) -> bool:
-        """Say whether it fixes with whom an agent talks."""
+        """Tell whether it fixes an agent's user."""
         return any(path.startswith(_USER) for path in self.fields)
 
     @functools.cached_property
@@ -124,13 +124,13 @@ class ProtocolFile:
         return replace_fields(RecipeConfig(), self.fields)
 
     def values(self) -> dict[str, Any]:
-        """Give what it fixes in effect: identity fields, JSON-ready."""
+        """The fixed values in effect: identity fields, JSON-ready."""
         found = {path: get_field(self._template, path) for path in self.fixed}
         return {p: list(v) if isinstance(v, tuple) else v for p, v in found.items()}
 
     def over(self, config: RecipeConfig) -> RecipeConfig:
-        """``config`` as it measures under this protocol: it does nothing else, and names no
-        protocols itself."""
+        """``config`` as it measures under this protocol: with no other stages, and without
+        protocols of its own."""
         fixed, named = self._template, self.sections
         evaluate = config.evaluate
         if "evaluate" in named:
@@ -153,12 +153,12 @@ class ProtocolFile:
 
 @functools.lru_cache(maxsize=256)
 def parse_protocol(text: str) -> ProtocolFile:
-    """The protocol that a configuration holds as JSON.
+    """The protocol in a configuration's JSON.
 
     Raises
     ------
     ConfigurationError
-        It is none, or names what is no field, or none of measuring.
+        It is not a protocol, or names an unknown field, or one that does not concern measuring.
     """
     try:
         values = json.loads(text)
@@ -166,7 +166,7 @@ def parse_protocol(text: str) -> ProtocolFile:
         values = None
     if not isinstance(values, dict):
         raise ConfigurationError(
-            f"`evaluate.protocols` has {text!r:.80}, which is no protocol that was read.",
+            f"`evaluate.protocols` has {text!r:.80}, which is not a protocol that was read.",
             expected="the name of a shipped protocol (`refiner list protocols`) or a YAML file, "
             "given in a recipe or on the command line, where it is read",
             fix="name it there",
@@ -175,7 +175,7 @@ def parse_protocol(text: str) -> ProtocolFile:
 
 
 def protocol_of(values: Mapping[str, Any], origin: str = "") -> ProtocolFile:
-    """The protocol that a mapping says, as it stands in a file; errors as of
+    """The protocol in a mapping from a file; errors as in
     :func:`parse_protocol`.
 
     Parameters
@@ -220,7 +220,7 @@ def protocols_of(config: RecipeConfig) -> dict[str, ProtocolFile]:
     Raises
     ------
     ConfigurationError
-        Two have one name; or as of :func:`parse_protocol`.
+        Two have the same name; or as in :func:`parse_protocol`.
     """
     found: dict[str, ProtocolFile] = {}
     for text in config.evaluate.protocols:
@@ -242,7 +242,7 @@ def configs_under(config: RecipeConfig) -> dict[str, RecipeConfig]:
 
 @contextlib.contextmanager
 def refused_under(name: str) -> Iterator[None]:
-    """Name the protocol in what is refused within."""
+    """Add the protocol's name to errors of the block."""
     try:
         yield
     except RefinerError as error:
@@ -253,11 +253,11 @@ def refused_under(name: str) -> Iterator[None]:
 
 
 def protocol_fingerprint(protocol: ProtocolFile, sources: Mapping[str, str]) -> str:
-    """Twelve hex digits over what a file fixes in effect.
+    """Twelve hex digits over the fixed values in effect.
 
-    Its name, the text's form, where a judge is served and where files lie have no part in it.
-    Numbers have a fingerprint of their own, which also covers what the file leaves to the recipe
-    and the prompts themselves (:mod:`refiner_core.evaluation.protocol`).
+    Its name, the text's form, the address of a judge and the place of files have no effect.
+    Numbers have a fingerprint of their own, which also covers the recipe's part and the prompts
+    themselves (:mod:`refiner_core.evaluation.protocol`).
 
     Parameters
     ----------
@@ -279,12 +279,12 @@ def protocol_fingerprint(protocol: ProtocolFile, sources: Mapping[str, str]) -> 
 
 
 def under(name: str, protocol: str) -> str:
-    """``evaluate-sft@held-out-v1``: a stage (or a source) under a protocol; as it is under none."""
+    """``evaluate-sft@held-out-v1``: a stage (or a source) under a protocol; unchanged without."""
     return f"{name}{AT}{protocol}" if protocol else name
 
 
 def protocol_name(stage_name: str) -> str:
-    """The protocol file that a stage's name names; empty for the recipe's own."""
+    """The protocol in a stage's name; empty for the recipe's own."""
     return stage_name.partition(AT)[2]
 
 
@@ -303,7 +303,7 @@ def _leaves(prefix: str, values: Any) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         path = f"{prefix}.{key}" if prefix else str(key)
         if value is None and path not in _KINDS:
-            continue  # a section whose fields are all commented out
+            continue  # a section with all fields commented out
         yield from _leaves(path, value)
 
 
@@ -312,15 +312,15 @@ def _check_field(path: str, value: Any, name: str, where: str) -> None:
         return
     if path in _KINDS:
         raise ConfigurationError(
-            f"Protocol {name}{where} fixes `{path}`, which is no matter of measuring.",
-            expected=f"fields of {', '.join(SECTIONS)} that say how a model is measured "
+            f"Protocol {name}{where} fixes `{path}`, which does not concern measuring.",
+            expected=f"fields of {', '.join(SECTIONS)} that define how a model is measured "
             "(`refiner protocols fields` lists them)",
             fix="leave it to the recipe",
         )
     leaf = path.rpartition(".")[2]
     near = suggest(path, FIELDS) or suggest(leaf, [p.rpartition(".")[2] for p in FIELDS])
     raise ConfigurationError(
-        f"Protocol {name}{where} has {path!r}, which is no field.{near}",
+        f"Protocol {name}{where} has {path!r}, which is not a field.{near}",
         expected="`name`, `description`, and fields of the recipe under their sections "
         "(`refiner protocols fields` lists them)",
         fix="correct the key",
@@ -328,8 +328,8 @@ def _check_field(path: str, value: Any, name: str, where: str) -> None:
 
 
 def protocol_text(name: str, kept: Mapping[str, Any]) -> str:
-    """A protocol as ``evaluate.protocols`` has it: canonical JSON, sections nested. A dollar before
-    a brace is escaped, so that no reader of recipes takes it for an interpolation.
+    """A protocol in the form of ``evaluate.protocols``: canonical JSON, sections nested. A dollar
+    before a brace is escaped, so that no reader of recipes treats it as an interpolation.
 
     Parameters
     ----------
@@ -357,8 +357,8 @@ def _evaluate(
 
 
 def _judge(mine: JudgeConfig, fixed: JudgeConfig, named: Mapping[str, Any]) -> JudgeConfig:
-    """The protocol's judge; where it is the recipe's own model, it is asked where that is, and
-    as patiently."""
+    """The protocol's judge; if it is the recipe's own model, with the recipe's address and
+    patience."""
     if (mine.kind, mine.model, mine.revision) != (fixed.kind, fixed.model, fixed.revision):
         return fixed
     said = {path.split(".")[1] for path in named if path.startswith("judge.")}
@@ -377,7 +377,7 @@ def _is_execution(path: str) -> bool:
 
 
 def _data(mine: DataConfig, fixed: DataConfig, named: Mapping[str, Any]) -> DataConfig:
-    """Another set, all of it held out; nothing of the recipe's own rows has a part in it."""
+    """Another set, all of it held out; the recipe's own rows are not used."""
     longest = mine.max_prompt_token_length
     if "data.max_prompt_token_length" in named:
         longest = fixed.max_prompt_token_length

@@ -1,6 +1,6 @@
-"""Rows of files that people bring: JSON Lines and Parquet.
+"""Rows of users' files: JSON Lines and Parquet.
 
-In: a path. Out: rows in order, and what cannot be read.
+In: a path. Out: rows in order, and errors of unreadable ones.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from refiner_core.contract.errors import DataError
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any, str]]:
-    """Number and value of each line that is not blank, and why it is none: ``is not JSON: …``."""
+    """Number, value and error of each non-blank line, such as ``is not JSON: …``."""
     with path.open("rb") as lines:
         for line, data in enumerate(lines, start=1):
             try:
                 text = data.decode("utf-8-sig" if line == 1 else "utf-8").strip()
                 value = json.loads(text, parse_constant=_refuse_constant) if text else None
-                if "\\ud" in text.lower():  # an escaped half of a character cannot be written out
+                if "\\ud" in text.lower():  # an escaped half of a character cannot be encoded
                     json.dumps(value, ensure_ascii=False).encode()
             except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
                 cut = "" if data.endswith(b"\n") else " (the last line; is the file cut off?)"
@@ -37,12 +37,12 @@ def _refuse_constant(name: str) -> Any:
 def parquet_rows(
     path: Path, columns: Sequence[str] | None = None, *, fix: str
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file, with those of the columns that it has.
+    """The rows of a Parquet file, with the existing ones of the columns.
 
     Raises
     ------
     DataError
-        The file is not complete; ``fix`` is what mends it.
+        The file is not complete; ``fix`` tells how to fix it.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -1,10 +1,9 @@
-"""Files of recipes and protocols: found by name or path, read with what they include, and settled.
+"""Files of recipes and protocols: found by name or path, read with their includes, and settled.
 
-In: a shipped name or the path of a YAML file. Out: OmegaConf nodes in the order in which they are
-merged. Files that they name stand there by whole paths, wherever a job works that reads them; what
-is JSON is text, though it was written as YAML; and protocols are what their files say
-(:mod:`refiner_core.contract.protocols`), so that what was meant stays known whatever becomes of
-the files.
+In: a shipped name or the path of a YAML file. Out: OmegaConf nodes in the order of merging. File
+names in them are whole paths, valid in any job's folder; JSON fields are text, though written as
+YAML; and protocols are the contents of their files (:mod:`refiner_core.contract.protocols`), so
+that a recorded configuration does not depend on them.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from refiner_core.contract.marks import is_section
 from refiner_core.contract.protocols import ProtocolFile, parse_protocol, protocol_of
 from refiner_core.contract.shipped import find_file, shipped_files
 
-#: Fields that name a file or folder, or something shipped. A relative path is taken from the
-#: folder of the recipe that names it, else (and in overrides) from the current one; jobs get the
-#: whole path.
+#: Fields that name a file or folder, or something shipped. A relative path is searched in the
+#: folder of its recipe, then (and for overrides only) in the current one; jobs get the whole path.
 FILE_FIELDS = (
     "data.sft_path",
     "data.rl_path",
@@ -34,14 +32,14 @@ FILE_FIELDS = (
     "environment.tasks",
     "dispatch.profile",
 )
-#: Of these, rows: nothing that is shipped goes by a bare word, so a folder may.
+#: Row files among these: no shipped file has a bare word as its name, so a folder may.
 ROWS_FIELDS = ("data.sft_path", "data.rl_path")
 #: Fields of JSON text, which may be written as a mapping.
 JSON_FIELDS = ("judge.extra_body",)
 
 
 def settled_files(node: Any, folder: Path) -> Any:
-    """``node`` with the files that it names as whole paths, and with JSON as text."""
+    """``node`` with whole paths of files, and with JSON as text."""
     from omegaconf import OmegaConf
 
     for field in (*FILE_FIELDS, *JSON_FIELDS):
@@ -60,7 +58,7 @@ def settled_files(node: Any, folder: Path) -> Any:
 
 
 def settled_value(field: str, value: Any, folder: Path) -> Any:
-    """The value of a field, with the whole path where it names a file or folder that is there: in
+    """The value of a field, as a whole path if it names an existing file or folder: in
     ``folder``, else in the current one."""
     if field not in FILE_FIELDS or not isinstance(value, str):
         return value
@@ -68,8 +66,8 @@ def settled_value(field: str, value: Any, folder: Path) -> Any:
 
 
 def whole_path(value: str, folder: Path) -> str:
-    """Where a file lies (and ``:NAME`` behind it, of a Python file); the name of something shipped,
-    or of nothing, stays as it is."""
+    """The whole path of a file (with ``:NAME`` after it, for a Python file); the name of something
+    shipped, or of nothing, is unchanged."""
     if ".py:" in value:
         file, _, name = value.rpartition(":")
         return f"{whole_path(file, folder)}:{name}"
@@ -100,13 +98,13 @@ def load_protocol(name: str, folder: Path | None = None) -> ProtocolFile:
     Raises
     ------
     ConfigurationError
-        There is none, it cannot be read, or it says what no protocol can.
+        There is none, it cannot be read, or its content is invalid.
     """
     return _read_protocol(find_protocol(name, folder))
 
 
 def find_protocol(name: str, folder: Path | None = None) -> Path:
-    """The file of a protocol given by shipped name or path; errors as of :func:`load_protocol`."""
+    """The file of a protocol given by shipped name or path; errors as in :func:`load_protocol`."""
     return find_file(name, "protocol", shipped_protocols(), folder).resolve()
 
 
@@ -116,8 +114,8 @@ def description_of(path: Path) -> str:
 
 
 def embedded(value: Any, folder: Path) -> str:
-    """One element of ``evaluate.protocols`` as JSON text: a name, a path, or what such a file
-    says, as a mapping or as JSON."""
+    """One element of ``evaluate.protocols`` as JSON text; ``value`` is a name, a path, or the
+    content of such a file, as a mapping or as JSON."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         return parse_protocol(value).text
     if isinstance(value, str):
@@ -139,7 +137,7 @@ def _read_protocol(path: Path) -> ProtocolFile:
     known = shipped.get(protocol.name)
     if known is not None and known != path and _read_protocol(known).text != protocol.text:
         raise ConfigurationError(
-            f"Protocol {path} is called {protocol.name}, as a shipped one that measures otherwise.",
+            f"Protocol {path} has the name {protocol.name}, of a shipped one that differs.",
             expected="a name of its own: tables and cards show it",
             fix=f"change `name:`, e.g. to {protocol.name}-mine",
         )
@@ -151,7 +149,7 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def _settled_protocol(values: dict[str, Any], folder: Path, origin: str) -> ProtocolFile:
-    """With whole paths of what lies beside the file."""
+    """The protocol with whole paths of files beside its own."""
     from omegaconf import OmegaConf
 
     node = OmegaConf.create(values, flags={"allow_objects": True})
@@ -192,8 +190,8 @@ def find_recipe(recipe: str) -> Path:
 
 
 class RecipeFile(NamedTuple):
-    """One of the files that a recipe is merged from; ``chain`` are those that lead to it by their
-    `include`, the named one first."""
+    """One of the files that a recipe is merged from; ``chain`` are the files that include it, the
+    named one first."""
 
     path: Path
     chain: tuple[Path, ...]
@@ -201,17 +199,17 @@ class RecipeFile(NamedTuple):
 
 
 def recipe_files(path: Path, chain: tuple[Path, ...] = ()) -> list[RecipeFile]:
-    """The files to merge for a recipe's file, what it includes first.
+    """The files to merge for a recipe's file, included ones first.
 
     Raises
     ------
     ConfigurationError
-        One cannot be read, is no mapping, or includes itself.
+        One cannot be read, is not a mapping, or includes itself.
     """
     path = path.resolve()
     if path in chain:
         raise ConfigurationError(
-            f"Recipe {path.name} includes itself by way of {chain[-1].name}.",
+            f"Recipe {path.name} includes itself through {chain[-1].name}.",
             expected="includes without a circle",
             fix="remove one of the `include:` entries",
         )
@@ -252,9 +250,9 @@ def _included(name: str, path: Path) -> Path:
 
 
 def without_empty_sections(node: Any, section: type = RecipeConfig) -> Any:
-    """``node`` without sections that say nothing, so that they do not wipe what is included.
+    """``node`` without empty sections, so that they do not erase included ones.
 
-    ``grpo:`` with all its fields commented out is null to YAML, and null would replace.
+    ``grpo:`` with all its fields commented out is null in YAML, and null would replace.
     """
     from omegaconf import OmegaConf
 
@@ -271,15 +269,15 @@ def without_empty_sections(node: Any, section: type = RecipeConfig) -> Any:
 
 
 def settled(node: Any, folder: Path) -> Any:
-    """``node`` with the files that it names as whole paths (a job works in another folder), with
-    what is JSON as text, though it was written as YAML, and with what protocol files say."""
+    """``node`` with whole paths of files (a job works in another folder), with JSON fields as text,
+    and with the contents of protocol files."""
     settled_files(node, folder)
     _embed_protocols(node.get("evaluate"), folder)
     return node
 
 
 def _embed_protocols(evaluate: Any, folder: Path) -> None:
-    """Put what protocol files say in the place of their names."""
+    """Replace names of protocol files by their contents."""
     from omegaconf import OmegaConf
 
     if not OmegaConf.is_dict(evaluate) or OmegaConf.is_interpolation(evaluate, "protocols"):

@@ -1,11 +1,10 @@
 """Records of stages, runs and sweeps in a workspace. `infra` reads and writes them.
 
-A stage's record is a spec (what the stage is), its attempts (each try, with its job and its
-outcome) and, once it is done, a result (outputs, report, provenance). A sweep is known by its name;
-each time that it is launched as something else (an arm or seed was added), it gets another
-*version*, and older ones stay. A trial is a run whose ``provenance["sweep"]`` says which trial of
-which sweep it is. Everything converts to and from plain JSON; unknown keys of a newer version are
-kept out of the way, not an error.
+A stage's record is a spec (its definition), its attempts (each with its job and outcome) and, once
+it is done, a result (outputs, report, provenance). A sweep is identified by its name; each launch
+with another definition (an arm or seed was added) makes another *version*, and older ones stay. A
+trial is a run whose ``provenance["sweep"]`` names its sweep and trial. Everything converts to and
+from plain JSON; unknown keys of a newer version are ignored, not an error.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ FailureClass = Literal[
     "preempted",
     "time_limit",
     "node_failure",
-    "launch_failure",  # the scheduler took the job and could not start it
+    "launch_failure",  # the scheduler accepted the job and could not start it
     "system_outage",  # no answer from the scheduler or the file system
-    "killed",  # the process is gone and left no word: kill -9, reboot
+    "killed",  # the process is gone without an outcome: kill -9, reboot
     "out_of_memory",  # of the host
     "gpu_out_of_memory",
     "gpu_error",  # CUDA, NCCL, ECC: the device or its driver
     "disk_full",  # ENOSPC or EDQUOT
     "hung",
     "judge_outage",
-    "judge_unusable",  # it answers, and its answers are no judgements
+    "judge_unusable",  # it replies, but not with judgements
     "environment_outage",  # its tools or its user failed in too many episodes
     "hub_outage",  # it cannot be reached, fails, or asks to wait for long
     "hub_refused",  # token, permission, name, storage
     "not_finite",  # NaN or Inf
-    "unhealthy",  # a health check of the recipe says stop
+    "unhealthy",  # stopped by a health check of the recipe
     "bad_configuration",
     "bad_data",
     "unsupported",
@@ -58,9 +57,9 @@ Decision = Literal["finish", "resume", "stop"]
 class Outcome:
     """End of an attempt: its cause and the decision taken.
 
-    ``step`` is the last step that was finished. ``signature`` identifies the traceback, so that the
-    same bug at the same step is known again. ``errno`` is what the system said, where it said so.
-    ``need_bytes`` is what had been written, in vain, when the disk was full: more is needed.
+    ``step`` is the last finished step. ``signature`` identifies the traceback, so that the same bug
+    at the same step is recognised. ``errno`` is the system's error number, if any. ``need_bytes``
+    is the size of the failed write when the disk was full: more is needed.
     """
 
     failure: FailureClass
@@ -77,12 +76,12 @@ class Outcome:
 class Attempt:
     """One try at a stage.
 
-    ``comment`` is unique in the world and is recorded before the job is submitted, so that a crash
-    between submitting and noting ``job_id`` neither loses nor doubles the job. ``owner`` identifies
+    ``comment`` is globally unique and recorded before the job is submitted, so that a crash between
+    submitting and recording ``job_id`` neither loses nor doubles the job. ``owner`` identifies
     the orchestrator that claimed the attempt (``host:pid:process start time``). ``restart`` counts
-    how often the scheduler had started the same job again when this attempt began; ``node`` is
-    where it ran. ``has_room`` is False while its worker can write nothing, or waits for room to
-    save, and after it has ended so; None where nobody says (older attempts).
+    how often the scheduler had restarted the job when this attempt began; ``node`` is where it ran.
+    ``has_room`` is False while its worker cannot write, or waits for space to save, and after it
+    has ended so; None if unknown (older attempts).
     """
 
     number: int
@@ -140,7 +139,7 @@ class StageSpec:
 
     @property
     def at_step(self) -> dict[str, int]:
-        """Roles of which a checkpoint is read, by its step, and not the output."""
+        """Roles that read a checkpoint, with its step, instead of the output."""
         return {
             key.removesuffix(".step"): int(step)
             for key, step in self.identity.items()
@@ -162,7 +161,7 @@ class StageRecord:
     @property
     def state(self) -> StageState:
         """``claimed`` means that an attempt has begun and has no outcome yet; whether it lives is
-        for an observer to say."""
+        known to observers."""
         if self.result is not None:
             return "done"
         if not self.attempts:
@@ -175,7 +174,7 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One call of `refiner run`: which recipe, with what, on what, and which stages it uses."""
+    """One call of `refiner run`: its recipe, configuration, inputs, and stages."""
 
     version: int
     run: str
@@ -204,12 +203,12 @@ def to_json(value: Any) -> Any:
 
 
 def picked(value: Any, *names: str) -> dict[str, Any]:
-    """These attributes, by name, as plain JSON values."""
+    """The named attributes, as plain JSON values."""
     return {name: to_json(getattr(value, name)) for name in names}
 
 
 def from_json(kind: type[T], data: Any) -> T:
-    """The record of type ``kind`` from plain JSON; keys it does not know are ignored.
+    """The record of type ``kind`` from plain JSON; unknown keys are ignored.
 
     Raises
     ------
@@ -219,7 +218,7 @@ def from_json(kind: type[T], data: Any) -> T:
     return typing.cast(T, _builder(typing.cast(Any, kind))(data, kind.__name__))
 
 
-#: Types of JSON values, and the types that say so. Where a number is due, 1 is as good as 1.0.
+#: Python types of JSON values by declared type. Where a float is due, 1 is as good as 1.0.
 _PLAIN: Mapping[Any, tuple[type, ...]] = {
     str: (str,),
     bool: (bool,),
@@ -233,7 +232,7 @@ _PLAIN: Mapping[Any, tuple[type, ...]] = {
 
 @functools.cache
 def _builder(kind: Any) -> Callable[[Any, str], Any]:
-    """The function that builds a value of a type from JSON; a type is taken apart once."""
+    """The function that builds a value of a type from JSON; each type is analysed once."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         builders = [_builder(one) for one in args if one is not types.NoneType]
@@ -282,7 +281,7 @@ def _build_tuple(
 def _checked(kind: type, accepted: tuple[type, ...] | None, data: Any, name: str) -> Any:
     is_flag = isinstance(data, bool) and kind is not bool
     if accepted is not None and (is_flag or not isinstance(data, accepted)):
-        raise TypeError(f"{name} is {data!r:.80}, which is no {kind.__name__}")
+        raise TypeError(f"{name} is {data!r:.80}, which is not a {kind.__name__}")
     return data
 
 
@@ -304,7 +303,7 @@ class ArmRecord:
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One arm with one seed, and the stages (name -> id) that it is made of."""
+    """One arm with one seed, and its stages (name -> id)."""
 
     arm: str
     seed: int
@@ -324,13 +323,13 @@ class SweepRecord:
     Attributes
     ----------
     number
-        Versions of one sweep are counted from 1.
+        Number within its sweep, from 1.
     recipe, folder, text
-        The recipe, the folder that paths are relative to, the sweep file word for word.
+        The recipe, the folder of relative paths, the verbatim text of the sweep file.
     limits, question
         As in the file (:class:`sweeps.values.Limits`, :class:`sweeps.values.Question`).
     forecast
-        What was expected of it before it began, as JSON.
+        The forecast made before it began, as JSON.
     code
         Id of the code snapshot that its jobs import.
     """
@@ -362,8 +361,8 @@ def trial_of(provenance: Mapping[str, Any]) -> tuple[str, str, int] | None:
 
 
 def all_malformed(report: Mapping[str, Any]) -> str:
-    """What there is to say of a report in which not one answer was well formed; else empty. A base
-    that nobody has trained yet is nobody's fault."""
+    """Remark on a report without a single well-formed answer; else empty. The untrained base model
+    is not remarked on."""
     rollouts, counts = report.get("episodes"), report.get("counts") or {}
     if rollouts and counts.get("samples/malformed") == rollouts:
         return f"all of its {rollouts} rollouts were malformed: there was nothing to learn from"

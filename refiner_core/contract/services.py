@@ -1,9 +1,9 @@
 """Judge servers that refiner starts: when there is one, and when two are the same.
 
-In: a recipe's configuration. Out: whether it has a judge's server of its own, what that server is
-(engine, model, arguments …) as values that are hashed into its id, and who waits for it. Nothing of
-this has a part in what a judgement is, so no stage runs again because its judge is served
-elsewhere; and all recipes of a workspace that would start the same server share the one that runs.
+In: a recipe's configuration. Out: whether it has a judge's server of its own, the server's
+definition (engine, model, arguments …) as values that are hashed into its id, and the stages that
+use it. None of this is part of a judgement's identity, so no stage runs again because its judge is
+served elsewhere; and all recipes of a workspace that would start the same server share one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.fields import refuse_fields
 from refiner_core.contract.kinds import KINDS, kinds_of
 
-#: Name of the stage that serves the judge, and how ids of such stages begin.
+#: Name of the stage that serves the judge, and prefix of the ids of such stages.
 JUDGE_SERVICE = "judge"
 _PREFIX = "serve-"
 #: Kinds of stages that may ask a judge; see :func:`asks_judge`.
@@ -23,12 +23,12 @@ CONSUMERS = tuple(k.name for k in KINDS.values() if k.asks_judge)
 
 
 def is_service(stage_id: str) -> bool:
-    """Say whether a stage is a server: it is wanted for a while, and never done."""
+    """Tell whether a stage is a server: it is needed for some time, and never done."""
     return stage_id.startswith(_PREFIX)
 
 
 def asks_judge(config: RecipeConfig, kind: str | None = None) -> bool:
-    """Say whether stages of a kind ask the recipe's judge; of no kind: whether any stage does.
+    """Tell whether stages of a kind use the recipe's judge; without a kind: whether any stage does.
 
     An agent with tools is judged by its environment, which may ask about assertions in plain
     language (``environment.nl_assertions``).
@@ -40,31 +40,31 @@ def asks_judge(config: RecipeConfig, kind: str | None = None) -> bool:
 
 
 def serves(judge: JudgeConfig) -> bool:
-    """Say whether refiner starts the judge's server itself: where no address of one is given."""
+    """Tell whether refiner starts the judge's server itself: if no address is given."""
     if judge.kind != "openai" or judge.base_url or judge.base_urls:
         return False
     return judge.serve.engine != "none" or judge.serve_command is not None
 
 
 def has_service(config: RecipeConfig) -> bool:
-    """Say whether the judge's server is a job of its own."""
+    """Tell whether the judge's server is a job of its own."""
     return serves(config.judge) and config.judge.serve.where == "job"
 
 
 def engine_of(judge: JudgeConfig) -> str:
-    """``vllm``, ``transformers`` or ``command``: what serves the judge."""
+    """The judge's engine: ``vllm``, ``transformers`` or ``command``."""
     return "command" if judge.serve.engine == "none" else judge.serve.engine
 
 
 def service_identity(config: RecipeConfig) -> dict[str, Any]:
-    """Identity of a server: all settings that it is started with.
+    """Identity of a server: all settings of its start.
 
-    ``reach`` says who can ask it: this machine alone, or all nodes.
+    ``reach``: this machine alone, or all nodes.
 
     Raises
     ------
     ConfigurationError
-        Its engine cannot keep strangers out, and other nodes have to reach it.
+        Other nodes have to reach it, but its engine cannot check a key.
     """
     judge, engine = config.judge, engine_of(config.judge)
     reach = "node" if config.dispatch.executor == "local" else "cluster"
@@ -72,8 +72,8 @@ def service_identity(config: RecipeConfig) -> dict[str, Any]:
         config,
         engine == "transformers" and reach == "cluster",
         "judge.serve.engine judge.serve.where dispatch.executor",
-        "an engine that asks for a key, as `transformers` does not, or a server that only its own "
-        "job reaches: as a job of its own every user of the cluster reaches it",
+        "an engine that asks for a key, unlike `transformers`, or a server that only its own "
+        "job can reach: every user of the cluster can reach one in a job of its own",
         "set judge.serve.where=beside, or judge.serve.engine=vllm",
     )
     serve = judge.serve

@@ -1,6 +1,6 @@
 """Shipped files by name, and users' own files by path.
 
-In: a name or path as it was typed. Out: the file, or an error that names the nearest.
+In: a name or path as typed. Out: the file, or an error with the nearest name.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from refiner_core.contract.fields import suggest
 
 
 def shipped_files(package: str) -> dict[str, Path]:
-    """Names and files of what a package ships in YAML; those with ``_`` in front are parts."""
+    """Names and files of a package's shipped YAML; files with a leading ``_`` are parts."""
     folder = Path(str(resources.files(package)))
     return {p.stem: p for p in sorted(folder.glob("*.yaml")) if not p.stem.startswith("_")}
 
 
 def is_file_name(text: str) -> bool:
-    """True if this is meant as the path of a YAML file."""
+    """True if the text looks like the path of a YAML file."""
     return "/" in text or text.endswith((".yaml", ".yml"))
 
 
 def find_file(
     named: str, kind: str, shipped: Mapping[str, Path], folder: Path | None = None, hint: str = ""
 ) -> Path:
-    """The file of what is shipped under a name, or that lies at a path.
+    """The shipped file of a name, or the file at a path.
 
     Parameters
     ----------
     kind
-        What messages call it: ``recipe``.
+        Its name in messages: ``recipe``.
     folder
-        Where it is looked for before the current folder.
+        Searched before the current folder.
     hint
-        What is said of a name that is none, instead of the nearest one.
+        Hint for an unknown name, instead of the nearest one.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def find_file(
         raise ConfigurationError(
             f"There is no {kind} file {named}.",
             expected=expected,
-            fix="check the path (it is taken from the current folder)",
+            fix="check the path (it is relative to the current folder)",
         )
     raise ConfigurationError(
         f"There is no {kind} {named!r}.{hint or suggest(named, shipped)}",
@@ -72,19 +72,19 @@ def refuse_unknown(
     hint: str = "",
     fix: str = "correct the key",
 ) -> None:
-    """Refuse keys of a file that it has no field for.
+    """Refuse unknown keys of a file.
 
     Parameters
     ----------
     where, at
-        The file, or the part of it, for messages; what stands before the key there.
+        The file, or the part of it, for messages; the prefix of its keys.
     hint
-        What is said of a key instead of the nearest one.
+        Hint for a key, instead of the nearest one.
 
     Raises
     ------
     ConfigurationError
-        Names the first, and the nearest that there is.
+        Names the first one, and the nearest known key.
     """
     for key in keys:
         if key not in known:

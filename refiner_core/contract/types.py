@@ -1,4 +1,4 @@
-"""Small value types and protocols that rooms exchange. Torch-free.
+"""Small value types and protocols between packages. Torch-free.
 
 Science (``refiner_core``) is written against these protocols; ``infra`` and tests implement them.
 """
@@ -20,7 +20,7 @@ from refiner_core.contract.errors import NoSpaceError
 class JudgeRequest:
     """One question to a judge.
 
-    ``kind`` says which; ``text`` is what is judged and ``reference`` what it is held against:
+    ``text`` is judged against ``reference``, by ``kind``:
 
     ================== ========================== ===============================
     kind               text                       reference
@@ -47,7 +47,7 @@ class Judgement:
     detail: str = ""
 
 
-#: In the detail of a failed judgement: it was answered, and the answer is no judgement.
+#: In the detail of a failed judgement: there was a reply, but it is not a judgement.
 UNPARSABLE, CUT_SHORT = "unparsable judgement", "the judgement ended by"
 
 
@@ -60,9 +60,9 @@ class Judge(Protocol):
         Raises
         ------
         JudgeOutage
-            Nobody could be asked for longer than the configuration bears.
+            No server could be asked for longer than the configuration allows.
         Interrupted
-            A stop was asked for while it waited.
+            A stop was requested during a wait.
         """
 
 
@@ -70,7 +70,7 @@ class PendingJudgements(Protocol):
     """Judgements in progress."""
 
     def result(self) -> list[Judgement]:
-        """Wait for them; one per request, in order. Errors as of :meth:`Judge.judge`."""
+        """Wait for them; one per request, in order. Errors as in :meth:`Judge.judge`."""
 
 
 @runtime_checkable
@@ -78,7 +78,7 @@ class StreamingJudge(Judge, Protocol):
     """A judge that works while its caller does something else."""
 
     def submit(self, requests: Sequence[JudgeRequest]) -> PendingJudgements:
-        """Begin to judge and return at once."""
+        """Start judging and return at once."""
 
     def usage(self) -> JudgeUsage:
         """Usage since it was created."""
@@ -86,28 +86,28 @@ class StreamingJudge(Judge, Protocol):
 
 @runtime_checkable
 class FreshJudge(StreamingJudge, Protocol):
-    """A judge that remembers answers, and can be asked as if it did not."""
+    """A judge that remembers answers, and can be used as if it did not."""
 
     def fresh(self, mark: str) -> StreamingJudge:
-        """The same judge, for which only what was asked under ``mark`` has been asked before.
+        """The same judge, which remembers only questions asked under ``mark``.
 
-        What it answers is kept under the mark alone: who asks without it, or under another, is
-        never given it. It counts with this judge and ends with it.
+        Its answers are stored under the mark alone, and used under no other. It counts with this
+        judge and ends with it.
         """
 
 
 @dataclass(frozen=True)
 class JudgeUsage:
-    """Counts of a judge's work; differences of two are those of the time between.
+    """Counts of a judge's work; the difference of two is that of the time between.
 
-    ``asked`` judgements were wanted: ``stored`` of them came from the store, ``shared`` were the
+    ``asked`` judgements were requested: ``stored`` of them came from the store, ``shared`` were the
     same question as another one in flight, ``failed`` have no score; the rest was scored by calls.
-    ``answers`` counts HTTP answers by status, ``lost`` tries that got no whole one by reason
+    ``answers`` counts HTTP answers by status, ``lost`` tries without a whole answer by reason
     (``refused``: never sent; ``connection``, ``truncated``, ``too_long``, ``timeout``,
     ``given_up``), ``unusable`` answers of status 200 without a usable judgement by reason;
-    ``retries`` the tries after a first one; ``served`` what servers said that they are, by usable
-    replies. Tokens are those that servers reported. Of what was asked when an error ended it,
-    ``asked`` alone tells.
+    ``retries`` the tries after a first one; ``served`` the servers' names of themselves, by usable
+    replies. Tokens are those that servers reported. Requests in flight when an error ended the work
+    are counted in ``asked`` alone.
     """
 
     asked: int = 0
@@ -122,21 +122,21 @@ class JudgeUsage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     latency_s: float = 0.0  # sum over answered calls
-    paused_s: float = 0.0  # all servers were gone
+    paused_s: float = 0.0  # all servers were unavailable
     served: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a judge is asked. ``key`` is a secret: it is shown nowhere."""
+    """Address of a judge. ``key`` is a secret: it is shown nowhere."""
 
     url: str
     key: str = field(default="", repr=False)
 
 
 class StoredJudgement(NamedTuple):
-    """A judgement as it is kept: only scored ones are. Tokens are those of the call it came from,
-    so that a report can say what it would have cost."""
+    """A stored judgement, always a scored one. Tokens are those of its call, so that a report can
+    give its cost."""
 
     score: float
     prompt_tokens: int = 0
@@ -144,16 +144,16 @@ class StoredJudgement(NamedTuple):
 
 
 class JudgementStore(Protocol):
-    """Keeps judgements by what was asked: 16 bytes of a digest over all that decides the answer."""
+    """Stores judgements by a digest (16 bytes) of everything that determines the answer."""
 
     def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
         """Stored judgements, in order."""
 
     def put(self, key: bytes, judgement: StoredJudgement) -> None:
-        """Keep one; cheap, never raises for a full disk. Safe from any thread."""
+        """Store one; cheap, never raises for a full disk. Thread-safe."""
 
     def flush(self) -> None:
-        """See that what was put is on disk."""
+        """Sync all judgements to the disk."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One sample of one prompt; ``seed`` alone decides its randomness."""
+    """One sample of one prompt; its randomness depends only on ``seed``."""
 
     prompt_ids: tuple[int, ...]
     seed: int
@@ -195,11 +195,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """Sampled tokens (the stop token included) and the sampler's own log-probabilities of them.
+    """Sampled tokens (the stop token included) with the sampler's own log-probabilities.
 
-    Of an episode with tools, ``token_ids`` is all that came after the prompt, in order: the model's
-    own tokens and those of tools, user and template. ``own`` has one value per token, True where
-    the model sampled it (None: everywhere); other log-probabilities are NaN. ``episode`` is the
+    For an episode with tools, ``token_ids`` is everything after the prompt, in order: the model's
+    own tokens and those of tools, user and template. ``own`` has one value per token, True if the
+    model sampled it (None: everywhere); other log-probabilities are NaN. ``episode`` is the
     JSON form of its :class:`refiner_core.environments.protocol.EpisodeRecord`.
     """
 
@@ -225,7 +225,7 @@ class Generator(Protocol):
         """One completion per request, in order, independent of how they are batched.
 
         ``on_completion(index, completion)`` is called once per request as soon as that sample is
-        finished, in whatever order, in the thread of the call; what it raises ends the call.
+        finished, in any order, in the thread of the call; its exceptions end the call.
         """
 
 
@@ -233,9 +233,9 @@ class Generator(Protocol):
 class TurnRequest:
     """The next turn of a conversation.
 
-    ``context_ids`` is all of the conversation so far. It begins with the context of the same
-    conversation's turn before; what was sampled then stands in it token by token, or (where the
-    turn is repaired) not at all. So who keeps caches may keep one per ``conversation``.
+    ``context_ids`` is the whole conversation so far. It begins with the context of the
+    conversation's previous turn; the tokens sampled then follow unchanged, or (if the turn was
+    repaired) not at all. So a generator may keep one cache per ``conversation``.
     """
 
     conversation: int
@@ -245,7 +245,7 @@ class TurnRequest:
 
 
 class Turns(NamedTuple):
-    """What a :class:`TurnDesk` hands out: turns to begin, conversations that have ended since, and
+    """Output of a :class:`TurnDesk`: turns to begin, conversations that have ended since, and
     whether there may be further turns at all."""
 
     begin: tuple[TurnRequest, ...]
@@ -254,49 +254,49 @@ class Turns(NamedTuple):
 
 
 class TurnDesk(Protocol):
-    """Where turns come from and completions go. One thread calls it: that of the generator."""
+    """Source of turns and receiver of completions. Only the generator's thread calls it."""
 
     def take(self, room: int, *, wait: bool) -> Turns:
-        """Turns that begin now: of conversations that are known, any number, and of at most
-        ``room`` new ones.
+        """Turns that begin now: of known conversations, any number, and of at most ``room`` new
+        ones.
 
-        With ``wait`` (nothing is being decoded) it gives at least one turn, or one conversation
-        that has ended and so makes room, unless there are no more. Without it, it is quick; an
-        ordered desk may wait for tools all the same. Generators end when nothing is being decoded
-        and it gives no turn and says that there are no more, so it may be asked again after it has
-        said so.
+        With ``wait`` (nothing is being decoded) it returns at least one turn, or one ended
+        conversation, which frees its place, unless there are no more. Without it, it is quick; an
+        ordered desk may wait for tools all the same. A generator ends when nothing is being decoded
+        and there are no more turns, so the desk may be called again after it has reported that.
         """
 
     def finished(self, request: TurnRequest, completion: Completion) -> None:
-        """A turn is sampled. What it raises ends the call. Quick: tools belong into threads."""
+        """Receive a sampled turn. Exceptions end the call. Quick: tools belong into threads."""
 
 
 @runtime_checkable
 class TurnGenerator(Protocol):
-    """Samples the turns of many conversations, each as soon as it may begin."""
+    """Samples the turns of many conversations, each as early as possible."""
 
     def turns(self, desk: TurnDesk) -> None:
-        """Work until the desk has no more. The same answers of the desk to the same calls give the
-        same bits: where turns join is counted in steps of decoding, not in seconds."""
+        """Work until the desk has no more turns. The same answers of the desk to the same calls
+        give the same bits: turns join by steps of decoding, not by seconds."""
 
 
 class RolloutServers(Protocol):
-    """Servers that sample rollouts, for who sends them weights; ``infra`` starts and ends them.
+    """Servers that sample rollouts, for a trainer that sends them weights; ``infra`` starts and
+    ends them.
 
-    Not for several threads at once, but for :meth:`close`.
+    Not thread-safe, except for :meth:`close`.
     """
 
     def start(self, weights: Path) -> list[Endpoint]:
-        """Start all of them on a model folder and wait until they answer; their addresses.
+        """Start all of them on a model folder, wait until they answer, and return their addresses.
 
         Raises
         ------
         RefinerError
-            One cannot be started; none is left running.
+            A server cannot be started; none is left running.
         """
 
     def replace(self, index: int, weights: Path, why: str) -> Endpoint:
-        """End one, whatever it is doing, and start another in its place; its address.
+        """End one at once, start another in its place, and return its address.
 
         Raises
         ------
@@ -305,7 +305,7 @@ class RolloutServers(Protocol):
         """
 
     def close(self) -> None:
-        """End all of them, with all that they have started."""
+        """End all of them, with their children."""
 
 
 # ---------------------------------------------------------------- a stage at work
@@ -313,7 +313,7 @@ class RolloutServers(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage is; becomes its heartbeat and its progress bar."""
+    """Progress of a stage, for its heartbeat and its progress bar."""
 
     done: int
     total: int
@@ -330,25 +330,24 @@ class SavedCheckpoint:
 
 
 class StageIO(Protocol):
-    """Interface of a running stage to its workspace. Paths and fencing are the implementer's.
+    """Interface of a running stage to its workspace. The implementation handles paths and fencing.
 
     Metrics and rollouts belong to steps: when a stage resumes from the checkpoint of step *k*,
-    what was logged for later steps is gone, and what was logged up to *k* is still there.
+    those of later steps are removed, and those up to *k* are kept.
     """
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one step's numbers (keys under the reference's names). Steps only grow."""
+        """Append one step's numbers (under the reference's names). Steps only grow."""
 
     def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Store a step's rollouts with their reward components (one Parquet file per step)."""
 
     def latest_checkpoint(self) -> SavedCheckpoint | None:
-        """The newest complete checkpoint of this stage, from whichever attempt, its contents as
-        they were saved."""
+        """The newest complete checkpoint of this stage, from any attempt, its contents verified."""
 
     def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
-        """Say that the newest checkpoint cannot be read after all: from now on the one before it is
-        the newest. Before anything is logged."""
+        """Mark the newest checkpoint as unreadable: from now on the one before it is the newest.
+        Before anything is logged."""
 
     def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
         """A folder to write into; complete and visible only after the block ended without error.
@@ -359,17 +358,17 @@ class StageIO(Protocol):
         Raises
         ------
         NoSpaceError
-            It did not fit; nothing half-written is left visible.
+            It did not fit; nothing half-written stays visible.
         """
 
     def room_again(self, error: NoSpaceError) -> bool:
-        """Wait a while for room after a write that did not fit. True: try it again."""
+        """Wait a while for space after a write that did not fit. True: try it again."""
 
     def progress(self, progress: Progress) -> None:
-        """Tell how far the stage is. Cheap; call it every step and within long ones."""
+        """Report the stage's progress. Cheap; call it every step and within long ones."""
 
     def should_stop(self) -> bool:
-        """Say whether to save at the next step boundary and raise ``Interrupted``."""
+        """Whether to save at the next step boundary and raise ``Interrupted``."""
 
 
 # ---------------------------------------------------------------- prepared rows
@@ -379,9 +378,9 @@ class StageIO(Protocol):
 class PromptRow:
     """One prepared prompt, for rollouts or evaluation.
 
-    ``prompt_text`` is the user's message as it stands in the row (evidence is parsed from it);
-    ``prompt_ids`` is the rendered chat up to the assistant's turn. ``truth`` is what a generator
-    knows and no reward may see; None for real rows.
+    ``prompt_text`` is the user's message in the row (evidence is parsed from it); ``prompt_ids`` is
+    the rendered chat up to the assistant's turn. ``truth`` is known to a generator of rows and
+    hidden from rewards; None for real rows.
     """
 
     sample_id: str
@@ -395,7 +394,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class DemonstrationRow:
-    """One prepared demonstration: token ids and, per token, whether it carries loss."""
+    """One prepared demonstration: token ids and a loss mask."""
 
     sample_id: str
     input_ids: tuple[int, ...]
@@ -403,15 +402,15 @@ class DemonstrationRow:
 
 
 ViewState = Literal[
-    "waiting",  # for inputs, for a free local slot, or out a pause between two attempts
-    "paused",  # for room on the disk; it goes on by itself
+    "waiting",  # for inputs, for a free local slot, or for the end of a pause between two attempts
+    "paused",  # for disk space; it continues by itself
     "queued",  # submitted; the scheduler has not started it yet, or has suspended it
     "running",  # started by this call
     "reattached",  # found running, started by an earlier call or another process
     "skipped",  # was done before this call
     "done",  # finished during this call
     "failed",
-    "interrupted",  # stopped on request or resumable; the same command goes on
+    "interrupted",  # stopped on request or resumable; the same command continues
     "blocked",  # an input failed
 ]
 TERMINAL: frozenset[ViewState] = frozenset({"skipped", "done", "failed", "interrupted", "blocked"})
@@ -428,7 +427,7 @@ class StageView:
     attempt: int = 0
     job_id: str | None = None
     progress: Progress | None = None
-    seconds: float = 0.0  # of work, summed over this call's attempts
+    seconds: float = 0.0  # worked, summed over this call's attempts
     message: str = ""
     log: str = ""  # path of the newest attempt's log
     exit_code: int = 0  # of a failed or interrupted stage (errors.EXIT_CODES)

@@ -62,13 +62,13 @@ def test_a_dry_run_shows_every_checkpoint_and_changes_nothing(
     assert [(c["step"], c["complete"]) for c in done.json["checkpoints"]] == [
         *((4, True), (8, True), (12, False))
     ]
-    assert "cut short" in done.json["checkpoints"][-1]["note"]
+    assert "truncated" in done.json["checkpoints"][-1]["note"]
     assert done.json["step"] == 8
     assert "lacks config.json" in done.json["notes"][0]
     assert "--companions" in done.json["next"]
     assert not workspace.exists()
     shown = refiner("adopt", str(dead_run), f"workspace={workspace}", "--dry-run").stdout
-    assert "damaged: model.safetensors: cut short" in shown
+    assert "damaged: model.safetensors: truncated" in shown
 
 
 def test_a_dead_run_of_anybodys_is_adopted_published_and_evaluated(

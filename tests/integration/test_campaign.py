@@ -232,7 +232,7 @@ def test_a_stop_leaves_the_job_of_another_living_call_alone(workspace: Workspace
     campaign.request_stop("Ctrl-C")
     view = campaign.join()["data"]
     assert (view.state, view.exit_code) == ("interrupted", 6)
-    assert "goes on" in view.message
+    assert "continues" in view.message
     assert json.loads(other.communicate(timeout=PATIENCE_S)[0])["data"]["state"] == "done"
 
 
@@ -514,7 +514,7 @@ def test_a_stage_that_meets_a_full_disk_pauses_and_goes_on_by_itself(small_disk:
     campaign = campaign_on(workspace, plan)
     campaign.start()
     until(lambda: campaign.views()["data"].state == "paused", "the pause")
-    assert "waits for room" in campaign.views()["data"].message
+    assert "waits for space" in campaign.views()["data"].message
     filler.unlink()
     view = campaign.join()["data"]
     assert (view.state, view.exit_code) == ("done", 0)
@@ -533,7 +533,7 @@ def test_a_disk_that_is_full_from_the_start_is_said_at_once(small_disk: Path) ->
     with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(os.urandom(4096))
-    with pytest.raises(NoSpaceError, match="No room left"):
+    with pytest.raises(NoSpaceError, match="No space left"):
         Workspace.open(small_disk / "ws")
     campaign = orchestrator_on(plan, workspace, fake_router(workspace), run=run)
     with pytest.raises(NoSpaceError, match="recording the run"):

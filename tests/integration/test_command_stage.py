@@ -210,7 +210,7 @@ def test_one_that_ends_well_before_its_last_step_is_asked_to_go_on(
     """Half a training would else be published as a whole one, of an older step even."""
     story = Story(tmp_path / "ws", " --leave_at 7")
     assert story.attempt().failure == "none", story.log
-    assert "ended well at step 6 of 16; it is started again from the checkpoint of step 4" in (
+    assert "ended well at step 6 of 16; it is restarted from the checkpoint of step 4" in (
         story.log
     )
     assert story.weights() == undisturbed
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_it_cannot_go_on_from_is_named_and_stays(tmp_path: Pat
     )
     outcome = story.attempt()
     assert outcome.failure == "bug", story.log
-    assert "if it cannot go on from" in story.log
+    assert "if it cannot resume from" in story.log
     assert sorted(p.name for p in story.work.iterdir()) == before
 
 
@@ -282,7 +282,7 @@ def test_what_an_earlier_trainer_left_running_is_ended_before_the_next_one_start
     stale = subprocess.Popen(["sleep", "600"], env=settings, start_new_session=True)
     assert story.attempt().failure == "none", story.log
     assert stale.wait(5) == -signal.SIGKILL
-    assert "had left" in story.log
+    assert "left by an earlier" in story.log
 
 
 def test_a_stop_is_passed_on_and_the_trainer_saves(tmp_path: Path, undisturbed: str) -> None:
@@ -390,7 +390,7 @@ def test_older_checkpoints_make_room_while_it_runs(quota_disk: Callable[..., Pat
     left = sorted(int(p.name.removeprefix("ckpt_")) for p in story.work.iterdir())
     assert left[-1] == 48
     assert len(left) < 12
-    assert "to make room" in story.log
+    assert "to free space" in story.log
 
 
 def fill(path: Path, leave: int) -> None:

@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused_and_reclaiming_gives_the_room_back(
     with keeper.reserve(ref, 12 * MIB):  # the checkpoint of step 50 goes for it
         save(store, 150, 12)
     assert [c.step for c in store.complete()] == [100, 150]
-    with pytest.raises(NoSpaceError, match="No room for"), keeper.reserve(ref, 40 * MIB):
+    with pytest.raises(NoSpaceError, match="No space for"), keeper.reserve(ref, 40 * MIB):
         pytest.fail("it does not fit")
     assert [c.step for c in store.complete()] == [150], "what could go has gone, and not the newest"
     filler.unlink()
@@ -203,6 +203,6 @@ def test_a_run_that_no_deleting_would_make_fit_is_refused_before_it_starts(
         waits = [sys.executable, "-m", "flows.cli.main", *words, "disk.too_small=wait"]
         with subprocess.Popen(waits, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
-            said = next(line for line in process.stderr if "aiting for room" in line)
+            said = next(line for line in process.stderr if "aiting for disk space" in line)
             process.terminate()
         assert "nothing is lost" in said

@@ -136,7 +136,7 @@ def test_a_package_of_the_wrong_version_is_named_with_its_command(tmp_path: Path
     )
     assert done.returncode == 8
     [found] = [f for f in json.loads(done.stdout)["findings"] if f["state"] == "broken"]
-    assert found["what"].startswith("prefect is 2.1, and refiner asks for prefect<3.9,>=3.8")
+    assert found["what"].startswith("prefect is 2.1, and refiner requires prefect<3.9,>=3.8")
     assert found["mend"] == f"{sys.executable} -m pip install 'prefect<3.9,>=3.8'"
 
 
@@ -199,7 +199,7 @@ def test_a_full_file_system_is_a_finding(tmp_path: Path) -> None:
     assert named(found, "workspace", "room").state == "broken"
     full = named(found, "workspace", "file system")
     assert full.state == "broken"
-    assert "takes no files: No space left on device (ENOSPC)" in full.what
+    assert "accepts no files: No space left on device (ENOSPC)" in full.what
     assert full.mend.startswith("refiner disk --reclaim")
     assert sum("ENOSPC" in f.what for f in found) == 1, "one cause, one line"
 

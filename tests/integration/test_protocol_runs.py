@@ -109,4 +109,4 @@ def test_protocols_are_listed_shown_and_checked_by_a_command(tmp_path: Path) -> 
     assert len({c["fingerprint"] for c in checked}) == 1
     (tmp_path / "mine.yaml").write_text("name: mine\ngrpo: {beta: 1}\n")
     refused = refiner("protocols", "check", "mine.yaml", cwd=tmp_path)
-    assert (refused.code, "no matter of measuring" in refused.stderr) == (2, True)
+    assert (refused.code, "does not concern measuring" in refused.stderr) == (2, True)

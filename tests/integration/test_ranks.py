@@ -102,7 +102,7 @@ def test_the_first_rank_that_fails_is_what_the_user_reads(
     outcome = attempt.outcome
     assert outcome is not None
     assert (outcome.failure, outcome.decision) == ("bad_configuration", "stop")
-    assert outcome.message == ("told to fail. Expected no less. To mend it: tell it otherwise.")
+    assert outcome.message == ("told to fail. Expected no less. To fix it: tell it otherwise.")
     assert "\nrank 0 of 2 is here\n" in log
     assert "\n[rank 1] rank 1 of 2 is here\n" in log
     assert "fake_rank.py" in log, "the traceback of the rank"

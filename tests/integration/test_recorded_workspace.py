@@ -115,7 +115,7 @@ def test_an_interrupted_run_is_resumed_from_its_checkpoint(place: Path) -> None:
     assert {stage["state"] for stage in status["stages"]} == {"done"}
     attempts = place / "runs/stages" / FACTS["interrupted_grpo"] / "attempts"
     said = re.search(
-        r"going on from the checkpoint of step (\d+)",
+        r"(?:going on|resuming) from the checkpoint of step (\d+)",
         (max(attempts.iterdir()) / "log.txt").read_text(),
     )
     assert said

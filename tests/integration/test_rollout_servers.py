@@ -233,7 +233,7 @@ def test_a_server_that_lets_everybody_in_is_not_used(
     script(path, f'PYTHONPATH={path} exec "{sys.executable}" "{SERVER}" "$@"')
     settings = config(weights_dir=str(memory))
     with (
-        pytest.raises(ConfigurationError, match="everybody on this machine"),
+        pytest.raises(ConfigurationError, match="everyone on this machine"),
         open_vllm(settings, tiny_tokenizer(), tmp_path / "work") as rollouts,
     ):
         rollouts.sync(whole(tiny_model()), "0")

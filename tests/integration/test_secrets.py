@@ -215,7 +215,7 @@ def test_a_secret_among_the_settings_is_refused_before_anything_is_written(
         said = refiner(command, "tiny", f"workspace={tmp_path / 'runs'}", *judge, override)
         assert said.code == 2, said.stderr
         assert f"`{override.partition('=')[0]}`" in said.stderr
-        assert "To mend it: " in said.stderr
+        assert "To fix it: " in said.stderr
         assert planted.told(said) == []
     assert planted.below(tmp_path) == []
 

@@ -198,5 +198,5 @@ def test_files_that_have_gone_since_fail_before_any_job_with_our_words(
             end = served.ends(served.launch(flow, name), 60)
             assert end["type"] == "FAILED"
             assert str(file) in end["message"]
-            assert "To mend it: " in end["message"]
+            assert "To fix it: " in end["message"]
     assert not (tmp_path / "runs").exists(), "nothing half-begun"

@@ -299,7 +299,7 @@ def test_a_controller_that_is_away_when_the_next_stage_is_due_ends_no_run(
     finally:
         slurm.start_controller()
     assert {v.state for v in run.join().values()} == {"done"}
-    assert any(v.state == "paused" and "sbatch did not take the job" in v.message for v in waits)
+    assert any(v.state == "paused" and "sbatch did not accept the job" in v.message for v in waits)
     record = workspace.read_record(plan.by_name["sft"].id)
     assert record is not None
     assert {a.outcome.failure for a in record.attempts if a.outcome} == {"system_outage", "none"}

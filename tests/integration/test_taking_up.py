@@ -54,7 +54,7 @@ def full_until_said(disk: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[
     def clear() -> None:
         while not over.wait(0.1):
             said.append(capsys.readouterr().err)
-            if "aiting for room" in said[-1]:
+            if "aiting for disk space" in said[-1]:
                 break
         (disk / "filler").unlink()
 
@@ -76,7 +76,7 @@ def test_a_run_is_taken_up_as_soon_as_there_is_room(
     launch = Launch(use_server=False, quiet=True, resumed=True)
     with full_until_said(disk, capsys) as said:
         outcome = work_on(plan, workspace, run, launch)
-    assert "No room left while taking up the run" in "".join(said)
+    assert "No space left while taking up the run" in "".join(said)
     assert outcome.exit_code == 0, outcome
     assert orchestrator_of(workspace, run.run).turn == 1
 
@@ -94,16 +94,16 @@ def test_a_sweep_is_recorded_and_taken_up_as_soon_as_there_is_room(
     workspace = workspace_of(plan, to_write=True)
     with full_until_said(disk, capsys) as said:
         record = begin_sweep(plan, [f"workspace={disk / 'runs'}"])
-    assert "aiting for room" in "".join(said)
+    assert "aiting for disk space" in "".join(said)
     launch = Launch(use_server=False, quiet=True)
     with full_until_said(disk, capsys) as said:
         outcome = work_on_sweep(plan, workspace, record, launch)
-    assert "No room left while taking up the run" in "".join(said)
+    assert "No space left while taking up the run" in "".join(said)
     assert outcome.exit_code == 0, outcome
 
     # Cancelled since, and resumed by its name alone.
     workspace.ask_cancel(sweep_call(record.name), str(ProcessId.of()))
     with full_until_said(disk, capsys) as said:
         assert resume_sweep(record.name, disk / "runs", launch=launch).exit_code == 0
-    assert "No room left while opening the workspace" in "".join(said)
+    assert "No space left while opening the workspace" in "".join(said)
     assert Workspace.read_only(disk / "runs").cancel_asked(sweep_call(record.name)) is None

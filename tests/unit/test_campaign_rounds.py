@@ -129,7 +129,7 @@ def test_an_end_on_a_full_disk_counts_as_it_was_found_and_is_complained_of_once(
     for _ in range(5):
         campaign.step()
         assert campaign.views()["data"].state in ("running", "reattached", "paused")
-    assert sum("cannot be kept" in r.message for r in caplog.records) == 1
+    assert sum("cannot be recorded" in r.message for r in caplog.records) == 1
     full.clear()
     for _ in range(2):
         campaign.step()
@@ -252,12 +252,12 @@ def test_a_stage_that_is_started_again_says_what_ended_it(tmp_path: Path) -> Non
     run = RecordedRun(tmp_path / "runs", "stages=[data]")
     data = run.stage("data")
     views = [view_of(Launch(data, 0), None, run.workspace, owner="o")]
-    run.fail("data", Outcome("killed", "resume", "the worker is gone and left no word\nrc 137"))
+    run.fail("data", Outcome("killed", "resume", "the worker ended without a message\nrc 137"))
     record = run.workspace.read_record(data.id)
     views.append(view_of(Launch(data, 1), record, run.workspace, owner="o"))
     assert [v.message for v in views] == [
         "is being submitted",
-        "is being submitted again: the worker is gone and left no word",
+        "is being submitted again: the worker ended without a message",
     ]
 
 

@@ -90,7 +90,7 @@ def test_what_is_typed_wrongly_is_answered_with_the_right_line(
     shown = capsys.readouterr()
     for words in said:
         assert words in shown.err
-    assert "To mend it: " in shown.err
+    assert "To fix it: " in shown.err
     assert "bug in refiner" not in shown.err
 
 

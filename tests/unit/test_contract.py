@@ -268,7 +268,7 @@ def test_inputs_come_before_the_stages_that_read_them() -> None:
         (("sft",), "`data` first"),
         (("data", "publish"), "beside `publish`"),
         (("command", "evaluate"), "`data` first"),
-        (("data", "sft", "command"), "starts from the model"),
+        (("data", "sft", "command"), "starts from the recipe"),
     ],
 )
 def test_impossible_stage_lists_are_refused(stages: Any, says: str) -> None:
@@ -406,4 +406,4 @@ def test_every_error_has_a_documented_exit_code_and_reads_as_one_paragraph() -> 
     for kind in subclasses(RefinerError):
         assert kind.exit_code in EXIT_CODES
         error = kind("It broke", expected="a whole one", fix="glue it")
-        assert str(error) == "It broke. Expected a whole one. To mend it: glue it."
+        assert str(error) == "It broke. Expected a whole one. To fix it: glue it."

@@ -280,7 +280,7 @@ def test_what_does_not_fit_waits_and_then_says_what_is_missing(workspace: Worksp
     ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
     keeper = room_for(workspace, 2 * MIB)
     with (
-        pytest.raises(NoSpaceError, match=r"No room for 4\.0 MiB.*refiner disk"),
+        pytest.raises(NoSpaceError, match=r"No space for 4\.0 MiB.*refiner disk"),
         keeper.reserve(ref, 4 * MIB),
     ):
         pytest.fail("it does not fit")

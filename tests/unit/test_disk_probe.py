@@ -114,7 +114,7 @@ def test_sizes_with_units(text: str, size: int) -> None:
 
 
 def test_what_is_no_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="no size"):
+    with pytest.raises(ValueError, match="not a size"):
         parse_size("lots")
 
 

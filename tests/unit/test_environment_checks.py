@@ -42,8 +42,8 @@ DESK = {"environment.name": "desk", "environment.demonstrations": 10}
         ({"environment.shaping.alpha_by_domain": ["=2"]}, r"environment\.shaping\.alpha"),
         ({"environment.demonstrations": 0}, r"environment\.demonstrations` is 0.*=500"),
         ({"data.sft_path": "mine.jsonl"}, "one source of demonstrations"),
-        ({"data.rl_path": "mine.jsonl"}, r"`data\.rl_path`.*means nothing with an environment"),
-        ({"data.held_out_fraction": 0.3}, r"`data\.held_out_fraction` is 0.3.*which means nothing"),
+        ({"data.rl_path": "mine.jsonl"}, r"`data\.rl_path`.*has no meaning with an environment"),
+        ({"data.held_out_fraction": 0.3}, r"`data\.held_out_fraction` is 0.3.*which has no meaning"),
         ({"grpo.stop_strings": ["x"]}, r"`grpo\.stop_strings`"),
         ({"environment.user.base_url": "http://127.0.0.1:1/v1"}, r"user\.model` is ''"),
         ({"environment.name": "tau2"}, "a simulated user.*tau2-bench has no other"),
@@ -54,7 +54,7 @@ DESK = {"environment.name": "desk", "environment.demonstrations": 10}
         ({"environment.user.api_key_env": "sk-abc"}, "never the key itself"),
         ({"environment.name": "desks"}, r"There is no environment 'desks'.*`desk`, `tau2`"),
         ({"environment.name": "mine.py"}, "There is no environment"),
-        ({"environment.test_split": "train"}, r"`environment\.test_split` is 'train'.*share no"),
+        ({"environment.test_split": "train"}, r"`environment\.test_split` is 'train'.*without a common"),
         ({"evaluate.top_k": -1}, r"evaluate\.top_k"),
     ],
 )
@@ -163,7 +163,7 @@ def test_partial_credit_of_no_domain_is_refused_also_where_the_data_is_there() -
     lane = EpisodeLane(config, None, None, samples=True)
     assert lane.environment is not None
     rows = [row_of_task(task, (1, 2, 3)) for task in lane.environment.tasks("train")]
-    with pytest.raises(ConfigurationError, match="'lamp', which is no domain"):
+    with pytest.raises(ConfigurationError, match="'lamp', which is not a domain"):
         lane.check(rows)
 
 

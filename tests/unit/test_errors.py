@@ -67,17 +67,17 @@ def test_every_refusal_says_what_was_expected_and_what_mends_it() -> None:
 
 
 def test_refusals_read_as_one_paragraph() -> None:
-    """`WHAT. Expected EXPECTED. To mend it: FIX.`: each part must fit where it is put."""
+    """`WHAT. Expected EXPECTED. To fix it: FIX.`: each part must fit where it is put."""
     wrong = []
     for refusal in found():
         for text in refusal.expected:
-            if re.match(r"(?i)expected\b|to mend", text):
+            if re.match(r"(?i)expected\b|to fix", text):
                 wrong.append(f"{refusal.where} says Expected twice: {text!r}")
             elif re.match(r"[A-Z][a-z]+ [a-z]", text) and not re.match(_NAMES, text):
                 wrong.append(f"{refusal.where} begins a sentence in a sentence: {text!r}")
         for text in refusal.fix:
-            if re.match(r"(?i)to mend|fix\b|please", text):
-                wrong.append(f"{refusal.where} says To mend it twice: {text!r}")
+            if re.match(r"(?i)to fix|fix\b|please", text):
+                wrong.append(f"{refusal.where} says To fix it twice: {text!r}")
             elif re.match(r"[A-Z][a-z]+ [a-z]", text) and not re.match(_NAMES, text):
                 wrong.append(f"{refusal.where} begins a sentence in a sentence: {text!r}")
             elif re.fullmatch(r"`?[a-z_.]+`?", text) and text != "nothing":

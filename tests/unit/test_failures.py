@@ -130,7 +130,7 @@ def test_messages_are_short_and_name_the_error() -> None:
     assert classify(KeyError("beta")).message == "KeyError: 'beta'"
     assert len(classify(ValueError("x" * 10_000)).message) == MESSAGE_LIMIT
     assert classify(ConfigurationError("It is so", fix="do this")).message == (
-        "It is so. To mend it: do this."
+        "It is so. To fix it: do this."
     )
 
 

@@ -91,10 +91,10 @@ def test_safetensors_cut_anywhere_are_damaged(tmp_path_factory: Any, length: int
         ("model.safetensors", tensors() + b"x", "at its end"),
         ("model.safetensors", b"\xff" * 40, "no safetensors header"),
         ("pytorch_model.bin", b"", "empty"),
-        ("pytorch_model.bin", b"PK\x03\x04" + b"x" * 50, "cut short"),
+        ("pytorch_model.bin", b"PK\x03\x04" + b"x" * 50, "truncated"),
         ("optimizer.pt", b"\x80\x02legacy", ""),
         ("state.pt", b"garbage", "neither"),
-        ("config.json", b'{"a": ', "no whole JSON"),
+        ("config.json", b'{"a": ', "not complete JSON"),
         ("config.json", b"", "empty"),
         ("notes.txt", b"", ""),
     ],
@@ -114,7 +114,7 @@ def test_torch_files_are_whole_when_their_zip_is(tmp_path: Path) -> None:
         archive.writestr("archive/data.pkl", b"x" * 1000)
     assert damage(path) is None
     path.write_bytes(path.read_bytes()[:-30])
-    assert "cut short" in (damage(path) or "")
+    assert "truncated" in (damage(path) or "")
 
 
 def test_a_shard_that_an_index_names_has_to_be_there(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_the_newest_complete_one_counts_and_what_is_passed_over_is_named(
     newest = newest_complete(find_checkpoints(tmp_path, RULE))
     assert newest is not None
     assert newest.step == 10
-    assert "checkpoint-20 is passed over" in caplog.text
+    assert "checkpoint-20 is skipped" in caplog.text
 
 
 def test_a_file_may_be_the_sign_of_completeness(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_save_that_was_cut_off_lacks_what_its_siblings_have(tmp_path: Path, sa
     hf_checkpoint(tmp_path, 20, saved=saved)
     found = find_checkpoints(tmp_path, RULE)
     assert [c.damage == "" for c in found] == [True, False]
-    assert "there is no" in found[1].damage
+    assert "is missing" in found[1].damage
     assert remove(unfinished(found)) == 1
 
 
@@ -493,7 +493,7 @@ def test_a_named_export_has_to_be_whole(tmp_path: Path) -> None:
         find_export(tmp_path, "final", [])
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "model.safetensors").write_bytes(tensors()[:-1])
-    with pytest.raises(StageFailed, match="cut short"):
+    with pytest.raises(StageFailed, match="truncated"):
         find_export(tmp_path, "final", [])
     (tmp_path / "final" / "model.safetensors").write_bytes(tensors())
     assert find_export(tmp_path, "final", []) == tmp_path / "final"

@@ -211,7 +211,7 @@ def test_a_file_of_a_newer_version_is_left_alone(
     foreign = folder / "notes.sealed"
     foreign.write_bytes(b"not ours" * 100)
     assert known(folder, range(2)) == 0
-    assert "no file of judgements of version 1" in " ".join(warnings(caplog))
+    assert "not a file of judgements of version 1" in " ".join(warnings(caplog))
     filled(folder, range(2))
     assert known(folder, range(2)) == 2
     assert path.read_bytes() == bytes(newer)
@@ -285,7 +285,7 @@ def test_what_the_disk_did_not_take_is_written_when_there_is_room_again(
         one.flush()
         assert known(folder, range(2)) == 2
     assert len(warnings(caplog)) == 1
-    assert "asked again after a crash" in warnings(caplog)[0]
+    assert "repeated after a crash" in warnings(caplog)[0]
     assert "are stored in" in caplog.text
 
 

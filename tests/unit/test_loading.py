@@ -148,7 +148,7 @@ def test_yaml_s_bare_off_is_a_word_where_a_field_takes_it() -> None:
         ("sft.save_freq=0", "at least 1"),
         ("judge.kind=openai", "judge.base_url"),
         ("judge.base_url=localhost:8000", "http:// or https://"),
-        ("judge.base_url='http://[::1'", "no address of a server"),
+        ("judge.base_url='http://[::1'", "not a server's address"),
         ("judge.base_url='http://me:secret@host/v1'", "judge.api_key_env"),
         ("data.rl_path=null", "`data.rl_path` is null"),
         ("publish.repo_id=a/{date}", "no placeholders but"),
@@ -244,7 +244,7 @@ def test_a_configuration_survives_its_record() -> None:
 
 def test_a_command_in_an_error_is_a_sentence_unless_it_comes_last() -> None:
     error = ConfigurationError("There is no `sbatch`", expected="it on PATH", fix="run `refiner`")
-    assert str(error) == "There is no `sbatch`. Expected it on PATH. To mend it: run `refiner`"
+    assert str(error) == "There is no `sbatch`. Expected it on PATH. To fix it: run `refiner`"
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_more_gpus_than_the_caller_sees_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with pytest.raises(Exception, match="2 GPUs are asked for"):
+    with pytest.raises(Exception, match="2 GPUs are requested"):
         end_of(tmp_path, 2)
 
 

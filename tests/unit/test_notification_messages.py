@@ -79,7 +79,7 @@ def test_a_failure_begins_with_what_failed_by_itself_and_says_how_to_mend_it() -
         "grpo": view(
             "grpo",
             "failed",
-            message="lr is 9. To mend it: set grpo.learning_rate",
+            message="lr is 9. To fix it: set grpo.learning_rate",
             log="/l/log.txt",
         ),
         "evaluate": view("evaluate", "blocked", message="needs grpo"),
@@ -87,7 +87,7 @@ def test_a_failure_begins_with_what_failed_by_itself_and_says_how_to_mend_it() -
     causes = {"sft": "bug", "grpo": "not_finite"}
     message = words.failed(TOPIC, views, causes)
     assert message["title"].endswith("has failed: grpo, loss, norm or reward was not finite")
-    assert message["text"].splitlines()[0].endswith("To mend it: set grpo.learning_rate")
+    assert message["text"].splitlines()[0].endswith("To fix it: set grpo.learning_rate")
     assert (message["cause"], message["next"].split()[:3]) == (
         "not_finite",
         ["refiner", "logs", "grpo"],
@@ -97,7 +97,7 @@ def test_a_failure_begins_with_what_failed_by_itself_and_says_how_to_mend_it() -
 def test_who_gave_up_waiting_is_told_to_resume_and_not_to_look_for_a_bug() -> None:
     views = {"grpo": view("grpo", "interrupted", message="no room for 1440 min", exit_code=5)}
     message = words.failed(TOPIC, views, {"grpo": "disk_full"})
-    assert "stands still: grpo, no room on the disk" in message["title"]
+    assert "stands still: grpo, disk full" in message["title"]
     assert message["next"].startswith("refiner resume ")
 
 

@@ -163,9 +163,9 @@ def test_text_of_a_shell_comes_through_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("grpo: {beta: 0.1}", "`grpo.beta`, which is no matter of measuring"),
-        ("sft: {learning_rate: 1.0}", "`sft.learning_rate`, which is no matter of measuring"),
-        ("evaluate: {models: [sft]}", "`evaluate.models`, which is no matter of measuring"),
+        ("grpo: {beta: 0.1}", "`grpo.beta`, which does not concern measuring"),
+        ("sft: {learning_rate: 1.0}", "`sft.learning_rate`, which does not concern measuring"),
+        ("evaluate: {models: [sft]}", "`evaluate.models`, which does not concern measuring"),
         ("evaluate: {decodng: [greedy]}", "Did you mean 'evaluate.decoding'"),
         ("evaluate: {num_samples: many}", "Under protocol mine: `evaluate.num_samples` is 'many'"),
         ("evaluate: {num_samples: 0}", "Under protocol mine: `evaluate.num_samples` is 0"),
@@ -205,13 +205,13 @@ def test_a_list_that_cannot_be_meant_is_refused(given: str, said: str) -> None:
 
 def test_a_copy_that_kept_the_shipped_name_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "evaluate: {num_samples: 2}", "held-out-greedy-v1")
-    with pytest.raises(ConfigurationError, match="as a shipped one"):
+    with pytest.raises(ConfigurationError, match="of a shipped one"):
         load_protocol(file)
 
 
 def test_a_name_that_nobody_has_read_is_no_protocol() -> None:
     config = replace_fields(RecipeConfig(), {"evaluate.protocols": ["held-out-greedy-v1"]})
-    with pytest.raises(ConfigurationError, match="no protocol that was read"):
+    with pytest.raises(ConfigurationError, match="not a protocol that was read"):
         check_config(config)
 
 

@@ -430,7 +430,7 @@ def test_a_server_for_a_cluster_that_asks_for_no_key_is_not_used(tmp_path: Path)
     if address.startswith("127."):
         pytest.skip("this machine has no address but loopback")
     with (
-        pytest.raises(ConfigurationError, match="answers who has no key"),
+        pytest.raises(ConfigurationError, match="answers without a key"),
         server_of(tmp_path, own("open"), host=address),
     ):
         pass

@@ -129,7 +129,7 @@ def test_a_last_part_or_a_section_will_do(capsys: pytest.CaptureFixture[str]) ->
     [
         (["gropo.beta"], "Did you mean 'grpo.beta'?"),
         (["environmnt"], "Did you mean 'environment'?"),
-        (["--search", "xyzzy"], "No field speaks of 'xyzzy'"),
+        (["--search", "xyzzy"], "No field mentions 'xyzzy'"),
         (["grpo.beta", "tini"], "Did you mean 'tiny'?"),
         (["grpo.beta", "tiny", "more"], "overrides follow a recipe"),
         (["grpo.beta", "seed=3"], "overrides follow a recipe"),
@@ -150,7 +150,7 @@ def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:
     every = json.loads(shown(capsys, "--all", "--json"))["fields"]
     assert [f["field"] for f in every] == list(field_paths())
     listed = json.loads(shown(capsys, "--json"))["sections"]
-    assert {"section": "notify", "doc": "who hears of it"}.items() <= listed[-1].items()
+    assert {"section": "notify", "doc": "notifications"}.items() <= listed[-1].items()
     found = json.loads(shown(capsys, "--search", "KL coefficient", "--json"))["fields"]
     assert [f["field"] for f in found] == ["grpo.beta"]
 

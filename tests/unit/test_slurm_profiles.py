@@ -64,7 +64,7 @@ def test_a_file_is_a_profile_too(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(ConfigurationError, match="To mend it") as caught:
+    with pytest.raises(ConfigurationError, match="To fix it") as caught:
         load_profile(write(tmp_path, text))
     assert says in str(caught.value)
 

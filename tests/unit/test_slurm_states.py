@@ -151,12 +151,12 @@ def test_a_job_that_never_was_is_submitted_again_however_often() -> None:
         ("AssocGrpCPUMinutesLimit", "has used up its budget"),
         ("AssocGrpGRESMinutes", "has used up its budget"),
         ("QOSGrpWallLimit", "has used up its budget"),
-        ("AssocGrpGRES", "never where this job alone asks for more"),
-        ("AssocGrpCpuLimit", "never where this job alone asks for more"),
-        ("AssocGrpCPURunMinutesLimit", "never where this job alone asks for more"),
+        ("AssocGrpGRES", "never if this job alone requests more"),
+        ("AssocGrpCpuLimit", "never if this job alone requests more"),
+        ("AssocGrpCPURunMinutesLimit", "never if this job alone requests more"),
         ("QOSMaxWallDurationPerJobLimit", "more than is allowed for one job"),
         ("AssocMaxGRESPerJob", "more than is allowed for one job"),
-        ("QOSGrpNodeLimit", "has as much as it may"),
+        ("QOSGrpNodeLimit", "is at its limit"),
         ("Priority", ""),
     ],
 )
@@ -196,7 +196,7 @@ def test_reasons_that_never_pass_are_explained(reason: str) -> None:
 def test_ordinary_reasons_stand_for_themselves() -> None:
     assert sight("PENDING", "Resources").reason == "Resources"
     assert sight("RUNNING", "").reason == ""
-    assert sight("SUSPENDED", "").reason == "suspended; it goes on by itself"
+    assert sight("SUSPENDED", "").reason == "suspended; it continues by itself"
 
 
 def test_rows_are_read_with_their_steps() -> None:

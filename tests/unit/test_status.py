@@ -262,5 +262,5 @@ def test_why_a_cluster_cannot_be_asked_is_said(workspace: Workspace, tmp_path: P
         Attempt(1, "c", "slurm", OWNER, "2026-11-21T01:00:00+00:00"),
     )
     reason = router.look([OpenAttempt(ref, attempt)])[ref].reason
-    assert "cannot be seen from here" in reason
+    assert "not visible from here" in reason
     assert str(gone) in reason

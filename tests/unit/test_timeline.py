@@ -44,7 +44,7 @@ NOT_BEGUN = replace(SECOND, resumed_from_step=None, started_at=None)
 QUOTA = Outcome(
     "disk_full",
     "resume",
-    "No room left in /scratch/checkpoints while saving the checkpoint of step 100: 122",
+    "No space left in /scratch/checkpoints while saving the checkpoint of step 100: 122",
     5,
     step=100,
     errno=122,
@@ -100,14 +100,14 @@ def test_the_step_100_story_reads_as_one_line() -> None:
         (ended("preempted", 99), "preempted after step 99 on n3"),
         (ended("time_limit", 99), "time limit reached after step 99 on n3"),
         (ended("node_failure"), "node failed on n3"),
-        (ended("killed"), "killed, no last word on n3"),
+        (ended("killed"), "killed without a message on n3"),
         (
             ended("killed", 3, "Rank 1 (process 7) was ended by SIGKILL. Expected all to live."),
             "killed: Rank 1 (process 7) was ended by SIGKILL after step 3 on n3",
         ),
         (
-            ended("killed", None, "the worker is gone and left no word (killed, or a reboot)"),
-            "killed, no last word on n3",
+            ended("killed", None, "the worker ended without a message (killed, or a reboot)"),
+            "killed without a message on n3",
         ),
         (ended("hung", 60), "hung after step 60 on n3"),
         (ended("bug", 60, "KeyError: 'x'\nmore"), "bug: KeyError: 'x' after step 60 on n3"),
@@ -186,16 +186,16 @@ def test_a_wait_for_room_belongs_to_the_attempt_before_it() -> None:
         {"event": "short", "stage_id": "another", "need_bytes": 10**9},
     )
     (found,) = timeline(replace(FIRST, outcome=QUOTA), events=events)
-    assert "; waits for room; not resumed yet" in found.text
+    assert "; waits for space; not resumed yet" in found.text
     events = (*events, {"event": "room", "stage_id": "grpo-ffff", "waited_s": 240.0})
     (found,) = timeline(replace(FIRST, outcome=QUOTA), SECOND, events=events)
-    assert "; waited 4 min for room; resumed from step 99" in found.text
+    assert "; waited 4 min for space; resumed from step 99" in found.text
 
 
 def test_a_stage_that_could_not_even_begin_is_an_incident() -> None:
     events = ({"at": "2026-11-21T03:12", "event": "short", "stage": "grpo", "need_bytes": 1 << 20},)
     (found,) = timeline(events=events)
-    assert found.text == "no room to begin (1.05 MB needed); waits for room"
+    assert found.text == "no space to start (1.05 MB needed); waits for space"
     assert (found.attempt, found.failure, found.resolved) == (0, "no_room", False)
 
 

@@ -33,9 +33,9 @@ def tiny(fields: dict[str, Any]) -> RecipeConfig:
         ({"grpo.max_token_length": 300}, r"is 300, .*is 256 and .*is 48.*longest response"),
         ({"grpo.num_samples_per_prompt_rollout": 1}, "is 1.*at least 2"),
         ({"grpo.temperature": 0.0}, "a number above zero"),
-        ({"grpo.stop_strings": ("",)}, "empty text, which every response begins with"),
+        ({"grpo.stop_strings": ("",)}, "empty text, the beginning of every response"),
         ({"grpo.num_mini_batches": 7}, "a divisor of 64 rollouts"),
-        ({"grpo.num_mini_batches": 16}, r"at most 8:.*no group is taken apart.*mini_batches=8"),
+        ({"grpo.num_mini_batches": 16}, r"at most 8:.*no group is split.*mini_batches=8"),
         # batches over processes
         ({"sft.nproc_per_node": 2}, r"2 packs a step.*sft\.gradient_accumulation_steps=2"),
         (
@@ -56,7 +56,7 @@ def tiny(fields: dict[str, Any]) -> RecipeConfig:
             {"grpo.offload_optimizer": True, "grpo.deepspeed_stage": 0},
             r"grpo\.offload_optimizer` is true and `grpo\.deepspeed_stage` is 0",
         ),
-        ({"grpo.offload_param": True, "grpo.deepspeed_stage": 2}, r"is 2.*ZeRO-3, which alone"),
+        ({"grpo.offload_param": True, "grpo.deepspeed_stage": 2}, r"is 2.*ZeRO-3, which is required"),
         ({"sft.optimizer": "muon", "sft.deepspeed_stage": 1}, r"whole matrices.*=adamw"),
         # kernels and machines
         (FLASH, r"flash_attention_2' and `sft\.resources\.gpus` is 0.*a GPU"),
@@ -81,7 +81,7 @@ def tiny(fields: dict[str, Any]) -> RecipeConfig:
         ),
         (
             {**VLLM, "grpo.resources.gpus": 8, "grpo.vllm_num_engines": 8},
-            r"engines` is 8, .*size` is 1, .*gpus` is 8 .*one is left to train on",
+            r"engines` is 8, .*size` is 1, .*gpus` is 8 .*one is left for training",
         ),
         (
             {**VLLM, "grpo.resources.gpus": 4, "grpo.rollout_server.colocate": True}
@@ -90,7 +90,7 @@ def tiny(fields: dict[str, Any]) -> RecipeConfig:
         ),
         ({**VLLM, "grpo.vllm_tensor_parallel_size": 2}, "without GPUs, one process per server"),
         # older policies
-        ({"grpo.async_steps": 70}, r"is 70 and .*is 70.*trained weights are sampled from"),
+        ({"grpo.async_steps": 70}, r"is 70 and .*is 70.*samples come from trained weights"),
         (
             {"grpo.async_steps": 1, "grpo.truncated_importance_sampling_ratio_cap": 0.0},
             r"a correction for older samples.*ratio_cap=2\.0",

@@ -113,7 +113,7 @@ def test_a_full_disk_at_opening_is_a_state_and_not_a_crash(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(atomic, "_write_new", refuse)
-    with pytest.raises(NoSpaceError, match="No room left"):
+    with pytest.raises(NoSpaceError, match="No space left"):
         Workspace.open(tmp_path / "ws")
 
 
@@ -176,7 +176,7 @@ def test_a_data_root_that_is_not_mounted_is_not_taken_for_an_empty_one(
     claim(made, plan, "data")
     (tmp_path / "big").rename(tmp_path / "unmounted")
     (tmp_path / "big").mkdir()
-    with pytest.raises(WorkspaceError, match="is not there or empty"):
+    with pytest.raises(WorkspaceError, match="is missing or empty"):
         Workspace.open(tmp_path / "ws")
     (tmp_path / "big").rmdir()
     (tmp_path / "unmounted").rename(tmp_path / "big")

@@ -1,1 +1,1 @@
-"""What a recipe's fields must be together, section by section."""
+"""Checks of a recipe's fields in combination, section by section."""

@@ -1,7 +1,7 @@
 """Checks of a recipe with an environment, made when a plan is made.
 
-What an environment itself cannot do (a domain that it does not have, a user without an endpoint) is
-refused where it is opened.
+Limits of the environment itself (an unknown domain, a user without an endpoint) are checked where
+it is opened.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
 from refiner_core.contract.sections.environment import check_name, check_shaping
 
-#: In the place of a source of rows: what the environment itself has.
+#: Name of the environment's own rows, in place of a source.
 BUILTIN_ROWS = "builtin:synthetic"
-#: Fields that mean nothing without an environment, or nothing with one.
+#: Fields without a meaning if there is no environment, or if there is one.
 ONLY_OF_AGENTS = ("environment.", "evaluate.user.", "grpo.curriculum.", "grpo.credit")
 _NOT_OF_AGENTS = (
     *("data.rl_path", "data.rl_split", "data.rl_revision", "data.held_out_fraction"),
     *("data.refiner_mode", "data.max_rl_rows", "data.synthetic_sft_rows"),
     *("data.synthetic_rl_rows", "data.all_held_out", "grpo.stop_strings"),
 )
-#: Values that say nothing.
+#: Default values, which count as unset.
 _DEFAULTS = {path: [info.default] for path, info in walk(RecipeConfig)}
 _DEFAULTS["data.rl_path"].append(None)
 _OF_AGENTS = tuple(p for p in _DEFAULTS if p.startswith(ONLY_OF_AGENTS))
@@ -35,7 +35,7 @@ def check_environment(config: RecipeConfig) -> None:
     Raises
     ------
     ConfigurationError
-        A value is impossible, or is set where it means nothing.
+        A value is impossible, or has no meaning here.
     """
     refuse = functools.partial(refuse_fields, config)
     environment, rows = config.environment, config.data.sft_path
@@ -58,12 +58,12 @@ def check_environment(config: RecipeConfig) -> None:
             f"{path} environment.name",
             "tasks and splits of the environment (environment.tasks, environment.train_split, "
             "environment.test_split, environment.max_train_tasks)",
-            f"drop {path}, which means nothing with an environment",
+            f"drop {path}, which has no meaning with an environment",
         )
     refuse(
         environment.train_split == environment.test_split,
         "environment.train_split environment.test_split",
-        "two splits that share no task: the tasks of training are no test of it",
+        "two splits without a common task: training tasks are no test",
         "set environment.test_split to another one",
     )
     own_rows = rows in (None, BUILTIN_ROWS)
@@ -83,7 +83,7 @@ def check_environment(config: RecipeConfig) -> None:
     refuse(
         environment.name == "tau2" and not environment.user.model,
         "environment.name environment.user.model",
-        "a simulated user at an OpenAI-compatible endpoint: tau2-bench has no other",
+        "a simulated user at an OpenAI-compatible endpoint: tau2-bench has no other user",
         "set environment.user.model=NAME and environment.user.base_url=…",
     )
     low, high = config.grpo.curriculum.low, config.grpo.curriculum.high

@@ -1,6 +1,6 @@
 """Checks across fields, made when a plan is made: impossible sizes are refused with the numbers.
 
-Nothing here looks at the world; what the machine lacks is found at run time.
+They use the recipe alone; limits of the machine are found at run time.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _VALUES = attrgetter(*_FIELDS)
 
 
 def check_config(config: RecipeConfig) -> RecipeConfig:
-    """``config`` itself, or the first refusal.
+    """``config`` itself; raises the first refusal.
 
     Raises
     ------
     ConfigurationError
         A value or a combination of values is impossible, or is a secret.
     """
-    check_secrets(config)  # before the others, whose refusals repeat values
+    check_secrets(config)  # first, because other refusals repeat values
     _check_ranges(config)
     _check_data(config)
     _check_judge(config)
@@ -52,7 +52,7 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
     check_training(config)
     check_notify(config.notify)
     for name, measured in configs_under(config).items():
-        with refused_under(name):  # what a protocol may fix, of a recipe of its kind
+        with refused_under(name):  # the fields of a protocol, in a recipe of its kind
             plain = RecipeConfig(stages=("data", "evaluate"), environment=measured.environment)
             parts = {part: getattr(measured, part) for part in ("data", "reward", "judge")}
             grpo = replace(plain.grpo, response_length=measured.grpo.response_length)
@@ -60,7 +60,7 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
     return config
 
 
-#: Thousands of trials measure under one protocol.
+#: Thousands of trials share one protocol.
 _check_once = functools.lru_cache(maxsize=64)(check_config)
 
 
@@ -97,7 +97,7 @@ def _check_data(c: RecipeConfig) -> None:
     )
 
 
-#: Fields of a request to a judge that have a field of their own, or are none of the user's.
+#: Fields of a request to a judge that have a setting of their own, or must not be set.
 _OWN_OF_BODY = frozenset(
     ("max_completion_tokens", "max_tokens", "messages", "model", "stream", "temperature")
 )
@@ -153,13 +153,13 @@ def _check_server(section: str, variable: str, addresses: Iterable[str]) -> None
     which may be secrets."""
     if not VARIABLE.fullmatch(variable):
         raise ConfigurationError(
-            f"`{section}.api_key_env` is no name of an environment variable.",
+            f"`{section}.api_key_env` is not the name of an environment variable.",
             expected="a name such as OPENAI_API_KEY, never the key itself: fields are recorded",
             fix="put the key into the environment: export OPENAI_API_KEY=…",
         )
     if not all(map(_is_web_address, addresses)):
         raise ConfigurationError(
-            f"`{section}.base_url` (or one of several) is no address of a server, or holds a user, "
+            f"`{section}.base_url` (or one of several) is not a server's address, or has a user, "
             "a password or a query.",
             expected="http:// or https://, a host, and no secret, because addresses are recorded",
             fix=f"set e.g. {section}.base_url=http://127.0.0.1:8000/v1, and put a key into the "
@@ -168,10 +168,10 @@ def _check_server(section: str, variable: str, addresses: Iterable[str]) -> None
 
 
 def _is_web_address(text: str) -> bool:
-    """Say whether it names a server over HTTP, and holds no user, password or query."""
+    """Tell whether it is the address of an HTTP server, without user, password or query."""
     try:
         parts = urlsplit(text)
-        host, _ = parts.hostname, parts.port  # each raises for what it cannot be
+        host, _ = parts.hostname, parts.port  # each raises for an invalid value
     except ValueError:
         return False
     plain = not ("@" in parts.netloc or parts.query or parts.fragment)
@@ -200,7 +200,7 @@ def _check_publish(c: RecipeConfig) -> None:
             "publish.license",
             "a licence of the Hub's list, as apache-2.0, mit, cc-by-4.0, llama3.1, or `other`."
             f"{near}",
-            "set publish.license=other for a licence of another name, and tell it by a card of "
+            "set publish.license=other for a licence of another name, and name it in a card of "
             "your own (publish.card_template)",
         )
     by_step = publish.per_step == "repository" and publish.which not in ("final", "best")

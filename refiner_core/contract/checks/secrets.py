@@ -1,9 +1,9 @@
-"""Detection of secrets by name and by form, and the check that no setting holds one.
+"""Detection of secrets by name and by form, and the check that no setting has one.
 
-In: names, texts, a configuration. Out: whether a name is one of a secret, where a text gives a
-value to such a name, and a refusal that names the field. Settings are recorded, shown and
-published; secrets stay in the environment. What masks texts (:mod:`infra.host.secrets`), profiles
-and cards go by the same list.
+In: names, texts, a configuration. Out: whether a name is a secret's, where a text gives a value to
+such a name, and a refusal that names the field. Settings are recorded, shown and published; secrets
+stay in the environment. Masking of texts (:mod:`infra.host.secrets`), profiles and cards use the
+same list.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-#: The last word says what a name holds: `HUB_TOKEN` is a secret, `MAX_TOKEN_LENGTH` is not.
+#: The last word of a name decides: `HUB_TOKEN` is a secret, `MAX_TOKEN_LENGTH` is not.
 _LAST = frozenset(
     (
         *("token", "secret", "password", "passwd", "passphrase", "pass"),
@@ -27,14 +27,14 @@ _LAST = frozenset(
     )
 )
 _ENDINGS = ("apikey", "accesskey", "secretkey", "password", "passwd", "secret", "authtoken")
-#: Which keys are secrets; `input_key` names a column. A variable in capitals counts in any case.
+#: Keys that are secrets; `input_key` names a column. A variable in capitals counts in any case.
 _KEYS = frozenset(
     (
         *("api", "access", "secret", "private", "auth", "account", "service", "signing", "master"),
         *("encryption", "storage", "ssh", "session", "license", "subscription", "admin"),
     )
 )
-#: Tokens of models.
+#: Tokens that belong to models.
 _OF_MODELS = frozenset(
     (
         *("pad", "eos", "bos", "unk", "sep", "cls", "mask", "stop", "start", "end", "special"),
@@ -47,7 +47,7 @@ _GIVEN = re.compile(
     r"""(?:\\*["'])?(?P<sign>=(?=\S)|[ \t]++=[ \t]*+|[ \t]*+:[ \t]*+|\s++)(?:\\*["'])?"""
     r"""(?P<value>(?:(?i:bearer|basic)[ \t]++)?+[^\s,;'"]++)"""
 )
-#: Values that are none: numbers, words of configuration, references, and what was masked already.
+#: Values that are no secrets: numbers, words of configuration, references, and masked values.
 _NO_VALUE = re.compile(r"(?i)[-+]?\d{1,6}(?:\.\d+)?|true|false|null|none|yes|no|auto|x+|[.…*]+")
 _REFERENCES = ("$", "{", "[", "<", "`", "%", "(", "@")
 
@@ -72,7 +72,7 @@ class Given(NamedTuple):
 
 
 def is_secret_name(name: str) -> bool:
-    """Say whether a variable, field, flag or header of this name holds a secret."""
+    """Tell whether a variable, field, flag or header of this name is a secret."""
     words = [word.lower() for word in _WORD.findall(name)]
     if not words:
         return False
@@ -87,8 +87,8 @@ def is_secret_name(name: str) -> bool:
 
 
 def given_secrets(text: str) -> Iterator[Given]:
-    """Where ``TOKEN=…``, ``--api-key …``, ``"password": "…"`` and the like stand in a text, and are
-    neither numbers nor references such as ``$TOKEN``. Linear in the text."""
+    """Positions of ``TOKEN=…``, ``--api-key …``, ``"password": "…"`` and the like in a text, except
+    numbers and references such as ``$TOKEN``. Linear in the text."""
     for found in _NAME.finditer(text):
         given = _GIVEN.match(text, found.end()) if is_secret_name(found.group()) else None
         if given is None or _NO_VALUE.fullmatch(given["value"]):
@@ -99,14 +99,14 @@ def given_secrets(text: str) -> Iterator[Given]:
 
 
 def has_secret(text: str) -> bool:
-    """Say whether a text has an access token or key in it; `hf_xxxxxxxx…` is none."""
+    """Tell whether a text contains an access token or key; `hf_xxxxxxxx…` is none."""
     return any(len(set(m.group())) > 8 for m in _LOOKS.finditer(text))
 
 
 # ---------------------------------------------------------------- settings
 
 _RUNS_COMMANDS = ("python", "setup", "container", "args")
-#: Settings in which people write as they like.
+#: Settings with free text.
 _FREE = frozenset(
     (
         *("command.run", "command.resume_arguments", "command.env", "notify.command"),
@@ -122,7 +122,7 @@ _TEXTS = (str, str | None, tuple[str, ...])
 
 
 def key_variables(config: RecipeConfig) -> frozenset[str]:
-    """Environment variables that a configuration names because they hold secrets."""
+    """Environment variables that a configuration names as secrets."""
     paths = ("judge.api_key_env", "environment.user.api_key_env", "evaluate.user.api_key_env")
     named = [*(get_field(config, path) for path in paths), *config.notify.urls]
     return frozenset(name for name in (*named, config.notify.webhook) if name)
@@ -134,27 +134,27 @@ def check_secrets(config: RecipeConfig) -> None:
         value = get_field(config, path)
         texts = value or () if isinstance(value, tuple) else (value or "",)
         if path.endswith(".args"):
-            texts = (" ".join(texts),)  # a flag and its value may be two of them
+            texts = (" ".join(texts),)  # a flag and its value may be two elements
         for text in texts:
             if what := _secret_in(text, path in _FREE):
                 raise ConfigurationError(
                     f"`{path}` holds {what}, which looks like a secret.",
-                    expected="settings that everybody may read: they are recorded with the run",
+                    expected="settings that everyone may read: they are recorded with the run",
                     fix=_fix(path),
                 )
 
 
 @functools.cache
 def _text_fields() -> tuple[str, ...]:
-    """Fields of text; protocols are left out, since their settings are checked as recipes are."""
+    """Fields of text; protocols are left out, since their settings are checked as recipes."""
     texts = (path for path, info in walk(RecipeConfig) if info.type in _TEXTS)
     return tuple(path for path in texts if path != "evaluate.protocols")
 
 
 @functools.lru_cache(maxsize=1024)
 def _secret_in(text: str, is_free: bool) -> str:
-    """What a text holds, in words; empty where that is no secret. Thousands of trials have most of
-    their texts in common."""
+    """The secret in a text, in words; empty if there is none. Cached: thousands of trials share
+    most of their texts."""
     for given in given_secrets(text) if is_free else ():
         if given.is_set and not _CODE & set(given.value):
             return f"a value for {given.name}"
@@ -167,9 +167,7 @@ def _fix(path: str) -> str:
     section = path.rpartition(".")[0]
     if path.startswith("judge.extra_body") or "base_url" in path:
         named = f"{section}.api_key_env"
-        return f"export it where you call refiner, and name the variable in {named}"
+        return f"export it before you call refiner, and name the variable in {named}"
     if path in ("judge.serve_command", "judge.serve.args", "grpo.rollout_server.args"):
-        return (
-            "leave it out: a server that refiner starts gets a key of its own in REFINER_SERVER_KEY"
-        )
-    return "export it as a variable where you call refiner (jobs inherit it), and leave it out here"
+        return "leave it out: a server that refiner starts gets its own key in REFINER_SERVER_KEY"
+    return "export it as a variable before you call refiner (jobs inherit it), and omit it here"

@@ -1,9 +1,9 @@
-"""Checks of stages that run a model: what cannot be trained is refused when the plan is made.
+"""Checks of stages that run a model: impossible settings are refused when the plan is made.
 
 In: a recipe's configuration. Out: nothing, or a refusal with the numbers and the field to change.
-Sizes that belong together (packs, batches, processes, GPUs, rollout servers) and options that
-exclude each other. Nothing here looks at the world: what is wrong with a model's files is found by
-:mod:`flows.checking.models`, and what a machine lacks at run time.
+Covers sizes that belong together (packs, batches, processes, GPUs, rollout servers) and options
+that exclude each other. Errors in a model's files are found by :mod:`flows.checking.models`, and
+limits of a machine at run time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from refiner_core.contract.services import asks_judge
 
 
 def check_training(config: RecipeConfig) -> None:
-    """Refuse stages with a model that cannot work, naming the field.
+    """Refuse impossible stages with a model, naming the field.
 
     Raises
     ------
     ConfigurationError
-        With the numbers that do not fit together.
+        Has the numbers that do not fit together.
     """
     for stage in STAGES:
         if stage in config.stages:
@@ -61,7 +61,7 @@ def training_notes(config: RecipeConfig) -> list[str]:
             notes.append(
                 f"{found.nproc_per_node} processes with {config.model.cpu_threads} threads each "
                 f"(model.cpu_threads) share {cpus} CPU cores: {stage}.resources.cpus={threads} "
-                "gives each its own."
+                "gives each process its own cores."
             )
         if found.idle_gpus:
             notes.append(
@@ -100,13 +100,13 @@ def _training_judge(config: RecipeConfig) -> list[str]:
     ):
         return []
     return [
-        f"{judge.model} (judge.model) trains the policy, and nobody else judges what comes of it: "
-        "evaluate.protocols=[held-out-judge-v1] adds a judge that trains nobody."
+        f"{judge.model} (judge.model) trains the policy, and no other judge evaluates it: "
+        "evaluate.protocols=[held-out-judge-v1] adds a judge that is not used in training."
     ]
 
 
 def _check_shared(config: RecipeConfig, stage: TrainingStage) -> None:
-    """Processes, GPUs, sharding and precision of a stage."""
+    """Check processes, GPUs, sharding and precision of a stage."""
     refuse = functools.partial(refuse_fields, config)
     section = section_of(config, stage)
     nodes, zero = f"{stage}.resources.nodes", f"{stage}.deepspeed_stage"
@@ -119,13 +119,13 @@ def _check_shared(config: RecipeConfig, stage: TrainingStage) -> None:
     refuse(
         section.offload_optimizer and section.deepspeed_stage not in (1, 2, 3),
         f"{stage}.offload_optimizer {zero}",
-        "ZeRO-1 to 3, which alone keep optimiser state in host memory",
+        "ZeRO-1 to 3, which are required for optimiser state in host memory",
         f"set {zero}=2, or {stage}.offload_optimizer=false",
     )
     refuse(
         section.offload_param and section.deepspeed_stage != 3,
         f"{stage}.offload_param {zero}",
-        "ZeRO-3, which alone keeps weights in host memory",
+        "ZeRO-3, which is required for weights in host memory",
         f"set {zero}=3, or {stage}.offload_param=false",
     )
     _check_kernel(config, stage)
@@ -150,7 +150,7 @@ def _check_kernel(config: RecipeConfig, stage: str) -> None:
 
 
 def _check_pack(config: RecipeConfig, stage: TrainingStage) -> None:
-    """Check that what is sampled fits into a pack: it is never cut."""
+    """Check that samples fit into a pack: they are never cut."""
     refuse = functools.partial(refuse_fields, config)
     grpo, longest = config.grpo, config.data.max_prompt_token_length
     pack, tokens = f"{stage}.pack_length", grpo.max_token_length
@@ -161,7 +161,7 @@ def _check_pack(config: RecipeConfig, stage: TrainingStage) -> None:
     refuse(
         get_field(config, pack) < tokens,
         f"{pack} {lengths} grpo.stop_strings",
-        f"{pack} >= {tokens}: what is sampled (and a token that closes a stop string) is never cut",
+        f"{pack} >= {tokens}: a sample (and a token that closes a stop string) is never cut",
         f"set {pack}={tokens} or more, or lower one of the others",
     )
 
@@ -182,7 +182,7 @@ def _check_sft(config: RecipeConfig, stage: TrainingStage) -> None:
     refuse(
         sft.optimizer == "muon" and sft.deepspeed_stage,
         f"{stage}.optimizer {zero}",
-        "adamw with ZeRO-1 to 3: Muon needs whole matrices, and they cut them up",
+        "adamw with ZeRO-1 to 3: Muon needs whole matrices, which they split",
         f"set {stage}.optimizer=adamw (and {stage}.learning_rate for it), or {zero}=null: plain "
         "torch shares gradients between processes, too",
     )
@@ -204,7 +204,7 @@ def _check_samples(config: RecipeConfig) -> None:
     refuse(
         "" in grpo.stop_strings,
         "grpo.stop_strings",
-        "no empty text, which every response begins with",
+        "no empty text, the beginning of every response",
     )
     refuse(
         grpo.max_token_length < config.data.max_prompt_token_length + grpo.response_length,
@@ -216,13 +216,13 @@ def _check_samples(config: RecipeConfig) -> None:
     refuse(
         grpo.credit == "turn_rewards",
         "grpo.credit",
-        "credit by whole episodes: that by turns was taken out",
+        "credit by whole episodes: credit by turns was removed",
         "set grpo.credit=trajectory",
     )
 
 
 def _check_batch(config: RecipeConfig) -> None:
-    """Check how a step's rollouts are cut into mini-batches and spread over processes."""
+    """Check how a step's rollouts are split into mini-batches and over processes."""
     refuse = functools.partial(refuse_fields, config)
     grpo, placement = config.grpo, placement_of(config, "grpo")
     prompts, parts, world = grpo.num_unique_prompts_rollout, grpo.num_mini_batches, placement.world
@@ -233,7 +233,7 @@ def _check_batch(config: RecipeConfig) -> None:
         rollouts % parts or parts > prompts,
         f"{batch} grpo.num_mini_batches",
         f"a divisor of {rollouts} rollouts that is at most {prompts}: mini-batches are equal, and "
-        "no group is taken apart",
+        "no group is split",
         f"set grpo.num_mini_batches={prompts} or a divisor of it",
     )
     refuse(
@@ -259,7 +259,7 @@ def _check_off_policy(config: RecipeConfig) -> None:
     refuse(
         grpo.async_steps and grpo.async_steps >= grpo.num_training_steps,
         "grpo.async_steps grpo.num_training_steps",
-        "grpo.async_steps < grpo.num_training_steps, so that trained weights are sampled from",
+        "grpo.async_steps < grpo.num_training_steps, so that samples come from trained weights",
         "lower grpo.async_steps (1 overlaps sampling and training already)",
     )
     refuse(
@@ -285,19 +285,19 @@ def _check_servers(config: RecipeConfig) -> None:
         config,
         grpo.generation_backend == "vllm" and not grpo.rollout_server.weights_dir.startswith("/"),
         "grpo.rollout_server.weights_dir",
-        "an absolute path, in memory, which server and trainer both find",
+        "an absolute path in memory, valid for server and trainer",
         "set grpo.rollout_server.weights_dir=/dev/shm",
     )
 
 
 def _check_sampling(config: RecipeConfig) -> None:
-    """Refuse sampling that cannot work, or from which nothing could be learnt."""
+    """Refuse impossible sampling, or sampling without anything to learn from."""
     refuse = functools.partial(refuse_fields, config)
     rule = config.sample
     refuse(
         rule.temperature == 0 and rule.attempts > 1,
         "sample.temperature sample.attempts",
-        "a temperature above 0, or one attempt: all would be the same",
+        "a temperature above 0, or one attempt: all attempts would be the same",
         "set sample.temperature=0.8",
     )
     partial = config.environment.shaping.weights or not config.environment.name
@@ -305,7 +305,7 @@ def _check_sampling(config: RecipeConfig) -> None:
         rule.min_partial <= 1 and not partial,
         "sample.min_partial environment.shaping.weights",
         "weights, without which no episode has a partial score, or sample.min_partial above 1, "
-        "which keeps full successes alone",
+        "which keeps only full successes",
         "set environment.shaping.weights, or sample.min_partial=2",
     )
     refuse(

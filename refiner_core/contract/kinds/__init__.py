@@ -2,8 +2,8 @@
 
 In: the modules of this package; ``KINDS`` of each has some
 :class:`~refiner_core.contract.kinds.kind.Kind`.
-Out: :data:`KINDS`, by name, in the order of work. Whoever wants to know something of a kind asks
-it; nobody lists kinds. A new one is a module here (or a value in one), its section in
+Out: :data:`KINDS`, by name, in the order of work. All code queries a kind's attributes, and has no
+lists of kinds. A new kind is a module here (or a value in one), its section in
 :class:`~refiner_core.contract.config.RecipeConfig`, and its function in ``flows/stages``.
 """
 
@@ -39,19 +39,19 @@ def _found() -> dict[str, Kind]:
 
 
 KINDS: dict[str, Kind] = _found()
-#: Kinds that make a model, which bears their name.
+#: Kinds that make a model, which has their name.
 TRAINED = tuple(k.name for k in KINDS.values() if k.trains)
-#: Those of them whose weights are moved here.
+#: Those of them that train in refiner itself.
 TRAINED_HERE = tuple(k.name for k in KINDS.values() if k.trains in ("demonstrations", "rewards"))
-#: Models that a run may measure, in the order in which they come.
+#: Models that a run may measure, in the order of training.
 MODELS = ("base", *TRAINED)
-#: Whose answers are the floor of every evaluation (of an agent the second one's); they have a file
-#: of their own.
+#: Baselines whose answers are the floor of every evaluation (of an agent the second one); they have
+#: a file of their own.
 FLOORS = ("random_copier", "do_nothing")
 
 
 def model_order(model: str) -> tuple[int, int, str]:
-    """Place of a model among others: in the order of training, of one the steps before the end."""
+    """Sort key of a model: in the order of training, steps before the last checkpoint."""
     family, _, step = model.partition("-step")
     order = ("base", *FLOORS, *TRAINED)
     place = order.index(family) if family in order else len(order)
@@ -72,5 +72,5 @@ def section_name(kind: str) -> str:
 
 
 def kinds_of(stages: Collection[str]) -> list[Kind]:
-    """Kinds that entries of a recipe's ``stages`` imply, in order."""
+    """Kinds implied by entries of a recipe's ``stages``, in order."""
     return [kind for kind in KINDS.values() if kind.entry in stages]

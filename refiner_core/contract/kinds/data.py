@@ -1,4 +1,4 @@
-"""``data``: rows, or an environment's tasks, to tokenised sets to train on and to hold out."""
+"""``data``: rows, or an environment's tasks, to tokenised sets for training and evaluation."""
 
 from refiner_core.contract.kinds.kind import ENVIRONMENT_DATA, TOKENIZER, Kind
 

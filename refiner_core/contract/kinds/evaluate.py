@@ -14,7 +14,7 @@ from refiner_core.contract.kinds.kind import (
     Reads,
 )
 
-#: What an episode's evaluation depends on, and an answer's does not.
+#: Fields that affect an episode's evaluation, but not an answer's.
 ONLY_OF_EPISODES = ("grpo.max_token_length",)
 
 

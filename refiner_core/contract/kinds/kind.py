@@ -1,7 +1,7 @@
 """Description of a kind of stage, for planner, forecast, cards and worker.
 
-In: nothing. Out: :class:`Kind`, of which each module beside this one makes one. What a kind does is
-in the function that :attr:`Kind.run` names, in ``flows/stages``.
+In: nothing. Out: :class:`Kind`, instantiated by each module beside this one. The work of a kind is
+the function named in :attr:`Kind.run`, in ``flows/stages``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from refiner_core.contract.config import RecipeConfig
 
-#: Fields that decide how a text becomes tokens.
+#: Fields that determine how a text becomes tokens.
 TOKENIZER = (
     "model.name_or_path",
     "model.revision",
     "model.tokenizer_name_or_path",
     "model.chat_template",
 )
-#: Of the environment, what decides which tasks and demonstrations there are.
+#: Fields of the environment that determine its tasks and demonstrations.
 ENVIRONMENT_DATA = tuple(
     f"environment.{name}"
     for name in (
@@ -32,10 +32,10 @@ ENVIRONMENT_DATA = tuple(
         "max_train_tasks",
         "demonstrations",
         "flawed_demonstrations",
-        "max_argument_bytes",  # a longer call is none, in demonstrations too
+        "max_argument_bytes",  # longer calls are refused, in demonstrations too
     )
 )
-#: Of the environment, what decides how an agent's episodes go and what they are worth.
+#: Fields of the environment that determine an agent's episodes and their score.
 ENVIRONMENT_EVALUATED = tuple(
     f"environment.{name}"
     for name in (
@@ -49,11 +49,11 @@ ENVIRONMENT_EVALUATED = tuple(
         "shaping.weights_by_domain",
     )
 )
-#: What a change of version 2 was about, in all kinds that reward answers.
+#: The change of version 2, in all kinds that reward answers.
 REWARDS_2 = "a claim counts once in the citation reward, however often an answer repeats it"
-#: Sources of a kind whose samples are rewarded.
+#: Sources of a kind with rewarded samples.
 REWARDED_SOURCES = ("model", "rubrics", "judge_prompt", "environment")
-#: What a kind that runs the model reads of a Hub.
+#: Sources on a Hub for a kind that runs the model.
 MODEL_READS = ("model", "tokenizer")
 
 
@@ -65,15 +65,15 @@ class CardWords(NamedTuple):
     algorithm, short
         Its name in full, and in the card's title.
     tags
-        Of the card's metadata.
+        Tags of the card's metadata.
     made, made_by_agents
-        How it was made, after "… is BASE"; the second, where the model is an agent.
+        How it was made, after "… is BASE"; the second if the model is an agent.
     sections
         Sections of the configuration that shaped the model.
     silent
-        Fields (prefixes) that say nothing about it.
+        Fields (prefixes) that do not describe it.
     data_sets
-        Which data sets its metadata name, beside those of stages before it: ``sft``, ``rl``.
+        Data sets in its metadata, in addition to those of earlier stages: ``sft``, ``rl``.
     """
 
     algorithm: str
@@ -100,47 +100,47 @@ class Kind:
     Attributes
     ----------
     name, order
-        What stages of it are called, and its place in the order of work.
+        Name of its stages, and its place in the order of work.
     run
-        ``MODULE:FUNCTION`` of what carries it out: takes a
+        ``MODULE:FUNCTION`` of its work: takes a
         :class:`flows.stages.work.StageWork`, returns a JSON-ready report.
     section
-        Section of a recipe that has its ``resources``; its own name where nothing else is said.
+        Section of a recipe that has its ``resources``; by default its own name.
     part_of
-        The entry of ``stages`` that brings it along, where it has none of its own.
+        The entry of ``stages`` that includes it, if it has none of its own.
     version, version_of_agents, changes
-        Raise the version when the same configuration would now give another result, and say in
-        ``changes`` what is different. The second: in recipes with an environment, whose tasks and
+        Raise the version when the same configuration would now give another result, and describe
+        the difference in ``changes``. The second: in recipes with an environment, whose tasks and
         rewards are its own.
     fields, sources
-        Which identity fields (dotted prefixes) and sources it depends on; inputs add the rest by
+        The identity fields (dotted prefixes) and sources that it depends on; inputs add the rest by
         their fingerprints.
     reads
-        Both, where they depend on the recipe and on the roles of the stage's inputs.
+        Both, if they depend on the recipe and on the roles of the stage's inputs.
     hub_reads
-        Sources that it reads from the Hub's cache; `fetch` brings them there.
+        Sources that it reads from the Hub's cache; `fetch` downloads them.
     trains
         What it trains a model with: ``demonstrations`` or ``rewards``, here or ``elsewhere``; empty
-        for a kind that makes no model. The model bears the kind's name.
+        for a kind that makes no model. The model has the kind's name.
     learns_from
         The kind whose output it trains on.
     inputs
-        Stages that fill its roles, of a kind that makes a model: takes the recipe and the newest
+        Stages that fill its roles, for a kind that makes a model: takes the recipe and the newest
         model's stage (empty: the base), returns names by role.
     asks_judge
         Whether its samples are judged.
     on_prompts
         Whether it needs prompts with rubrics.
     samples_with
-        Section that says how it samples; empty for a kind that samples nothing.
+        Section with its sampling settings; empty for a kind that samples nothing.
     needs_network
         Whether a stage of it needs a network, by the recipe.
     shown_where_used
-        Whether its section stands in the evidence of models alone that it had a part in.
+        Whether its section is only part of the evidence of models that it contributed to.
     label
-        Of its model in tables.
+        Label of its model in tables.
     card
-        What cards say of its model.
+        Wording of cards about its model.
     """
 
     name: str
@@ -176,7 +176,7 @@ class Kind:
 
     @property
     def entry(self) -> str:
-        """The entry of ``stages`` that it comes with."""
+        """The entry of ``stages`` that includes it."""
         return self.part_of or self.name
 
     def version_for(self, *, agents: bool) -> int:

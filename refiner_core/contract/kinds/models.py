@@ -1,4 +1,4 @@
-"""Kinds that make a model, and the one that samples for it."""
+"""Kinds that make a model, and the kind that samples for one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SFT = Kind(
     ),
 )
 
-#: ``sample``: a model's attempts at the training prompts, and those that are worth learning.
+#: ``sample``: a model's attempts at the training prompts, and the selection of good ones.
 SAMPLE = Kind(
     "sample",
     order=40,
@@ -52,7 +52,7 @@ SAMPLE = Kind(
         "sample",
         "reward",
         "judge",
-        # All but what partial credit is worth in training, so that arms with another
+        # All except the weight of partial credit in training, so that arms with another
         # ``shaping.alpha`` share the attempts.
         *dict.fromkeys((*ENVIRONMENT_DATA, *ENVIRONMENT_EVALUATED)),
         "environment.user",
@@ -123,7 +123,7 @@ GRPO = Kind(
 
 
 def _command_reads(kind: Kind, config: RecipeConfig, inputs: Mapping[str, str]) -> Reads:
-    if config.command.adopted:  # the weights are what they are, whatever made them
+    if config.command.adopted:  # the weights are fixed, whatever made them
         return Reads(("command.adopted",), ())
     if "policy" not in inputs and uses(config.command, "model"):
         return Reads((*kind.fields, "model.name_or_path", "model.revision"), ("model",))

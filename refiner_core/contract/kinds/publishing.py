@@ -1,8 +1,8 @@
-"""Kinds that bring a model to a Hub or folder, with its card."""
+"""Kinds that publish a model to a Hub or folder, with its card."""
 
 from refiner_core.contract.kinds.kind import MODEL_READS, Kind
 
-#: ``export``: a checkpoint of a training that may still go on to weights in the Hub's layout.
+#: ``export``: a checkpoint, possibly of a running training, to weights in the Hub's layout.
 EXPORT = Kind(
     "export",
     order=80,

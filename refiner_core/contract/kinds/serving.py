@@ -7,7 +7,7 @@ JUDGE_WEIGHTS = "judge.weights"
 #: ``fetch``: models and data sets of a Hub into this machine's cache.
 FETCH = Kind("fetch", order=0, run="flows.stages.fetch:run_fetch", section="data", part_of="(hub)")
 
-#: ``serve``: a judge's server, for as long as somebody asks it.
+#: ``serve``: a judge's server, while a stage uses it.
 SERVE = Kind(
     "serve",
     order=30,

@@ -16,21 +16,21 @@ PLACEHOLDER = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{(?P<name>[A-Za-z_]+)\}")
 
 @dataclass(frozen=True, config=STRICT)
 class CommandConfig:
-    """A training script of somebody else's, run under the same care (stage `command`).
+    """Another trainer's script, run under the same care (stage `command`).
 
-    ``run``, ``resume_arguments`` and the values of ``env`` may use these placeholders, which come
-    quoted for the shell (in ``env`` as they are). ``{{`` and ``}}`` stand for single braces.
+    ``run``, ``resume_arguments`` and the values of ``env`` may use these placeholders, quoted
+    for the shell (unquoted in ``env``). ``{{`` and ``}}`` stand for single braces.
 
     ``{output}``
-        folder for what it makes; the same one in all attempts.
+        its output folder; the same one in all attempts.
     ``{seed}``, ``{workdir}``
-        run seed; folder it starts in.
+        run seed; its working directory.
     ``{data}``
         output folder of the `data` stage.
     ``{model}``
         folder of the model that it starts from: the recipe's newest one, else the base model.
     ``{resume}``
-        ``resume_arguments``; nothing as long as there is no complete checkpoint.
+        ``resume_arguments``; empty until there is a complete checkpoint.
     ``{checkpoint}``
         the newest complete checkpoint (in ``resume_arguments`` only).
     """
@@ -38,12 +38,14 @@ class CommandConfig:
     run: str = identity("", doc="the shell command that trains")
     version: str = identity("", doc="a name for the script's state, when its text is not in `run`")
     adopted: str = identity(
-        "", doc="digest of the weights that `refiner adopt` has taken over, in the place of `run`"
+        "", doc="digest of the weights adopted by `refiner adopt`, instead of `run`"
     )
-    env: tuple[str, ...] = identity((), doc="settings for it, `NAME=VALUE` each; no secrets")
-    workdir: str | None = execution(None, doc="folder it starts in; none is where `refiner` ran")
+    env: tuple[str, ...] = identity(
+        (), doc="its environment variables, `NAME=VALUE` each; no secrets"
+    )
+    workdir: str | None = execution(None, doc="its working directory; default: that of `refiner`")
     resume_arguments: str = execution(
-        "", doc="what `{resume}` becomes from the second start on, e.g. `--resume {checkpoint}`"
+        "", doc="value of `{resume}` from the second start on, e.g. `--resume {checkpoint}`"
     )
     checkpoints: str = execution(
         "checkpoint-*", doc="pattern of its checkpoint folders or files, below `{output}`"
@@ -53,13 +55,13 @@ class CommandConfig:
     )
     complete: str = execution(
         "weights",
-        doc="when a checkpoint counts: `weights` (every shard can be read, and it has what its "
-        "siblings have), `file:NAME` (that file is there), or `quiet:SECONDS` (unchanged for so "
+        doc="when a checkpoint counts: `weights` (readable shards, and the files of its "
+        "siblings), `file:NAME` (that file exists), or `quiet:SECONDS` (unchanged for so "
         "long)",
     )
-    keep: int = execution(2, ge=1, doc="complete checkpoints kept when room is short, at least 1")
+    keep: int = execution(2, ge=1, doc="complete checkpoints kept when space is short, at least 1")
     heartbeat: Literal["output", "files"] = execution(
-        "output", doc="sign of life: something printed, or something written below `{output}`"
+        "output", doc="sign of life: printed output, or a write below `{output}`"
     )
     progress_pattern: str = execution(
         r"[Ss]tep[ :=]+(?P<step>\d+)(?:\s*/\s*(?P<total>\d+))?",
@@ -71,21 +73,21 @@ class CommandConfig:
     companions: str = identity(
         "",
         doc="folder with the config and tokenizer that exports lack; `{model}` is the model that "
-        "it starts from",
+        "training starts from",
     )
     stop_signal: Literal["TERM", "INT", "USR1", "USR2"] = execution(
         "TERM", doc="signal that asks it to save and end"
     )
-    needs_network: bool = execution(False, doc="whether it must run where the internet is")
+    needs_network: bool = execution(False, doc="whether it needs the internet")
     resources: Resources = section(Resources, doc="resources of its job")
 
 
 def uses(command: CommandConfig, placeholder: str) -> bool:
-    """Say whether a command's texts name ``{placeholder}``."""
+    """Tell whether a command's texts name ``{placeholder}``."""
     texts = (command.run, command.resume_arguments, command.companions, *command.env)
     return any(placeholder in placeholders(text) for text in texts)
 
 
 def placeholders(text: str) -> list[str]:
-    """The names in single braces, in order: ``{{x}}`` and the shell's ``${x}`` are none."""
+    """The names in single braces, in order, without ``{{x}}`` and the shell's ``${x}``."""
     return [m.group("name") for m in PLACEHOLDER.finditer(text) if m.group("name")]

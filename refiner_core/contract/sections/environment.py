@@ -1,8 +1,8 @@
-"""Section `environment`: what an agent with tools works in, its user, partial credit as numbers.
+"""Section `environment`: an agent's environment and tools, its user, and partial credit.
 
-A recipe whose ``environment.name`` is empty is the refiner's: one prompt, one answer. With a name,
-every prompt is a *task* and every rollout an *episode*: turns of the model, answered by tools and a
-user. Formulas stand in ``refiner_core/environments/README.md``. Three fields of GRPO then mean
+A recipe with an empty ``environment.name`` has refiner's own task: one prompt, one answer. With a
+name, every prompt is a *task* and every rollout an *episode*: turns of the model, answered by tools
+and a user. Formulas are in ``refiner_core/environments/README.md``. Three fields of GRPO then mean
 this: ``grpo.response_length`` is the largest number of sampled tokens of *one turn*,
 ``grpo.max_token_length`` the context limit of the whole episode, and ``grpo.stop_strings`` are not
 used (a turn ends at ``</tool_call>``).
@@ -23,21 +23,21 @@ from refiner_core.contract.marks import STRICT, added, execution, section
 
 @dataclass(frozen=True, config=STRICT)
 class UserConfig:
-    """The user whom an agent talks to, where it is a model (environments may bring their own)."""
+    """The simulated user of an agent, if it is a model (environments may have their own)."""
 
     model: str = added(
         "",
         doc="model of the simulated user at an OpenAI-compatible endpoint; empty is the "
-        "environment's own scripted user, where it has one",
+        "environment's own scripted user, if it has one",
     )
     base_url: str = execution("", doc="its endpoint, e.g. `http://127.0.0.1:8000/v1`")
     api_key_env: str = execution(
-        "OPENAI_API_KEY", doc="environment variable that holds its key; a key stands nowhere else"
+        "OPENAI_API_KEY", doc="environment variable with its key; the only place for a key"
     )
     temperature: float = added(0.7, ge=0, le=10, doc="its sampling temperature")
     max_tokens: int = added(512, ge=1, doc="longest message of the user (tokens)")
-    timeout_s: float = execution(60.0, gt=0, doc="how long one request may take, seconds")
-    max_retries: int = execution(5, ge=0, doc="tries after a first one that failed")
+    timeout_s: float = execution(60.0, gt=0, doc="deadline of one request, seconds")
+    max_retries: int = execution(5, ge=0, doc="retries of a failed request")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -47,7 +47,7 @@ class ShapingConfig:
 
     alpha: float = added(0.25, ge=0, doc="weight of partial credit in training")
     alpha_by_domain: tuple[str, ...] = added(
-        (), doc="factors on alpha by domain, `NAME=FACTOR` each; 1 where none"
+        (), doc="factors on alpha by domain, `NAME=FACTOR` each; default 1"
     )
     weights: tuple[str, ...] = added(
         ("action=0.5", "communicate=0.15", "environment=0.35"),
@@ -60,22 +60,22 @@ class ShapingConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class EnvironmentConfig:
-    """What an agent works in; see :mod:`refiner_core.environments`."""
+    """An agent's environment; see :mod:`refiner_core.environments`."""
 
     name: str = added(
         "",
-        doc="`desk` (shipped), `tau2` (where it is installed), or FILE.py:NAME of your own; empty "
-        "is the refiner's task without tools",
+        doc="`desk` (shipped), `tau2` (if installed), or FILE.py:NAME of your own; empty is "
+        "refiner's task without tools",
     )
-    domains: tuple[str, ...] = added((), doc="domains that are used; none is all")
+    domains: tuple[str, ...] = added((), doc="domains in use; default: all")
     train_split: str = added("train", doc="split of the training tasks")
     test_split: str = added("test", doc="split of the held-out tasks")
-    tasks: str | None = added(None, doc="file of tasks in the place of the environment's own")
+    tasks: str | None = added(None, doc="file of tasks instead of the environment's own")
     max_train_tasks: int | None = added(None, ge=1, doc="use at most this many training tasks")
     demonstrations: int = added(
         0,
         ge=0,
-        doc="demonstrations that the environment's own expert makes for SFT, where it has one and "
+        doc="demonstrations by the environment's own expert for SFT, if it has one and "
         "data.sft_path names no file",
     )
     flawed_demonstrations: float = added(
@@ -83,50 +83,50 @@ class EnvironmentConfig:
     )
     max_turns: int = added(100, ge=1, doc="turns of the agent in an episode")
     repairs: Literal[0, 1] = added(
-        1, doc="further attempts, at temperature 0, at a turn that is no tool call"
+        1, doc="retries, at temperature 0, of a turn that is not a tool call"
     )
     unparsable: Literal["failure", "exclude"] = added(
         "failure",
-        doc="an episode that ends with a turn that is no tool call: a failure, or left out of "
-        "training as the reference does (survivorship bias); in evaluation it is a failure",
+        doc="an episode that ends with a turn that is not a tool call: a failure, or left out of "
+        "training as in the reference (survivorship bias); in evaluation it is a failure",
     )
     max_argument_bytes: int = added(
         65536, ge=16, doc="a tool call with longer arguments is refused, bytes"
     )
     nl_assertions: Literal["exclude", "judge"] = added(
         "exclude",
-        doc="assertions in plain language: left out of the reward, which is said, or asked of the "
+        doc="assertions in plain language: left out of the reward, with a note, or decided by the "
         "recipe's judge",
     )
     schedule: Literal["auto", "ordered", "eager"] = added(
         "auto",
-        doc="when a turn begins: `ordered`, at a step of decoding that the episodes alone decide "
-        "(bitwise repeatable); `eager`, as soon as its tools have answered; `auto`: ordered where "
+        doc="when a turn begins: `ordered`, at a step of decoding that only the episodes determine "
+        "(bitwise repeatable); `eager`, as soon as its tools have answered; `auto`: ordered if "
         "the environment is deterministic",
     )
     turn_timeout_s: float = execution(
         300.0,
         gt=0,
-        doc="how long tools and user may take over one turn before that is an error of the "
+        doc="limit for tools and user in one turn, beyond which it is an error of the "
         "infrastructure, seconds",
     )
     episode_timeout_s: float = execution(
-        3600.0, gt=0, doc="the same of a whole episode, without the model's own turns, seconds"
+        3600.0, gt=0, doc="limit for a whole episode, without the model's own turns, seconds"
     )
-    workers: int = execution(16, ge=1, le=4096, doc="tools and users that are at work at a time")
+    workers: int = execution(16, ge=1, le=4096, doc="tools and users that run at a time")
     max_error_share: float = execution(
         0.5,
         ge=0,
         le=1,
-        doc="share of a step's (or an evaluation's) episodes that errors of the infrastructure may "
-        "end before the stage stops, resumable",
+        doc="largest share of a step's (or an evaluation's) episodes that end by errors of the "
+        "infrastructure, before the stage stops, resumable",
     )
     user: UserConfig = section(UserConfig, doc="the user in training")
     shaping: ShapingConfig = section(ShapingConfig, doc="partial credit")
 
 
 _SHAPING = "environment.shaping"
-#: How each setting of partial credit is written.
+#: Form of each setting of partial credit.
 _FORMS = {
     "alpha_by_domain": "NAME=FACTOR",
     "weights": "KIND=WEIGHT",
@@ -135,13 +135,13 @@ _FORMS = {
 
 
 def check_shaping(shaping: ShapingConfig) -> None:
-    """Refuse partial credit that cannot be meant.
+    """Refuse impossible partial credit.
 
     Raises
     ------
     ConfigurationError
-        A setting is not ``NAME=VALUE``, stands twice, is negative or not finite, or all weights of
-        a domain are 0.
+        A setting is not ``NAME=VALUE``, is duplicate, negative or not finite, or all weights of a
+        domain are 0.
     """
     _settings(shaping, "alpha_by_domain")
     for domain in ("", *_own_weights(shaping)):
@@ -155,27 +155,27 @@ def check_shaping(shaping: ShapingConfig) -> None:
 
 
 def alpha_of(shaping: ShapingConfig, domain: str) -> float:
-    """How much a domain's partial score counts: ``alpha`` times the domain's factor, 1 where it has
+    """Weight of a domain's partial score: ``alpha`` times the domain's factor, 1 if it has
     none."""
     return shaping.alpha * _settings(shaping, "alpha_by_domain").get(domain, 1.0)
 
 
 def check_weights(shaping: ShapingConfig, domain: str) -> Mapping[str, float]:
-    """Weights of the kinds of checks in a domain. A kind that ``weights_by_domain`` does not name
-    for it has the weight that it has everywhere."""
+    """Weights of the kinds of checks in a domain. Kinds without an entry in ``weights_by_domain``
+    have their general weight."""
     return _settings(shaping, "weights") | _own_weights(shaping).get(domain, {})
 
 
 def check_settings(
     shaping: ShapingConfig, domains: Collection[str], kinds: Collection[str] | None = None
 ) -> None:
-    """Refuse settings of domains, and weights of kinds of checks, that an environment does not
-    have: they would count for nothing, and nobody would see it.
+    """Refuse settings of unknown domains, and weights of unknown kinds of checks: they would have
+    no effect, unnoticed.
 
     Raises
     ------
     ConfigurationError
-        Names the field, and what there is.
+        Names the field, and the known names.
     """
     own, everywhere = _own_weights(shaping), _settings(shaping, "weights")
     named = [("alpha_by_domain", name) for name in _settings(shaping, "alpha_by_domain")]
@@ -183,7 +183,7 @@ def check_settings(
     for field, name in named:
         if name not in domains:
             raise _refused(
-                f"{field}` names {name!r}, which is no domain of the environment",
+                f"{field}` names {name!r}, which is not a domain of the environment",
                 f"one of: {', '.join(domains)}",
             )
     named = [("weights", k) for k in everywhere.keys() - _settings(ShapingConfig(), "weights")]
@@ -191,9 +191,9 @@ def check_settings(
     for field, name in named:
         if kinds is not None and name not in kinds:
             raise _refused(
-                f"{field}` names {name!r}, which is no kind of check of the environment",
+                f"{field}` names {name!r}, which is not a kind of check of the environment",
                 f"kinds among {', '.join(kinds)}; a weight for one of its domains "
-                f"({', '.join(domains)}) stands in {_SHAPING}.weights_by_domain, as "
+                f"({', '.join(domains)}) belongs in {_SHAPING}.weights_by_domain, as "
                 "DOMAIN.KIND=WEIGHT",
             )
 
@@ -230,12 +230,12 @@ def _refused(what: str, expected: str) -> ConfigurationError:
     return ConfigurationError(f"`{_SHAPING}.{what}.", expected=expected, fix=fix)
 
 
-#: Environments that go by a name alone.
+#: Environments with a name alone.
 SHIPPED = ("desk", "tau2")
 
 
 def check_name(name: str) -> None:
-    """Refuse what ``environment.name`` cannot be; whether there is such a file is seen later.
+    """Refuse an impossible ``environment.name``; whether the file exists is checked later.
 
     Raises
     ------

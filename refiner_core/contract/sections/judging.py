@@ -1,4 +1,4 @@
-"""Sections `reward` and `judge`: how an answer becomes a number, and who scores it."""
+"""Sections `reward` and `judge`: the score of an answer, and its judge."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from refiner_core.contract.marks import STRICT, added, execution, identity, section
 from refiner_core.contract.sections.steering import Resources
 
-#: Judges that are word overlap, the default first: see :mod:`refiner_core.judges.lexical`.
+#: Judges by word overlap, the default first: see :mod:`refiner_core.judges.lexical`.
 LEXICAL_MODELS = ("lexical-1", "lexical-loose-1")
 
 
@@ -31,7 +31,7 @@ class RewardConfig:
     )
     non_stop_penalty_value: float = identity(0.0, doc="the score that replaces it")
     rubric_source: Literal["instance", "static", "instance+static", "none"] = identity(
-        "instance", doc="which rubrics a rollout is judged by"
+        "instance", doc="rubrics of a rollout"
     )
     static_rubrics: str = identity(
         "v3", doc="name of a shipped rubric set, or a YAML file, for the static part"
@@ -49,23 +49,23 @@ class RewardConfig:
 class ServeConfig:
     """A judge's server that refiner starts, shares and ends by itself.
 
-    Nothing here changes what a judgement is, so that stages do not run again because their judge is
-    served elsewhere; servers are shared by those who would start the same one.
+    None of its fields changes a judgement, so stages do not run again because their judge is
+    served elsewhere; runs that would start the same server share one.
     """
 
     engine: Literal["none", "vllm", "transformers", "command"] = execution(
         "none",
-        doc="what serves `judge.model`: vLLM, `transformers serve`, or `judge.serve_command`; "
+        doc="server of `judge.model`: vLLM, `transformers serve`, or `judge.serve_command`; "
         "`none`, or an address in `judge.base_url`, uses that server",
     )
     where: Literal["job", "beside"] = execution(
         "job",
-        doc="`job`: a job of its own, shared by all that judge alike; `beside`: within the job "
-        "that judges, on its resources",
+        doc="`job`: a job of its own, shared by all stages with the same judge; `beside`: within "
+        "the stage's own job, on its resources",
     )
     python: str | None = execution(
         None,
-        doc="interpreter of the environment that has the engine; none is the first `vllm` (or "
+        doc="interpreter of the engine's environment; default: the first `vllm` (or "
         "`transformers`) command on PATH after `setup`",
     )
     setup: tuple[str, ...] = execution(
@@ -78,10 +78,10 @@ class ServeConfig:
         (), doc="further arguments of the engine, e.g. `--tensor-parallel-size 2`"
     )
     start_timeout_s: float = execution(
-        1800.0, gt=0, doc="how long it may take from its start until it answers, seconds"
+        1800.0, gt=0, doc="limit from its start to its first answer, seconds"
     )
     idle_timeout_s: float = execution(
-        600.0, ge=0, doc="it ends when nobody has held a lease for this long, seconds"
+        600.0, ge=0, doc="it ends after this time without a lease, seconds"
     )
 
 
@@ -96,7 +96,7 @@ class JudgeConfig:
     model: str = identity(
         LEXICAL_MODELS[0],
         doc="name of the judge model; of the lexical one `lexical-1`, or `lexical-loose-1`, which "
-        "is content with less",
+        "is less strict",
     )
     revision: str | None = identity(None, doc="revision of the judge model")
     prompt: str = identity(
@@ -107,14 +107,14 @@ class JudgeConfig:
     )
     structured_output: Literal["auto", "json_schema", "none"] = identity(
         "auto",
-        doc="ask the server to write JSON of a schema; `auto`: where the server takes it",
+        doc="request JSON of a schema from the server; `auto`: if the server supports it",
         legacy_value="none",
     )
     temperature: float | None = identity(
-        0.0, ge=0, doc="sampling temperature of the judge; null is not sent"
+        0.0, ge=0, doc="sampling temperature of the judge; null sends none"
     )
     max_tokens: int = identity(
-        512, ge=1, doc="longest judgement; one that ends by length is a failure"
+        512, ge=1, doc="longest judgement (tokens); one that ends by length is a failure"
     )
     extra_body: str = added(
         "",
@@ -135,7 +135,7 @@ class JudgeConfig:
         "REFINER_JUDGE_API_KEY", doc="environment variable that holds the key"
     )
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = execution(
-        "max_tokens", doc="what the server calls the limit; newer OpenAI models take the second"
+        "max_tokens", doc="the server's name of the limit; newer OpenAI models use the second"
     )
     concurrency: int = execution(256, ge=1, doc="requests in flight")
     timeout_s: float = execution(
@@ -144,18 +144,18 @@ class JudgeConfig:
     batch_timeout_s: float = execution(
         3600.0,
         gt=0,
-        doc="deadline of what is asked together (in training, a rollout's judgements), seconds; "
+        doc="deadline of a group of requests (in training, a rollout's judgements), seconds; "
         "pauses do not count",
     )
-    max_retries: int = execution(5, ge=0, doc="tries after a retryable failure")
+    max_retries: int = execution(5, ge=0, doc="retries after a retryable failure")
     outage_patience_s: float = execution(
         900.0,
         ge=0,
-        doc="how long a step waits for servers that are all gone, seconds; then the attempt ends "
-        "as `judge outage` and is taken up again later",
+        doc="how long a step waits while no server answers, seconds; then the attempt ends as "
+        "`judge outage` and is resumed later",
     )
     cache_gb: float = execution(
-        1.0, ge=0, doc="largest size of the workspace's store of judgements, GiB; 0 keeps none"
+        1.0, ge=0, doc="largest size of the workspace's store of judgements, GiB; 0 stores none"
     )
     serve_command: str | None = execution(
         None,

@@ -1,4 +1,4 @@
-"""Sections that only steer a run: jobs and their resources, tracking, disk, notifications.
+"""Sections that only control a run: jobs and their resources, tracking, disk, notifications.
 
 Every field is execution: none changes what is computed.
 """
@@ -29,32 +29,32 @@ class Resources:
 
 @dataclass(frozen=True, config=STRICT)
 class TrackingConfig:
-    """W&B as a sink; our own JSON lines are the truth."""
+    """W&B as a sink; our own JSON lines are authoritative."""
 
     wandb: Literal["offline", "online", "disabled"] = execution("offline", doc="W&B mode")
     project: str = execution("refiner", doc="W&B project")
-    entity: str | None = execution(None, doc="W&B entity; none is your default")
+    entity: str | None = execution(None, doc="W&B entity; default: that of your account")
     group: str | None = execution(
-        None, doc="W&B group; none is the recipe, and of a sweep's trials the sweep"
+        None, doc="W&B group; default: the recipe, or for a sweep's trials the sweep"
     )
-    notes: str = execution("", doc="what to remember of the run: `refiner status` and W&B show it")
+    notes: str = execution("", doc="notes on the run, shown by `refiner status` and W&B")
 
 
 @dataclass(frozen=True, config=STRICT)
 class RetryConfig:
-    """How many attempts in a row may end in a failure class without getting further.
+    """How many attempts in a row may end in a failure class without progress.
 
-    An attempt that got further (the next one went on from a later checkpoint) clears the count; -1
+    An attempt with progress (the next one resumed from a later checkpoint) resets the count; -1
     is no limit. Classes that are not named here (bad configuration, bad data, not finite,
-    cancelled) are never tried again.
+    cancelled) are never retried.
     """
 
-    preempted: int = execution(-1, ge=-1, doc="the scheduler gave the node to somebody else")
+    preempted: int = execution(-1, ge=-1, doc="the scheduler gave the node to another job")
     time_limit: int = execution(2, ge=-1, doc="the job's time was up")
     node_failure: int = execution(10, ge=-1, doc="the node died; it is avoided from then on")
     launch_failure: int = execution(5, ge=-1, doc="the scheduler could not start the job")
     system_outage: int = execution(-1, ge=-1, doc="the scheduler or the file system did not answer")
-    killed: int = execution(2, ge=-1, doc="the worker was gone without a word")
+    killed: int = execution(2, ge=-1, doc="the worker was gone without an outcome")
     hung: int = execution(2, ge=-1, doc="no progress for `dispatch.hung_after_s`")
     out_of_memory: int = execution(1, ge=-1, doc="the host's memory did not suffice")
     gpu_out_of_memory: int = execution(1, ge=-1, doc="the GPU's memory did not suffice")
@@ -62,13 +62,13 @@ class RetryConfig:
         3, ge=-1, doc="CUDA or NCCL failed; the node is avoided from then on"
     )
     disk_full: int = execution(
-        -1, ge=-1, doc="no room (it waits for room first, see `disk.wait_min`)"
+        -1, ge=-1, doc="no space (it waits for space first, see `disk.wait_min`)"
     )
     judge_outage: int = execution(20, ge=-1, doc="the judge did not answer often enough")
     judge_unusable: int = execution(
         1,
         ge=-1,
-        doc="the judge's answers were no judgements (another scale, no score, cut by length)",
+        doc="the judge's answers were not judgements (another scale, no score, cut by length)",
     )
     environment_outage: int = execution(
         20, ge=-1, doc="an environment or its user failed in too many episodes"
@@ -76,9 +76,7 @@ class RetryConfig:
     hub_outage: int = execution(
         20, ge=-1, doc="the Hub did not answer, or asked to wait for too long"
     )
-    bug: int = execution(
-        1, ge=-1, doc="an error that no rule knows; the same one at one step stops"
-    )
+    bug: int = execution(1, ge=-1, doc="an unknown error; the same one twice at one step stops")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -91,7 +89,7 @@ class DispatchConfig:
     profile: str | None = execution(
         None, doc="the cluster: a shipped profile's name or a YAML file (with executor=slurm)"
     )
-    poll_s: float = execution(0.5, ge=0, doc="seconds between looks at the workspace, at least")
+    poll_s: float = execution(0.5, ge=0, doc="least seconds between checks of the workspace")
     scheduler_poll_s: float = execution(10.0, gt=0, doc="seconds between queries to the scheduler")
     grace_s: float = execution(60.0, ge=0, doc="seconds a job gets to save after a request to stop")
     heartbeat_timeout_s: float = execution(
@@ -104,8 +102,8 @@ class DispatchConfig:
     nice: int = execution(
         10,
         ge=0,
-        doc="how far local jobs that export, publish, or evaluate a step give way to training "
-        "(0: not at all, 19: most)",
+        doc="niceness of local jobs that export, publish, or evaluate a step, in favour of "
+        "training (0: none, 19: most)",
     )
     backoff_s: float = execution(
         30.0, ge=0, doc="pause before an attempt after a judge outage or launch failure; doubles"
@@ -119,7 +117,7 @@ class DiskConfig:
 
     probe: str = execution(
         "auto",
-        doc="how room is measured: `auto`, `statvfs`, `quota`, `xfs`, `btrfs`, "
+        doc="how free space is measured: `auto`, `statvfs`, `quota`, `xfs`, `btrfs`, "
         "`lustre`, `gpfs`, or `command:PROGRAM ARGUMENTS`",
     )
     pattern: str | None = execution(
@@ -129,31 +127,31 @@ class DiskConfig:
     )
     limit_gb: float | None = execution(None, doc="a limit of your own for the workspace, GiB")
     inode_limit: int | None = execution(None, doc="a limit of your own on files and folders")
-    margin_gb: float = execution(0.0, ge=0, doc="room that is always left free, GiB")
-    watch_s: float = execution(30.0, gt=0, doc="seconds between looks at the room that is left")
+    margin_gb: float = execution(0.0, ge=0, doc="space that is always left free, GiB")
+    watch_s: float = execution(30.0, gt=0, doc="seconds between checks of free space")
     warn_share: float = execution(0.9, ge=0, le=1, doc="warn when more than this share is used")
-    reclaim: bool = execution(True, doc="delete what the policy allows when there is too little")
+    reclaim: bool = execution(True, doc="delete what the policy allows when space is short")
     wait_min: float = execution(
         1440.0,
         ge=0,
-        doc="minutes that a paused stage waits for room before it is given up (resumable)",
+        doc="minutes that a paused stage waits for space before it is given up (resumable)",
     )
     too_small: Literal["refuse", "wait"] = execution(
         "refuse",
-        doc="a run whose checkpoints an empty disk or quota would not hold: `refuse` it before "
-        "anything starts, or let it `wait` for a larger one",
+        doc="a run whose checkpoints exceed an empty disk or quota: `refuse` it before anything "
+        "starts, or let it `wait` for a larger one",
     )
     hold_s: float = execution(
         60.0,
         ge=0,
-        doc="seconds that a running job waits for room before a save, then it ends resumable",
+        doc="seconds that a running job waits for space before a save, then it ends resumable",
     )
     ledger: str | None = execution(
         None, doc="folder of the reservations, to share it between workspaces on one quota"
     )
     watch_caches: tuple[str, ...] = execution(
         ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "WANDB_DIR"),
-        doc="environment variables (or paths) of caches that fill the same quota; `refiner disk` "
+        doc="environment variables (or paths) of caches on the same quota; `refiner disk` "
         "shows them, their own tools empty them (`hf cache prune`)",
     )
 
@@ -164,8 +162,8 @@ class NotifyConfig:
 
     on: tuple[Literal["finished", "failed", "paused", "stopped"], ...] = execution(
         ("finished", "failed", "paused"),
-        doc="what is told of: it is `finished`; it has `failed`; a stage is `paused` (no room, "
-        "an outage); it was `stopped` on request",
+        doc="events to report: the run is `finished`; it has `failed`; a stage is `paused` (no "
+        "space, an outage); it was `stopped` on request",
     )
     urls: tuple[str, ...] = execution(
         (),
@@ -178,13 +176,13 @@ class NotifyConfig:
         "REFINER_TITLE, REFINER_TEXT, …",
     )
     webhook: str | None = execution(
-        None, doc="former name of `urls`, for one variable; goes with the next version"
+        None, doc="former name of `urls`, for one variable; removed in the next version"
     )
     after_min: float = execution(
-        0.0, ge=0, doc="stay quiet about what ends within so many minutes: somebody watches it"
+        0.0, ge=0, doc="send nothing for runs that end within so many minutes (being watched)"
     )
     pause_min: float = execution(
-        1.0, ge=0, doc="stay quiet about a pause that is over within so many minutes"
+        1.0, ge=0, doc="send nothing for pauses that end within so many minutes"
     )
 
 
@@ -193,10 +191,9 @@ Channel = Literal["command", "url"]
 
 @plain_dataclass(frozen=True)
 class Alarm:
-    """One way in which a message goes out.
+    """One channel of a message.
 
-    ``what`` is a shell command, or the name of the environment variable or the path of the file
-    that holds addresses.
+    ``what`` is a shell command, or the environment variable or file that holds addresses.
     """
 
     channel: Channel
@@ -204,12 +201,12 @@ class Alarm:
 
     @property
     def name(self) -> str:
-        """In records and messages."""
+        """Name in records and messages."""
         return self.channel if self.channel == "command" else self.what
 
 
 def alarms_of(notify: NotifyConfig) -> tuple[Alarm, ...]:
-    """The channels of a recipe; none where it is quiet."""
+    """The channels of a recipe; none if it sends no notifications."""
     command = [Alarm("command", notify.command)] if notify.command is not None else []
     names = [*notify.urls, *([notify.webhook] if notify.webhook is not None else [])]
     return (*command, *(Alarm("url", name) for name in dict.fromkeys(names)))
@@ -219,20 +216,20 @@ _ADDRESS = re.compile(r"(?i)\bhttps?://")
 
 
 def check_places(field: str, names: Iterable[str]) -> None:
-    """Refuse an address where the place that holds it is to be named."""
+    """Refuse an address in place of the name of its variable or file."""
     if not all(map(is_place, names)):
         raise ConfigurationError(
-            f"`{field}` has an address in it, or something else that is no name of a variable.",
+            f"`{field}` has an address in it, or something else that is no variable name.",
             expected="the name of the environment variable, or the path (from / or ~/) of the "
-            "file, that holds the address: it is often a secret, and would stand in every "
+            "file, that holds the address: it is often a secret, and would be part of every "
             "record of the run",
             fix="export MY_HOOK=…, and name MY_HOOK here",
         )
 
 
 def check_notify(notify: NotifyConfig) -> None:
-    """Refuse a `notify` section that cannot work, or that would put an address into records. What
-    is wrong with it is not repeated: it may be a secret."""
+    """Refuse an invalid `notify` section, or one that would put an address into records. The value
+    is not repeated: it may be a secret."""
     check_places("notify.urls", notify.urls)
     check_places("notify.webhook", (notify.webhook or "URL",))
     command = notify.command
@@ -240,7 +237,7 @@ def check_notify(notify: NotifyConfig) -> None:
         raise ConfigurationError(
             "`notify.command` is empty, or has an address in it.",
             expected="a shell command, which gets the message as JSON on its standard input, and "
-            "no address: it stands in every record of the run, and who reads it can often post",
+            "no address: it is part of every record of the run, and its readers could often post",
             fix="set e.g. notify.command='cat >> ~/told.jsonl', or export MY_WEBHOOK=…, and write "
             '"$MY_WEBHOOK" in the command, in single quotes',
         )
@@ -253,5 +250,5 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 def is_place(name: str) -> bool:
     """Whether this names a variable or, from the root or home, a file: addresses are often secrets,
-    and stand in no recipe."""
+    and do not belong into a recipe."""
     return bool(VARIABLE.fullmatch(name)) or (name.startswith(("/", "~/")) and "://" not in name)

@@ -1,7 +1,7 @@
 """Sections of the stages that sample and train: `sft`, `rft`, `sample`, `grpo`.
 
-Names are those of the reference trainer where it has one (open-instruct's GRPO), and of torchrun
-and DeepSpeed where those are meant.
+Names are those of the reference trainer (open-instruct's GRPO) where it has one, and of torchrun
+and DeepSpeed for their settings.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pydantic.dataclasses import dataclass
 from refiner_core.contract.marks import OFF, STRICT, added, execution, identity, section
 from refiner_core.contract.sections.steering import Resources
 
-#: What follows from a finding: a line in the log and the metrics; the update is not made; the stage
+#: Reaction to a finding: a line in the log and the metrics; the update is skipped; the stage
 #: ends, and can be resumed from the checkpoint before the step.
 HealthPolicy = Annotated[Literal["off", "warn", "skip", "stop"], OFF]
 
 
 @dataclass(frozen=True, config=STRICT)
 class HealthConfig:
-    """What is watched at every step, and what follows: `off`, `warn`, `skip` (the update is not
-    made), `stop` (resumable). A check's policy and limits are part of what a stage is only where
-    the policy is `skip`: a skipped update is another result, a warning or a stop is none.
+    """Checks of every step, and their reaction: `off`, `warn`, `skip` (the update is skipped),
+    `stop` (resumable). A check's policy and limits are part of a stage's identity only if the
+    policy is `skip`: a skipped update changes the result, a warning or a stop does not.
     """
 
     not_finite: Literal["skip", "stop"] = added(
@@ -61,13 +61,13 @@ class HealthConfig:
 class RolloutServerConfig:
     """vLLM servers that a GRPO stage starts on its own nodes, as children of its attempt.
 
-    They are reached over HTTP and live in an environment of their own; weights go to them at every
-    step. How many there are is `grpo.vllm_num_engines`.
+    They are reached over HTTP and have an environment of their own; they get new weights at every
+    step. `grpo.vllm_num_engines` is their number.
     """
 
     python: str | None = execution(
         None,
-        doc="interpreter of the environment that has vLLM; none is the first `vllm` command on "
+        doc="interpreter of vLLM's environment; default: the first `vllm` command on "
         "PATH after `setup`",
     )
     setup: tuple[str, ...] = execution(
@@ -81,53 +81,55 @@ class RolloutServerConfig:
     )
     weight_transfer: Literal["auto", "reload", "nccl", "ipc"] = execution(
         "auto",
-        doc="of older recipes: weights go by files in memory (`weights_dir`), whatever it says",
+        doc="ignored (older recipes): weights go by files in memory (`weights_dir`)",
     )
     weights_dir: str = execution(
-        "/dev/shm", doc="folder in memory by which weights get there, not on the quota"
+        "/dev/shm", doc="folder in memory for the transfer of weights, not on the quota"
     )
     colocate: bool = execution(
         False, doc="servers share the GPUs of the trainer instead of having their own"
     )
     start_timeout_s: float = execution(
-        1800.0, gt=0, doc="how long one may take from its start until it answers, seconds"
+        1800.0, gt=0, doc="limit from a server's start to its first answer, seconds"
     )
     request_timeout_s: float = execution(
-        1800.0, gt=0, doc="how long one batch of requests may take before its server counts as hung"
+        1800.0, gt=0, doc="limit of one batch of requests before its server counts as hung, seconds"
     )
     canary_tolerance: float | None = execution(
         None,
         gt=0,
         doc="largest difference of a fixed prompt's log-probabilities between server and trainer "
-        "after new weights; none is 1e-3 in float32 and 0.1 in bfloat16",
+        "after new weights; default: 1e-3 in float32 and 0.1 in bfloat16",
     )
     max_restarts: int = execution(
         3,
         ge=0,
-        doc="how often in a stage a dead or poisoned server is replaced before the stage fails",
+        doc="limit of replacements of dead or poisoned servers before the stage fails",
     )
 
 
-#: Fields of more than one section.
+#: Fields shared by several sections.
 _FIRST_SAVE = execution(
-    None, ge=1, doc="save after this step, too: a sweep's first trial shows early what a save takes"
+    None,
+    ge=1,
+    doc="also save after this step: a sweep's first trial shows the size of a save early",
 )
-_KEEP = execution(2, ge=1, doc="resume checkpoints kept; the newest complete one always is")
+_KEEP = execution(2, ge=1, doc="resume checkpoints kept; always includes the newest complete one")
 _ZERO_STAGE = execution(
     None, doc="ZeRO stage; none trains with plain torch (several processes share gradients)"
 )
 _PROCESSES = execution(
     None,
     ge=1,
-    doc="training processes per node (torchrun); none is one per GPU that no rollout server takes, "
+    doc="training processes per node (torchrun); default: one per GPU without a rollout server, "
     "and one on the CPU",
 )
 _OFFLOAD = execution(False, doc="keep optimiser state in host memory (ZeRO-1 to 3)")
 _ASYNC_SAVE = execution(
-    True, doc="write checkpoints while training goes on; costs their size in host memory"
+    True, doc="write checkpoints during training; costs their size in host memory"
 )
 _TOGETHER = identity(
-    256, ge=1, doc="samples decoded together; sums are taken in another order with another number"
+    256, ge=1, doc="samples decoded together; another number changes the order of sums"
 )
 
 
@@ -162,7 +164,7 @@ class SftConfig:
     offload_optimizer: bool = _OFFLOAD
     offload_param: bool = execution(False, doc="keep weights in host memory (ZeRO-3)")
     async_save: bool = _ASYNC_SAVE
-    health: HealthConfig = section(HealthConfig, doc="what is watched, and what follows")
+    health: HealthConfig = section(HealthConfig, doc="checks of every step, and their reaction")
     resources: Resources = section(Resources, doc="resources of the SFT job")
 
 
@@ -173,7 +175,7 @@ class SampleConfig:
     attempts: int = identity(8, ge=1, doc="attempts per prompt or task")
     temperature: float = identity(0.8, ge=0, doc="sampling temperature")
     top_p: float = identity(1.0, gt=0, le=1, doc="nucleus sampling; 1 is off")
-    top_k: int = identity(0, ge=0, doc="sample from the likeliest tokens only; 0 is off")
+    top_k: int = identity(0, ge=0, doc="top-k sampling; 0 is off")
     success: float = identity(
         1.0,
         gt=0,
@@ -183,17 +185,17 @@ class SampleConfig:
     min_partial: float = identity(
         0.6,
         ge=0,
-        doc="of a prompt without a full success its best attempt is kept from this score on (the "
+        doc="least score of the best attempt that is kept for a prompt without a full success (the "
         "partial score of an episode, the share of the reward of an answer); above 1: none",
     )
     max_kept: int | None = identity(None, ge=1, doc="keep at most this many attempts of one prompt")
     distinct: Literal["none", "text", "tools"] = identity(
         "tools",
-        doc="of a prompt's successes keep one of each: `tools` (sequence of the tools called; of "
-        "answers the same as `text`), `text` (what was sampled), or `none`: keep all",
+        doc="keep one of a prompt's successes with the same `tools` (sequence of called tools; for "
+        "answers the same as `text`) or the same sampled `text`; `none` keeps all",
     )
     generation_backend: Literal["transformers", "vllm"] = identity(
-        "transformers", doc="what samples; servers are those of grpo.rollout_server"
+        "transformers", doc="sampling backend; servers are those of grpo.rollout_server"
     )
     generation_batch_size: int = _TOGETHER
     save_freq: int = execution(
@@ -205,7 +207,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class CurriculumConfig:
-    """Advantages of tasks that teach little weigh less, by the success seen so far in training."""
+    """Lower weights for the advantages of tasks that teach little, by their success so far."""
 
     enabled: bool = added(False, doc="weigh tasks by their success rate")
     min_attempts: int = added(5, ge=1, doc="attempts at a task before it is weighed")
@@ -263,7 +265,7 @@ class GrpoConfig:
     )
     credit: Literal["trajectory", "turn_rewards"] = added(
         "trajectory",
-        doc="what the tokens of an episode are credited with: the advantage of the whole",
+        doc="credit of the tokens of an episode: the advantage of the whole",
     )
     mask_truncated_completions: bool = identity(
         False, doc="completions that hit the length limit carry no loss (after group statistics)"
@@ -276,18 +278,18 @@ class GrpoConfig:
     )
     old_logprobs: Literal["recomputed", "sampler"] = added(
         "recomputed",
-        doc="what the ratio is taken against: the trainer's own log-probabilities before the "
-        "update (and the sampler is corrected for by importance sampling), or the sampler's",
+        doc="denominator of the ratio: the trainer's own log-probabilities before the update (with "
+        "importance sampling to correct for the sampler), or the sampler's",
     )
     async_steps: int = added(
         0,
         ge=0,
-        doc="how many steps older than the update the sampling policy is: batches that are sampled "
-        "while the steps before them train; 0 samples with the newest weights",
+        doc="age of the sampling policy in steps: batches are sampled while earlier steps train; 0 "
+        "samples with the newest weights",
     )
     active_sampling: bool = added(
         False,
-        doc="sample further prompts until a step has as many groups with spread as it asks for",
+        doc="sample further prompts until a step has its number of groups with spread",
     )
     active_sampling_max_rounds: int = added(
         3,
@@ -298,7 +300,7 @@ class GrpoConfig:
         CurriculumConfig, doc="weights of tasks by their success so far"
     )
     generation_backend: Literal["transformers", "vllm"] = identity(
-        "transformers", doc="what samples the rollouts"
+        "transformers", doc="sampling backend of rollouts"
     )
     generation_batch_size: int = _TOGETHER
     save_freq: int = execution(50, ge=1, doc="steps between checkpoints")
@@ -314,5 +316,5 @@ class GrpoConfig:
     rollout_server: RolloutServerConfig = section(
         RolloutServerConfig, doc="servers of the vllm backend"
     )
-    health: HealthConfig = section(HealthConfig, doc="what is watched, and what follows")
+    health: HealthConfig = section(HealthConfig, doc="checks of every step, and their reaction")
     resources: Resources = section(Resources, doc="resources of the GRPO job")
