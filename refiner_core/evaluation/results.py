@@ -218,7 +218,7 @@ def compare_results(
     tables = [_entries(folder) for folder in folders]
     samples = functools.cache(
         partial(load_samples, leave_out=TEXTS)
-    )  # read each file once for all its metrics
+    )  # each file once
     rows = []
     for key, first in tables[0].items():
         decoding, metric = key
