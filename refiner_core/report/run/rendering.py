@@ -38,7 +38,7 @@ def stage_cells(row: StageRow) -> tuple[str, ...]:
 
 def _note(row: StageRow) -> str:
     if row.skipped:
-        return f"made by {row.made_by}" if row.made_by else "there before this run began"
+        return f"made by {row.made_by}" if row.made_by else "existed before this run"
     parts = []
     if row.state not in ("done", "waiting") and row.total and row.step is not None:
         parts.append(f"{row.step} of {row.total}")
@@ -89,7 +89,7 @@ def cost_text(report: RunReport) -> str:
     """``5 min 24 s of work, 0.09 core-hours; 3 steps (12 s) done twice.``"""
     cost = report.cost
     if cost["seconds"] is None:
-        return "Nothing has been worked on."
+        return "No work was done."
     parts = [f"{duration(cost['seconds'])} of work"]
     if cost["gpu_hours"]:
         parts.append(f"{hours(cost['gpu_hours'])} GPU-hours")
@@ -111,7 +111,7 @@ def without_incident(report: RunReport) -> str:
     runs leaves none, so this does not always mean "nothing went wrong"."""
     ended = [row.name for row in report.stages if row.state in _ENDED_BADLY]
     if ended:
-        return f"none is recorded yet: {', '.join(ended)} ended while nobody was there to note it"
+        return f"none is recorded yet: {', '.join(ended)} ended while no orchestrator was running"
     if report.state == "done":
         return "nothing went wrong"
     return "nothing went wrong so far"

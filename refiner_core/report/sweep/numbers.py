@@ -242,8 +242,8 @@ def _notes(side: _Side, base: _Side | None, setting: Setting, is_base: bool) -> 
             yield "one prompt has no interval"
         if found.excluded > _MANY_EXCLUDED * (whole := found.n + found.excluded):
             yield (
-                f"{found.excluded} of {whole} prompts have no value on some side: what is left "
-                "need not be like them"
+                f"{found.excluded} of {whole} prompts have no value on some side: the rest "
+                "may differ from them"
             )
     if side.drift.kind in ("moved", "noise"):
         yield _of_drift(side.drift, agents=side.agents)
@@ -258,7 +258,7 @@ _FEW_SEEDS = {
 def _of_drift(drift: Drift, *, agents: bool) -> str:
     who, whose = "the judge", "answers of the random copier"
     if agents:
-        who, whose = "the environment or its user", "attempts of who does nothing"
+        who, whose = "the environment or its user", "attempts of the do-nothing agent"
     what = (
         f"{drift.changed} of {drift.prompts} {whose}, the same on both sides, were scored "
         f"otherwise, by {drift.shift:+.3g} ({drift.low:+.3g} to {drift.high:+.3g}) on average"

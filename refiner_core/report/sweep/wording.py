@@ -43,7 +43,7 @@ def answer(report: SweepReport) -> str:
     """The answer to the sweep's question, if there is one."""
     primary = report.primary
     if primary is None:
-        return f"There is no answer yet: no number that decides has come. {state_text(report)}"
+        return f"There is no answer yet: the deciding numbers are missing. {state_text(report)}"
     decimals = decimals_of(primary)
     others = [n for n in primary.numbers if n.arm != report.baseline]
     said = [n for n in others if n.difference is not None]
@@ -59,7 +59,7 @@ def answer(report: SweepReport) -> str:
     told.sort(key=lambda n: (order.index(n.verdict or ""), -abs(n.difference or 0.0)))
     moved = [n.arm for n in said if n.verdict == "judge moved"]
     parts = [_compared(n, report, decimals) for n in told[:_NAMED]]
-    parts += [f"{len(told) - _NAMED} more stand below"] if len(told) > _NAMED else []
+    parts += [f"{len(told) - _NAMED} more are listed below"] if len(told) > _NAMED else []
     sentences = [f"On {key_text(primary.key)}, {'; '.join(parts)}."] if parts else []
     if any(n.verdict == "not clear" for n in told):
         sentences.append(detectable_phrase(report.detectable, decimals))
@@ -87,7 +87,7 @@ def _compared(n: ArmNumber, report: SweepReport, decimals: int) -> str:
 def _alone(report: SweepReport, primary: Comparison, decimals: int) -> str:
     n = primary.numbers[0] if primary.numbers else None
     if n is None or n.value is None:
-        return "The sweep has one arm, and no number of it has come yet."
+        return "The sweep has one arm, and no number yet."
     value = with_interval(n.value, n.low, n.high, decimals)
     return (
         f"The sweep has one arm, so nothing is compared. {n.arm}: {value} "
@@ -167,7 +167,7 @@ def cost_text(report: SweepReport) -> str:
         parts.append(f"{count(int(whole['judge_calls']))} judge calls")
     if whole["lost_steps"]:
         parts.append(f"{counted(whole['lost_steps'], 'step')} done again")
-    return ", ".join(parts) or "nothing is known of what it has cost"
+    return ", ".join(parts) or "the cost is unknown"
 
 
 # ---------------------------------------------------------------- digits
