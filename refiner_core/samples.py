@@ -61,8 +61,8 @@ def check_room(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> PromptRow:
     if len(longest.prompt_ids) >= grpo.max_token_length:
         raise ConfigurationError(
             f"Prompt {longest.sample_id} has {len(longest.prompt_ids)} tokens, which leaves no "
-            f"room in grpo.max_token_length={grpo.max_token_length}",
-            expected="room for at least one sampled token",
+            f"space in grpo.max_token_length={grpo.max_token_length}",
+            expected="space for at least one sampled token",
             fix="raise grpo.max_token_length, or lower data.max_prompt_token_length",
         )
     return longest

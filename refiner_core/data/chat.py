@@ -116,7 +116,7 @@ def _loss_spans(
 
 def _unclear() -> ConfigurationError:
     return ConfigurationError(
-        "The chat template does not let the assistant's text be told from its own, so a loss mask "
+        "The chat template does not separate the assistant's text from its own, so a loss mask "
         "would be a guess",
         expected="assistant turns rendered in order, each once",
         fix=TEMPLATE_FIX,

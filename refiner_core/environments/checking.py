@@ -154,7 +154,7 @@ def _of_task(environment: Environment, task: Task) -> _Found:
     elif outcome.failure is None:
         yield "error", "an episode that failed does not say why (outcome().failure)"
     if not outcome.checks:
-        yield "warning", "it has no checks: no partial credit, and nobody sees what was missing"
+        yield "warning", "it has no checks: no partial credit, and no record of what was missing"
     episode.close()
     if environment.deterministic:
         again = environment.episode(task)

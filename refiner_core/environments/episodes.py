@@ -455,6 +455,6 @@ def _check(requests: Sequence[EpisodeRequest], settings: EpisodeSettings) -> Non
         raise ConfigurationError(
             f"Policy and tools of {longest.task.domain} take {length} tokens, and an episode may "
             f"have {settings.context_tokens} (grpo.max_token_length)",
-            expected="room for messages and turns behind the policy",
+            expected="space for messages and turns after the policy",
             fix="raise grpo.max_token_length",
         )

@@ -82,7 +82,7 @@ def environment_notes(config: RecipeConfig) -> list[str]:
     from refiner_core.environments.tau2 import missing_tau2
 
     missing = missing_tau2()
-    return [f"Where its stages run it is needed: {missing}"] if missing else []
+    return [f"Its stages need it where they run: {missing}"] if missing else []
 
 
 _MODULE = "refiner_own_environment"
@@ -115,7 +115,7 @@ def load_own(config: EnvironmentConfig, user: UserConfig) -> Environment:
     if missing := [part for part in _NEEDED if not hasattr(made, part)]:
         raise _wrong(
             f"What {what} makes has no {', '.join(missing)}.",
-            "all that refiner_core.environments.protocol.Environment names",
+            "all members of refiner_core.environments.protocol.Environment",
         )
     # A recipe that names domains trains on those only, or not at all.
     if config.domains and sorted(made.domains()) != sorted(config.domains):

@@ -112,7 +112,7 @@ def _parse_call(inner: str) -> ParsedTurn:
         return ParsedTurn("bad_json", why=f"not JSON: {_TOO_DEEP}")
     except ValueError as error:
         if OPEN in inner and not isinstance(error, _Refused):
-            return ParsedTurn("many_calls", why=f"{OPEN} stands within a call")
+            return ParsedTurn("many_calls", why=f"{OPEN} appears within a call")
         return ParsedTurn("bad_json", why=f"not JSON: {error}")
     wrong = _wrong_shape(value)
     if wrong:
@@ -135,7 +135,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise _Refused(f"{_shown(key)} stands twice in one object")
+            raise _Refused(f"{_shown(key)} appears twice in one object")
         values[key] = value
     return values
 
@@ -166,7 +166,7 @@ def _check_depth_and_text(value: Any) -> None:
             try:
                 one.encode()
             except UnicodeEncodeError:
-                raise _Refused("half of a surrogate pair stands in a text") from None
+                raise _Refused("a text contains half of a surrogate pair") from None
         elif isinstance(one, dict | list):
             if depth > MAX_DEPTH:
                 raise _Refused(_TOO_DEEP)

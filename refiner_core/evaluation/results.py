@@ -177,7 +177,7 @@ def load_results(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} has version {results.get('version')}",
             expected=f"version {RESULTS_VERSION}",
-            fix="use the refiner that wrote it, or run the recipe again, which measures anew",
+            fix="use the refiner that wrote it, or run the recipe again, which measures again",
         )
     return results
 
@@ -216,9 +216,7 @@ def compare_results(
         )
     folders = [*a, *b]
     tables = [_entries(folder) for folder in folders]
-    samples = functools.cache(
-        partial(load_samples, leave_out=TEXTS)
-    )  # each file once
+    samples = functools.cache(partial(load_samples, leave_out=TEXTS))  # each file once
     rows = []
     for key, first in tables[0].items():
         decoding, metric = key

@@ -396,8 +396,8 @@ def sections(report: Report) -> list[Section]:
             "Findings",
             (
                 "A defect is found where a difference over questions is clear at a level of "
-                f"{LEVEL:.0%}: one in twenty that is not there is called found, too. Fewer than "
-                f"{FEWEST} questions are too few to say.",
+                f"{LEVEL:.0%}: one in twenty absent defects is found, too. Fewer than "
+                f"{FEWEST} questions are too few for a verdict.",
             ),
             ("defect", "verdict", "what it rests on"),
             tuple(tuple(found.values()) for found in report["findings"]),
@@ -409,7 +409,7 @@ def sections(report: Report) -> list[Section]:
             (kind, share(one["identical"]), _size(one["difference"]), str(one["left_out"]))
             for kind, one in report["repeatability"].items()
         )
-        words = (f"Everything was asked {repeats} times, each time as if for the first.",)
+        words = (f"Everything was asked {repeats} times, without memory of earlier answers.",)
         header = ("kind", "identical", "mean absolute difference", "without a score")
         found.append(Section("Repeatability", words, header, rows))
     for title, of_kinds, sides in (
@@ -473,18 +473,18 @@ def _shifts(report: Report) -> Section:
         for name, found in shifts.items()
         if found is not None and found["changed"] is not None
     )
-    words = ("What should not matter, and how far it does. Scores are in [0, 1].",)
+    words = ("Effects of irrelevant changes. Scores are in [0, 1].",)
     return Section("Order and length", words, _SHIFT, rows)
 
 
 def _attacks(report: Report) -> Section:
     found = report["resistance"]
     words = [
-        f"Resisted: {share(found['resisted'])}. An attack is resisted where it does not bring the "
-        "score closer to what its author wants than that of its honest twin."
+        f"Resisted: {share(found['resisted'])}. An attack is resisted if it does not move the "
+        "score closer to its author's goal than that of its honest twin."
     ]
     if found["off"]:
-        words.append(f"{found['off']} honest twins did not get the score that they deserve.")
+        words.append(f"{found['off']} honest twins did not get the correct score.")
     rows = tuple(
         (
             *(a[name] for name in ("result", "name", "about", "kind", "wants")),

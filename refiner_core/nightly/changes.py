@@ -497,9 +497,9 @@ def alert_of(nightly: str, series: Series, change: Change, beside: Sequence[str]
 
 #: Sentence about a change by its cause; ``{0}`` is the canary's shift.
 _CAUSES = {
-    "drift": "The weights of the canary are what they were: this is no change of a model.",
+    "drift": "The canary's weights are unchanged: this is no change of a model.",
     "model": "The canary has not moved: the model has changed.",
-    "unclear": "The canary moved by {0:+.4g} meanwhile, and what is left of the change is not "
+    "unclear": "The canary moved by {0:+.4g} meanwhile, and the rest of the change is not "
     "clearly the model's.",
     "unmeasured": "The canary was not measured in one of these nights, so a change of the model "
     "cannot be told from one of the judge or the machines.",
@@ -515,7 +515,7 @@ def _title(nightly: str, series: Series, change: Change) -> str:
     amount = f"{way} by {abs(change.shift.difference):.4g}"
     if change.cause == "drift":
         return f"{nightly}: the judge or the machines have drifted: {what} of the canary {amount}"
-    return f"{nightly}: {of} {amount}" + ("; why is not clear" * (change.cause == "unclear"))
+    return f"{nightly}: {of} {amount}" + ("; the cause is unclear" * (change.cause == "unclear"))
 
 
 def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[str]:
@@ -529,9 +529,7 @@ def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[st
         _CAUSES[cause].format(moved),
     ]
     if cause == "drift" and beside:
-        found.append(
-            f"Numbers that were made since do not compare with older ones: {', '.join(beside)}."
-        )
+        found.append(f"Later numbers do not compare with older ones: {', '.join(beside)}.")
     facts = dict(change.facts)
     if change.weights:
         sources = {r.night: r.source for r in series.rows}
@@ -540,5 +538,5 @@ def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[st
     if said:
         found.append(f"Also changed: {'; '.join(said[:_MOST_FACTS])}.")
     elif cause == "drift":
-        found.append("Nothing else that is recorded has changed (judge, code, versions, host).")
+        found.append("No other recorded fact has changed (judge, code, versions, host).")
     return found

@@ -382,8 +382,8 @@ def _check(nightly: Nightly) -> None:
         ("alerts.when", alerts.when in get_args(When), alerts.when, f"one of {directions}"),
         ("alerts.smallest", alerts.smallest >= 0, alerts.smallest, "a number from 0 up"),
         ("alerts.metrics", alerts.metrics, [], "metrics, such as [reward, oracle]"),
-        ("overrides", not ours, ours, "data, judge and evaluation settings: which models are "
-         "evaluated is said by `checkpoints`"),
+        ("overrides", not ours, ours, "data, judge and evaluation settings: the evaluated "
+         "models are named by `checkpoints`"),
     ):  # fmt: skip
         if not right:
             raise _wrong(where, repr(found), expected)
@@ -396,7 +396,7 @@ def _check(nightly: Nightly) -> None:
     if source.kind == "newest" or (source.kind == "hub" and not source.is_commit):
         raise ConfigurationError(
             f"The canary is {source.text}, which may move.",
-            expected="a checkpoint that stays as it is: a Hub repository at a commit (40 hex "
+            expected="a checkpoint that cannot change: a Hub repository at a commit (40 hex "
             "digits), or a folder or stage with the `digest` of its content",
             fix="pin `canary`",
         )

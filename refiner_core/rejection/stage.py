@@ -107,7 +107,7 @@ class _Attempts(BatchWork[Attempt]):
 
     def __post_init__(self) -> None:
         if self.environment is None and self.judge is None:
-            raise ValueError("answers are scored by a judge, and none is given")
+            raise ValueError("answers are scored by a judge, but none is given")
         self._spent: dict[int, tuple[int, float]] = {}  # batch: tokens sampled now, seconds
         super().__post_init__()
 

@@ -79,12 +79,12 @@ _error, _warning = functools.partial(_Rule, "error"), functools.partial(_Rule, "
 #: Every rule.
 RULES: dict[str, _Rule] = {
     "unreadable": _error(
-        "nothing after it can be relied on", "write the file with a YAML or JSON library"
+        "everything after it is unreliable", "write the file with a YAML or JSON library"
     ),
     "schema": _error(
-        "loading refuses it, so that no run begins", "correct what is named; see `rubrics show v3`"
+        "loading refuses it, so that no run starts", "correct the named part; see `rubrics show v3`"
     ),
-    "duplicate-key": _error("all but the last value are lost without a word", "drop one of them"),
+    "duplicate-key": _error("all but the last value are silently lost", "drop one of them"),
     "duplicate-title": _error(
         "reports and agreement tables go by title and would mix the two", "rename one of them"
     ),
@@ -101,22 +101,21 @@ RULES: dict[str, _Rule] = {
         "correct the key, or drop it",
     ),
     "negated": _warning(
-        "a judge's s enters as 1 - s, so that the answer is rewarded for not being so: right if "
-        "the sentence describes a fault, upside down if it describes what is wanted, and hard to "
-        "judge either way",
-        "describe in plain words what the fault looks like, or ask for the good as a positive "
-        "rubric",
+        "a judge's score s counts as 1 - s, so that the answer is rewarded for the opposite: right "
+        "if the sentence describes a fault, inverted if it describes a merit, and hard to judge "
+        "either way",
+        "describe the fault in plain words, or ask for the merit as a positive rubric",
     ),
     "polarity": _warning(
         "a positive description says what a good answer does, a negative one what a bad answer "
         "does; the other way round the reward has the wrong sign, or is a double negation",
-        "move it to the other polarity and describe what is to be seen",
+        "move it to the other polarity and describe what a reader would see",
     ),
     "weightless": _warning(
-        "it is judged and paid for, and counts nothing", "give it a weight, or drop it"
+        "it is judged and paid for, but counts nothing", "give it a weight, or drop it"
     ),
     "only-faults": _warning(
-        "an answer that says nothing has none of the faults and gets the full judge term",
+        "an empty answer has none of the faults and gets the full judge term",
         "add what a good answer does; or use it as `instance+static`, beside rows that ask for it",
     ),
 }
@@ -277,7 +276,7 @@ def _check_set(name: str, path: Path) -> Checked:
         return checked
     lines = _lines_of_entries(root)
     for line, key in keys_twice(root):
-        checked.add(line, "duplicate-key", f"the key {key!r} stands there twice")
+        checked.add(line, "duplicate-key", f"the key {key!r} appears twice")
     for entry, what in read_set(content, path.stem)[1]:
         if entry is None or entry >= len(lines):
             checked.add(1, "schema", what)

@@ -103,7 +103,7 @@ def _signs(document: Document, *, ours: bool) -> Iterator[Finding]:
             what = "something looks like an access token or key"
             yield Finding(number, "secret", what, "take it out, and revoke it")
         if found := CONTROLS.search(line):
-            what = f"the character U+{ord(found.group()):04X} is shown by nobody"
+            what = f"the character U+{ord(found.group()):04X} is invisible"
             yield Finding(number, "control-character", what, "take it out")
         if ours and (found := _PATH.search(line)):
             what = f"{found.group()} is a path of some machine"

@@ -276,8 +276,7 @@ class _Call:
             read = read_completion(raw, self._question(index))
         except Unusable as error:
             raise StageFailed(
-                f"The rollout server at {lane.endpoint.url} answers with what was not asked for: "
-                f"{error}",
+                f"The rollout server at {lane.endpoint.url} sent an unusable answer: {error}",
                 expected="what vLLM answers to a completion request with return_token_ids",
                 fix="check the vLLM version (0.32 is known to work) and grpo.rollout_server.args",
             ) from error
