@@ -166,7 +166,7 @@ class Fleet:
 
     @property
     def up(self) -> bool:
-        """Whether a server is up, or possibly up, beyond a trial."""
+        """True if a closed server accepts calls, or may still prove to."""
         return any(s.state == "closed" and (not s.refused or s.in_flight) for s in self.servers)
 
     @property
