@@ -108,7 +108,7 @@ class CardFacts:
         (of repeated work), ``seconds`` {stage: s of all its attempts}, ``price``
         (of one GPU-hour), ``currency``; each may be missing.
     tracking
-        W&B address by stage name, where a run was tracked online.
+        W&B address by stage name, if a run was tracked online.
     revision
         Tag or branch of this step, if steps share the repository; else ``main``.
     template

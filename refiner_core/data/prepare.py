@@ -256,7 +256,7 @@ class _Selection:
                 return DataError(
                     f"{what}: the shortest needs {needed} tokens",
                     expected=f"at most {attrgetter(field)(config)} ({field}); rows are never cut",
-                    fix=f"set {field}={needed} or more, where the model's window allows it",
+                    fix=f"set {field}={needed} or more, if the model's window allows it",
                 )
         modes = ", ".join(sorted(tally.names))
         return DataError(

@@ -347,7 +347,7 @@ def _nothing_left(config: RecipeConfig, counts: Tally, split: str) -> DataError:
         f"domain have up to {longest} tokens",
         expected="tasks whose policy and tools fit, with a turn",
         fix=f"set data.max_prompt_token_length={longest} and grpo.max_token_length={needed} or "
-        "more, where the model's window allows it",
+        "more, if the model's window allows it",
     )
 
 

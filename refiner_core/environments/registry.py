@@ -122,7 +122,7 @@ def load_own(config: EnvironmentConfig, user: UserConfig) -> Environment:
         raise _wrong(
             f"environment.domains is {', '.join(config.domains)}, and the domains that {what} "
             f"uses are {', '.join(made.domains()) or '(none)'}.",
-            "domains() and tasks() to keep to config.domains where that names any",
+            "domains() and tasks() to keep to config.domains if that names any",
         )
     return cast("Environment", made)
 

@@ -211,7 +211,7 @@ def cluster_bootstrap(
 ) -> tuple[float, float]:
     """Interval of sum(sums) / sum(counts) over resampled prompts.
 
-    BCa (Efron 1987, "Better bootstrap confidence intervals") by SciPy; percentiles where the
+    BCa (Efron 1987, "Better bootstrap confidence intervals") by SciPy; percentiles if the
     acceleration is undefined.
 
     Parameters

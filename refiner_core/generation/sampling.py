@@ -183,7 +183,7 @@ def max_cache_entries(model: Any) -> int:
 
 
 def place_samples(batch: Sequence[Row]) -> np.ndarray[Any, Any]:
-    """Samples of the batch by row and place, [P, G] int64; -1 where a row has fewer than G."""
+    """Samples of the batch by row and place, [P, G] int64; -1 in rows with fewer than G."""
     widths = [len(row.requests) for row in batch]
     places = np.arange(max(widths))[None]
     first = np.cumsum([0, *widths[:-1]])[:, None]

@@ -395,7 +395,7 @@ def sections(report: Report) -> list[Section]:
         Section(
             "Findings",
             (
-                "A defect is found where a difference over questions is clear at a level of "
+                "A defect is found if a difference over questions is clear at a level of "
                 f"{LEVEL:.0%}: one in twenty absent defects is found, too. Fewer than "
                 f"{FEWEST} questions are too few for a verdict.",
             ),

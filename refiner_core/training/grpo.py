@@ -99,7 +99,7 @@ def train_grpo(
     open_servers: OpenServers | None = None,
     environment: Environment | None = None,
 ) -> dict[str, Any]:
-    """Train on rewards; resumes from ``io.latest_checkpoint()`` where there is one.
+    """Train on rewards; resumes from ``io.latest_checkpoint()`` if there is one.
 
     Parameters
     ----------

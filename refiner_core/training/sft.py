@@ -67,7 +67,7 @@ def train_sft(
     ranks: Ranks | None = None,
     stage: str = "sft",
 ) -> dict[str, Any]:
-    """Train on demonstrations; resumes from ``io.latest_checkpoint()`` where there is one.
+    """Train on demonstrations; resumes from ``io.latest_checkpoint()`` if there is one.
 
     Parameters
     ----------

@@ -333,7 +333,7 @@ def _agent_class(parts: Parts) -> type[Any]:
 
 
 def _user_tools(environment: Any, task: Any) -> list[Any] | None:
-    """The tools of a user; None where the domain has none."""
+    """The tools of a user; None if the domain has none."""
     include = getattr(task, "user_tools", None)
     try:
         tools = environment.get_user_tools(**({} if include is None else {"include": include}))
