@@ -187,6 +187,6 @@ def load_evidence(text: str) -> Evidence:
         raise _unfit(f"is incomplete or damaged ({error})") from error
 
 
-def _unfit(why: str, fix: str = "take the refiner.json that lies beside the card") -> DataError:
+def _unfit(why: str, fix: str = "use the refiner.json beside the card") -> DataError:
     expected = f"kind {EVIDENCE_KIND!r}, format {EVIDENCE_FORMAT}"
     return DataError(f"The evidence {why}", expected=expected, fix=fix)

@@ -176,7 +176,7 @@ class CardFacts:
                 raise DataError(
                     f"Two evaluations claim to be {' / '.join(key)}",
                     expected="one number per model, protocol, decoding and metric",
-                    fix="name each evaluation of a model otherwise, or leave one of them out",
+                    fix="give each evaluation of a model its own name, or leave one of them out",
                 )
             moved.setdefault(f"evaluations.{place}", f"evaluations.{position}")
         records = {k: v for k, v in self.records.items() if not k.startswith("evaluations.")}

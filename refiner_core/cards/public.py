@@ -287,7 +287,7 @@ def read_proof(known: Mapping[str, Any]) -> ResumeProof | None:
         raise DataError(
             f"facts.proof cannot be read ({error})",
             expected=f"a proof of version {PROOF_VERSION} or older",
-            fix="take the refiner.json that lies beside the card, and the version of refiner that "
+            fix="use the refiner.json beside the card, and the version of refiner that "
             "the card names",
         ) from error
 

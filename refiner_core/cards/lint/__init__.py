@@ -35,8 +35,8 @@ _UNKNOWN_BASE = re.compile(r"(?im)^[-* \t]*+base model\W+(?:not recorded|unknown
 _NO_EVIDENCE = Finding(
     1,
     "evidence-missing",
-    "its evidence (refiner.json) is not here: numbers can only be checked against each other",
-    "take the refiner.json that was published with it (`--evidence FILE`)",
+    "its evidence (refiner.json) is missing: numbers can only be checked against each other",
+    "use the refiner.json that was published with it (`--evidence FILE`)",
     "warning",
 )
 _OUR_SECTIONS = {"Training set-up", "Reproduction", "Known notes", "Provenance"}
@@ -101,10 +101,10 @@ def _signs(document: Document, *, ours: bool) -> Iterator[Finding]:
     for number, line in enumerate(document.text.split("\n"), start=1):
         if has_secret(line):
             what = "something looks like an access token or key"
-            yield Finding(number, "secret", what, "take it out, and revoke it")
+            yield Finding(number, "secret", what, "remove and revoke it")
         if found := CONTROLS.search(line):
             what = f"the character U+{ord(found.group()):04X} is invisible"
-            yield Finding(number, "control-character", what, "take it out")
+            yield Finding(number, "control-character", what, "remove it")
         if ours and (found := _PATH.search(line)):
-            what = f"{found.group()} is a path of some machine"
-            yield Finding(number, "machine-path", what, "name what others can get")
+            what = f"{found.group()} is a local path"
+            yield Finding(number, "machine-path", what, "use a name that others can resolve")

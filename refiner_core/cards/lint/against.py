@@ -26,7 +26,7 @@ from refiner_core.contract.errors import RefinerError
 
 _CLOSE, _CLOSE_BOUND = 1e-9, 1e-6
 _ODD = "evidence-inconsistent"
-_FIX_EVIDENCE = "evaluate and publish again; or take the evidence that was published"
+_FIX_EVIDENCE = "evaluate and publish again; or use the published evidence"
 
 
 def inconsistencies(evidence: Evidence) -> Iterator[str]:
@@ -96,12 +96,12 @@ _TOKEN = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?|[^\W\d]+|\s+|.", re.DOTALL)
 _MOST = 6
 #: Limit on characters of an evidence file.
 LARGEST = 10_000_000
-_FIX = "take the card that the evidence gives, or publish again"
+_FIX = "use the card made from the evidence, or publish again"
 
 _NOT_RUN = Finding(
     1,
     "evidence",
-    "it was made by a template of somebody's own, which is not run here: its words were not "
+    "it was made by a custom template, which is not run here: its words were not "
     "compared with the evidence",
     "read the template in refiner.json, and name a file with the same text by --template FILE",
     "warning",
@@ -172,5 +172,5 @@ def _changes(
         record = fact and record_of(facts, fact)
         source = f" (fact {fact}{f', from {record}' if record else ''})" if fact else ""
         around = "".join(theirs[max(0, i - 6) : i + 5]).strip()
-        said = f"{ours[i]!r:.160} stands here, and the evidence gives {theirs[i]!r:.160}"
+        said = f"{ours[i]!r:.160} is here, but the evidence gives {theirs[i]!r:.160}"
         yield f"{said}{source}: …{around:.160}…"
