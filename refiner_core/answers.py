@@ -1,16 +1,16 @@
-"""Evidence out of prompts, claims out of answers.
+"""Parsing of evidence in prompts and of claims in answers.
 
 In: the text of a prompt, the text that a policy sampled. Out: :class:`ParsedEvidence` (id to text)
-and :class:`ParsedAnswer` (claims, their ids, everything that is wrong with them). Imports nothing
-but the standard library; knows nothing of judges or rewards.
+and :class:`ParsedAnswer` (claims, their ids, all problems). Imports only the standard library;
+knows nothing of judges or rewards.
 
-The same tag marks evidence in a prompt and claims in an answer, so the two readers are separate:
-:func:`parse_evidence` is only ever given the prompt, :func:`parse_answer` only the answer. Claims
+The same tag marks evidence in a prompt and claims in an answer, so the two parsers are separate:
+:func:`parse_evidence` is only used for the prompt, :func:`parse_answer` only for the answer. Claims
 are the spans in ``<snippet id=…>`` tags *and* the plain text between them (DR Tulu counts both), in
 order; two claims with the same text are two claims.
 
-Nothing looks at a character more than a fixed number of times, whatever the text: a tag ends at the
-next ``<`` or ``>``, and the patterns do not backtrack.
+Every character is read a bounded number of times, for any text: a tag ends at the next ``<`` or
+``>``, and the patterns do not backtrack.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 
 class Problem(StrEnum):
-    """Everything that can be wrong with an answer, each with a defined result.
+    """Every possible problem of an answer, each with a defined result.
 
     The first four make an answer malformed: there is nothing to judge. The others are faults of
     single tags; the answer is still judged, and the faults cost format.
@@ -39,19 +39,19 @@ class Problem(StrEnum):
     MANY_ANSWERS = "many_answers"
     """More than one opening or closing answer tag, nested ones included."""
     EMPTY_ANSWER = "empty_answer"
-    """One block that says nothing: no letter or digit once the tags are taken away."""
+    """One block without content: no letter or digit outside tags."""
     IDS_ATTRIBUTE = "ids_attribute"
-    """``ids=`` instead of ``id=``. The ids in it are not taken: the claim cites nothing."""
+    """``ids=`` instead of ``id=``. Its ids are ignored: the claim cites nothing."""
     NO_ID = "no_id"
-    """A snippet tag that names no id (``<snippet>``, ``id=""``). The claim cites nothing."""
+    """A snippet tag without an id (``<snippet>``, ``id=""``). The claim cites nothing."""
     BAD_ATTRIBUTES = "bad_attributes"
     """An open quote, an unknown attribute, stray characters. Ids read up to there count."""
     BROKEN_TAG = "broken_tag"
-    """A tag without ``>``. It stays in the text as it is."""
+    """A tag without ``>``. It stays in the text."""
     NESTED_TAG = "nested_tag"
     """A claim opened inside a claim: the first ends there, and both carry this."""
     UNCLOSED_TAG = "unclosed_tag"
-    """A claim still open where the answer ends; it reaches to there."""
+    """A claim still open at the end of the answer, where it ends."""
     STRAY_CLOSE = "stray_close"
     """``</snippet>`` where nothing is open. Ignored otherwise."""
     FOREIGN_TAG = "foreign_tag"
@@ -75,7 +75,7 @@ _WORD = re.compile(r"[^\s\"']++")
 
 
 class Tag(NamedTuple):
-    """One tag: its lower-case name, whether it closes, and where it stands."""
+    """One tag: its lower-case name, whether it closes, and its position."""
 
     name: str
     closing: bool
@@ -87,14 +87,14 @@ class Tag(NamedTuple):
 
 
 class Attributes(NamedTuple):
-    """The ids that a tag names, without repeats and in order, and what is wrong with it."""
+    """The ids in a tag, distinct and in order, and its problem."""
 
     ids: tuple[str, ...]
     problems: tuple[Problem, ...]
 
 
 def scan_tags(text: str, start: int = 0, end: int | None = None) -> Iterator[Tag]:
-    """The tags of ``text[start:end]`` in order, the broken ones (without ``>``) included."""
+    """The tags of ``text[start:end]`` in order, including broken ones (without ``>``)."""
     for match in _TAG.finditer(text, start, len(text) if end is None else end):
         name = match[2].lower()
         yield Tag(
@@ -109,12 +109,12 @@ def scan_tags(text: str, start: int = 0, end: int | None = None) -> Iterator[Tag
 
 
 def read_attributes(text: str) -> Attributes:
-    """Read what stands between a tag's name and its ``>``.
+    """Parse the text between a tag's name and its ``>``.
 
     ``id=a``, ``id='a'``, ``id="a,b"``, ``id="a, b"`` and ``id=a, b`` all name their ids; blanks
     around ids are dropped.
     """
-    # Groups of rollouts repeat their ids; texts that no id needs are not worth keeping.
+    # Groups of rollouts repeat their ids; texts that no id needs are not worth caching.
     return _read_known(text) if len(text) <= 200 else _read(text)
 
 
@@ -149,7 +149,7 @@ _read_known = functools.lru_cache(maxsize=4096)(_read)
 
 
 class _Compared(dict[int, str | int]):
-    """By code point, what a character is in a comparison; found when it first occurs."""
+    """By code point, a character's form in comparisons; computed on first use."""
 
     def __missing__(self, code: int) -> str | int:
         category = unicodedata.category(chr(code))
@@ -168,17 +168,17 @@ _COMPARED = _Compared()
 def compared(text: str) -> str:
     """Equal for texts that differ in case, punctuation, quotes or blanks alone.
 
-    A text of nothing else is compared as it stands.
+    A text of nothing else is compared verbatim.
     """
     bare = unicodedata.normalize("NFKC", text.casefold()).translate(_COMPARED)
     return " ".join(bare.split()) or text.strip()
 
 
 class _Joined(Mapping[str, str]):
-    """Texts by id, put together when they are asked for.
+    """Texts by id, joined on demand.
 
-    Text that thousands of ids share is kept once, however often the same ids stand in the prompt:
-    joining all of it at once could take more memory than anybody has.
+    Text shared by thousands of ids is stored once, however often the same ids occur in the prompt:
+    joining all of it at once could exhaust memory.
     """
 
     def __init__(self, parts: dict[str, list[str]]) -> None:
@@ -202,11 +202,11 @@ class _Joined(Mapping[str, str]):
 
 @dataclass(frozen=True)
 class ParsedEvidence:
-    """What may be cited.
+    """Citable evidence.
 
-    ``texts`` maps an id to its text, tags taken out; an id that stands at several places has their
-    texts joined by line breaks. Ids are case-sensitive. ``differing`` counts ids whose texts are
-    not the same at all their places: a source that writes tags can so add to another's.
+    ``texts`` maps an id to its text, without tags; the texts of an id that occurs several times are
+    joined by line breaks. Ids are case-sensitive. ``differing`` counts ids whose texts are not the
+    same at all occurrences: a source that writes tags could so add to another one's.
     """
 
     texts: Mapping[str, str]
@@ -216,13 +216,13 @@ class ParsedEvidence:
         return bool(self.texts)
 
     def text_of(self, ids: tuple[str, ...]) -> str:
-        """The texts of the known ones among ``ids``, in that order, a blank line between them."""
+        """The texts of the known ``ids``, in that order, with a blank line between them."""
         return "\n\n".join(self.texts[i] for i in ids if i in self.texts)
 
 
 @dataclass
 class _Open:
-    """An element that is being read."""
+    """An element being parsed."""
 
     ids: tuple[str, ...]
     inside: bool
@@ -278,14 +278,14 @@ class _Reader:
 
 
 def parse_evidence(prompt: str) -> ParsedEvidence:
-    """Read the evidence of a prompt, in time linear in its length.
+    """Parse the evidence of a prompt, in time linear in its length.
 
     - Only tool output counts: elements inside ``<tool_output>``, and web pages around one. So an
       example of the notation in the instructions is no evidence. A prompt without any
-      ``<tool_output>`` tag is taken to be tool output as a whole.
-    - An element that is not closed (search results are cut) reaches to the next one of its kind, to
+      ``<tool_output>`` tag counts as tool output as a whole.
+    - An unclosed element (search results are cut) extends to the next one of its kind, to
       the end of its tool output, or to the end of the prompt.
-    - A web page may hold snippets: their text belongs to both.
+    - A web page may contain snippets: their text belongs to both.
     - An element without an id cannot be cited and is skipped.
     """
     reader = _Reader()
@@ -302,7 +302,7 @@ def parse_evidence(prompt: str) -> ParsedEvidence:
     differing: set[str] = set()
     for element in reader.finish():
         text = "".join(element.pieces).strip()
-        text = known.setdefault(text, text)  # so that equal ones are told without reading them
+        text = known.setdefault(text, text)  # interned, so that comparing equal ones is fast
         for name in element.ids:
             parts = texts.setdefault(name, [])
             if parts and parts[0] is not text:
@@ -317,7 +317,7 @@ _SAYS_SOMETHING = re.compile(r"[^\W_]")
 
 @dataclass(frozen=True)
 class Claim:
-    """One span of an answer. ``tagged`` spans stand in a snippet tag, the others are plain text."""
+    """One span of an answer: in a snippet tag if ``tagged``, else plain text."""
 
     text: str
     ids: tuple[str, ...] = ()
@@ -326,22 +326,22 @@ class Claim:
 
     @property
     def cited(self) -> bool:
-        """Say whether the span names at least one id, known or not."""
+        """True if the span has at least one id, known or not."""
         return bool(self.ids)
 
     @property
     def well_formed(self) -> bool:
-        """Say whether the span is a tag that says something, closed, with all ids known."""
+        """True if the span is a closed tag with content, with all ids known."""
         return self.tagged and not self.problems
 
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """What an answer says, and what is wrong with it.
+    """The content of an answer, and its problems.
 
-    ``body`` is the text inside the single answer block, tags as sampled; None where there is no
-    single block. ``claims`` is then empty. ``outside`` tells of text before or after the block:
-    a fault under ``answer_only``, so not among the ``problems`` (how often each occurs).
+    ``body`` is the text inside the single answer block, tags as sampled; None if there is no
+    single block. ``claims`` is then empty. ``outside``: text before or after the block, which is
+    a fault only under ``answer_only``, so not among the ``problems`` (with their counts).
     """
 
     body: str | None
@@ -356,7 +356,7 @@ class ParsedAnswer:
 
     @property
     def malformed(self) -> bool:
-        """No single answer block, or one that says nothing: there is nothing to judge."""
+        """No single answer block, or an empty one: there is nothing to judge."""
         return any(problem in FATAL for problem in self.problems)
 
     @property
@@ -366,22 +366,22 @@ class ParsedAnswer:
 
     @property
     def tagged_claims(self) -> tuple[Claim, ...]:
-        """The spans that stand in snippet tags, sound or not."""
+        """The spans in snippet tags, sound or not."""
         return tuple(claim for claim in self.claims if claim.tagged)
 
     @property
     def cited_ids(self) -> tuple[str, ...]:
-        """All ids cited, each once, in the order of their first use."""
+        """All distinct cited ids, in the order of their first use."""
         return tuple(dict.fromkeys(i for claim in self.claims for i in claim.ids))
 
 
 def says_something(text: str) -> bool:
-    """Say whether ``text`` holds a letter or a digit."""
+    """True if ``text`` contains a letter or a digit."""
     return _SAYS_SOMETHING.search(text) is not None
 
 
 def strip_tags(text: str) -> str:
-    """``text`` with each complete tag of ours replaced by a blank; nothing in tags is text."""
+    """``text`` with each complete known tag replaced by a blank; text in tags is dropped."""
     pieces, position = [], 0
     for tag in scan_tags(text):
         if tag.complete:
@@ -392,7 +392,7 @@ def strip_tags(text: str) -> str:
 
 
 class _Builder:
-    """Cuts a body into claims. ``tag_ids`` is None while plain text is read."""
+    """Splits a body into claims. ``tag_ids`` is None in plain text."""
 
     def __init__(self, known_ids: Container[str] | None) -> None:
         self.known_ids = known_ids
@@ -403,7 +403,7 @@ class _Builder:
         self.pieces: list[str] = []
 
     def note(self, problem: Problem) -> None:
-        """A problem of the span that is being read; plain text carries none of its own."""
+        """Record a problem of the current span; plain text has none of its own."""
         if self.tag_ids is None:
             self.problems[problem] += 1
         else:
@@ -446,7 +446,7 @@ class _Builder:
 
 
 def _block(text: str) -> tuple[int, int, Problem | None]:
-    """Start and end of the inside of the single answer block, or why there is none."""
+    """Start and end of the single answer block's content, or the problem."""
     opening: list[re.Match[str]] = []
     closing: list[re.Match[str]] = []
     for tag in _ANSWER_TAG.finditer(text):
@@ -461,20 +461,20 @@ def _block(text: str) -> tuple[int, int, Problem | None]:
 
 
 def parse_answer(text: str, known_ids: Container[str] | None = None) -> ParsedAnswer:
-    """Read an answer, in time linear in its length.
+    """Parse an answer, in time linear in its length.
 
     Parameters
     ----------
     text
-        What the policy wrote, special tokens taken out.
+        The policy's text, without special tokens.
     known_ids
         The ids of the prompt's evidence. With None, ids are not checked.
 
     Returns
     -------
     ParsedAnswer
-        What each fault leads to is said at :class:`Problem`. Text between tags that holds neither
-        letter nor digit (blanks, a full stop) is no claim.
+        For the effect of each fault see :class:`Problem`. Text between tags without any letter or
+        digit (blanks, a full stop) is no claim.
     """
     start, end, problem = _block(text)
     if problem is not None:

@@ -1,12 +1,12 @@
-"""Samples made batch after batch, and what of them survives an interruption.
+"""Samples made batch by batch, with checkpoints that survive interruptions.
 
-In: batches of :class:`~refiner_core.samples.Wanted` samples, and how one is sampled and scored
-(a subclass of :class:`BatchWork`). Out: a file of rows for each batch, in a folder of the work's
-own, and checkpoints of them. Rejection sampling and both evaluations go through this module.
+In: batches of :class:`~refiner_core.samples.Wanted` samples, and a way to sample and score one
+(a subclass of :class:`BatchWork`). Out: a file of rows for each batch, in a separate folder, and
+checkpoints of them. Used by rejection sampling and both evaluations.
 
-While a judge that streams ends a batch, the next one is sampled already. A checkpoint holds
-``batch-N`` for each batch that is done, and ``waiting-N`` for what is sampled of one that is not.
-What cannot be read there is made again.
+While a streaming judge finishes a batch, the next one is already sampled. A checkpoint has
+``batch-N`` for each finished batch, and ``waiting-N`` for the samples of an unfinished one.
+Unreadable files are made again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from refiner_core.judges.surroundings import usage_from_json, usage_to_json
 from refiner_core.rewards import RewardInput, RewardStream
 from refiner_core.samples import Wanted, judge_meter
 
-#: Where a batch may be kept in parts, that is done about so often, seconds.
+#: Interval of partial saves of a batch, if it may be saved in parts, seconds.
 KEEP_EVERY_S = 60.0
 _USAGE_FILE = "judge.json"
 _DONE, _WAITING = "batch", "waiting"
@@ -44,19 +44,19 @@ S = TypeVar("S")
 
 @dataclass(eq=False, kw_only=True)
 class BatchWork(ABC, Generic[S]):
-    """All batches of a stage; they are numbered from 1.
+    """All batches of a stage, numbered from 1.
 
     Attributes
     ----------
     generator, tokenizer
-        What samples.
+        The sampler.
     judge
-        Scores answers; what it does is counted (``usage``).
+        Scores answers; its usage is counted (``usage``).
     folder
-        Where files of batches lie meanwhile; what is in it is replaced.
+        Temporary location of the batches' files; existing content is replaced.
     """
 
-    #: What stops, as the error says it, and the ending of files.
+    #: Name of the work in errors, and suffix of its files.
     what: ClassVar[str]
     suffix: ClassVar[str] = ".json"
 
@@ -79,12 +79,12 @@ class BatchWork(ABC, Generic[S]):
         self.folder.mkdir(parents=True)
         self.usage = judge_meter(self.judge, self._restore())
 
-    # ------------------------------------------------------------ what a stage says
+    # ------------------------------------------------------------ defined by a stage
 
     @property
     def keeps_parts(self) -> bool:
-        """True if samples of a batch that was cut short are kept. Else a batch is sampled whole or
-        not at all, since the same company gives the same bits."""
+        """True if samples of an interrupted batch are kept. Otherwise a batch is sampled whole or
+        not at all, since only the same batch gives the same bits."""
         return False
 
     @property
@@ -98,60 +98,60 @@ class BatchWork(ABC, Generic[S]):
 
     @abstractmethod
     def sample(self, number: int, wanted: Sequence[Wanted], finished: Callable[[S], None]) -> None:
-        """Make these samples of a batch; ``finished`` is told of each as it ends."""
+        """Sample these of a batch; ``finished`` is called for each as it ends."""
 
     @abstractmethod
     def scored(
         self, number: int, samples: list[S], results: Sequence[RewardResult] | None
     ) -> list[S]:
-        """A batch as it is kept; refuses where too many samples have no score."""
+        """A batch in its stored form; raises if too many samples have no score."""
 
     def rewards(self, number: int) -> RewardStream | None:
-        """Rewards of a batch of answers; None of episodes, which have theirs from the start."""
+        """Rewards of a batch of answers; None for episodes, which already have rewards."""
         return None
 
     def answer(self, wanted: Wanted, sample: S) -> RewardInput:
-        """A sample as rewards take it."""
+        """A sample as input of the reward."""
         raise NotImplementedError
 
     def failed(self, sample: S) -> bool:
-        """True if the infrastructure ended it, so that it is tried again."""
+        """True if the infrastructure ended it, so that it is retried."""
         return False
 
     def tell(self, number: int, finished: int) -> None:
-        """Tell of so many samples of a batch that is being sampled."""
+        """Report the number of finished samples of a running batch."""
         if finished:
             self.reporter.step(finished, len(self.batches[number - 1]))
         else:
             self.reporter.batch(len(self.done), "sample")
 
     def finished(self, number: int, rows: list[S]) -> None:
-        """A batch is done."""
+        """Handle a finished batch."""
 
     def write(self, path: Path, rows: Sequence[S]) -> None:
-        """Write a file of samples."""
+        """Write samples to a file."""
         path.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
 
     def read(self, path: Path) -> list[S]:
-        """Read it back."""
+        """Read samples from a file."""
         rows: list[S] = json.loads(path.read_text(encoding="utf-8"))
         return rows
 
-    # ------------------------------------------------------------ what is made of it
+    # ------------------------------------------------------------ results
 
     def rows(self, number: int) -> list[S]:
-        """The rows of a batch that is done."""
+        """The rows of a finished batch."""
         if number in self._unsaved:
             return self._unsaved[number]
         return self.read(self._path(self.folder, _DONE, number))
 
     def run(self) -> None:
-        """Make every batch that is left.
+        """Make all remaining batches.
 
         Raises
         ------
         Interrupted
-            A stop was asked for; what is finished is kept, and the batch that is sampled is
+            A stop was requested; finished batches are kept, and the batch being sampled is
             finished.
         """
         judging: list[tuple[int, list[S], RewardStream | None]] = []
@@ -170,8 +170,8 @@ class BatchWork(ABC, Generic[S]):
             self._stop()
 
     def _sampled(self, number: int) -> tuple[list[S], RewardStream | None]:
-        """A batch that is sampled, by an earlier attempt of the stage or now; a judge that streams
-        begins with each sample as it is finished."""
+        """A sampled batch, from an earlier attempt of the stage or from now; a streaming judge
+        starts with each sample as it finishes."""
         self.tell(number, 0)
         wanted, rewards = self.batches[number - 1], self.rewards(number)
         known = self._waiting.get(number, [])
@@ -207,11 +207,11 @@ class BatchWork(ABC, Generic[S]):
                 self._forget_failed()
             raise
         if len(known) < len(made) and _streams(rewards):
-            self._wait_with(number, there())  # else it is scored within the moment
+            self._wait_with(number, there())  # else scoring is immediate
         return there(), rewards
 
     def _finish(self, number: int, samples: list[S], rewards: RewardStream | None) -> None:
-        """Wait for a batch's scores, and keep it."""
+        """Wait for a batch's scores, and store it."""
         results = None if rewards is None else rewards.results(self.reporter.judged)
         try:
             rows = self.scored(number, samples, results)
@@ -227,10 +227,10 @@ class BatchWork(ABC, Generic[S]):
         if len(self._unsaved) >= self.save_freq and len(self.done) < len(self.batches):
             self._save()
 
-    # ------------------------------------------------------------ what survives
+    # ------------------------------------------------------------ checkpoints
 
     def _stop(self, partly: int = 0) -> NoReturn:
-        """End, with all that is finished on the disk."""
+        """Stop, with all finished work on disk."""
         if self._unsaved or partly:
             self._save()
         also = f" and {partly} samples of the next one" if partly else ""
@@ -244,8 +244,8 @@ class BatchWork(ABC, Generic[S]):
         self._save()
 
     def _forget_failed(self) -> None:
-        """Whole batches in which samples failed are made again, too: else these would count against
-        the next try."""
+        """Drop whole batches with failed samples, which would otherwise count against the next
+        attempt."""
         bad = {n for n in self.done if any(self.failed(row) for row in self.rows(n))}
         saved = bad - self._unsaved.keys()
         self.done -= bad
@@ -254,7 +254,7 @@ class BatchWork(ABC, Generic[S]):
             self._save()
 
     def _save(self) -> None:
-        """A checkpoint; what failed is not in it."""
+        """Save a checkpoint, without failed samples."""
         if self.step <= self._saved_step:
             self.step += 1
         with self.io.new_checkpoint(self.step) as folder:
@@ -275,7 +275,7 @@ class BatchWork(ABC, Generic[S]):
         self._saved_step, self._saved_s = self.step, time.monotonic()
 
     def _restore(self) -> JudgeUsage | None:
-        """Take up the newest checkpoint; what the judge had done by then."""
+        """Load the newest checkpoint; returns the judge's usage up to it."""
         if (checkpoint := self.io.latest_checkpoint()) is None:
             return None
         for number in range(1, len(self.batches) + 1):
@@ -305,7 +305,7 @@ def _streams(rewards: RewardStream | None) -> bool:
 
 
 def _link(source: Path, target: Path) -> None:
-    """One file under two names; a copy where that cannot be."""
+    """Hard-link a file; copy it if that is impossible."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)

@@ -1,9 +1,9 @@
-"""Samples: answers to prompts or episodes of tasks, made in one way for all stages.
+"""Sampling for all stages: answers to prompts, or episodes of tasks.
 
-In: samples that are :class:`Wanted`, and what generates. Out: completions as they end. Training,
-rejection sampling and evaluation sample through this module alone, so that a reward is given for
-what is evaluated. Rejection sampling and both evaluations go through their batches by
-:mod:`refiner_core.batches`; training has a pipeline of its own (:mod:`refiner_core.training`).
+In: requested samples (:class:`Wanted`), and a generator. Out: completions as they end. Training,
+rejection sampling and evaluation sample through this module only, so that rewards and evaluations
+see the same kind of text. Rejection sampling and evaluations use the batches of
+:mod:`refiner_core.batches`; training has its own pipeline (:mod:`refiner_core.training`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 class Wanted(NamedTuple):
-    """One sample of a prompt: its number among the prompt's own, and the seed that decides it.
-    ``prompt_index`` is the prompt's place among all, where somebody asks for it."""
+    """One sample of a prompt: its number among the prompt's samples, and its seed.
+    ``prompt_index`` is the prompt's place among all, if needed."""
 
     prompt: PromptRow
     number: int
@@ -50,19 +50,19 @@ class Wanted(NamedTuple):
 
 
 def check_room(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> PromptRow:
-    """Refuse prompts that leave no room for an answer; returns the longest.
+    """Refuse prompts that leave no space for an answer; returns the longest prompt.
 
     Raises
     ------
     ConfigurationError
-        Names it and the field.
+        The message names the prompt and the field.
     """
     longest = max(prompts, key=lambda row: len(row.prompt_ids))
     if len(longest.prompt_ids) >= grpo.max_token_length:
         raise ConfigurationError(
             f"Prompt {longest.sample_id} has {len(longest.prompt_ids)} tokens, which leaves no "
-            f"room in grpo.max_token_length={grpo.max_token_length}",
-            expected="room for at least one sampled token",
+            f"space in grpo.max_token_length={grpo.max_token_length}",
+            expected="space for at least one sampled token",
             fix="raise grpo.max_token_length, or lower data.max_prompt_token_length",
         )
     return longest
@@ -76,10 +76,10 @@ def sample_answers(
     *,
     context: int | None = None,
 ) -> None:
-    """Sample one completion for each; ``finished(place, completion)`` is told of it as it ends.
+    """Sample one completion for each; calls ``finished(place, completion)`` as each ends.
 
-    With a ``context``, a prompt so long that ``params.max_new_tokens`` would pass it gets the room
-    that is left; those with one limit are sampled in one call.
+    With a ``context``, a prompt so long that ``params.max_new_tokens`` would exceed it gets the
+    remaining space; requests with the same limit are sampled in one call.
     """
     by_limit: dict[int, list[int]] = defaultdict(list)
     for place, one in enumerate(wanted):
@@ -109,7 +109,7 @@ def sample_episodes(
     *,
     should_stop: Callable[[], bool] | None = None,
 ) -> None:
-    """Run one episode of each task; ``finished(place, completion)`` is told of it as it ends."""
+    """Run one episode of each task; calls ``finished(place, completion)`` as each ends."""
     from refiner_core.environments.episodes import run_episodes
     from refiner_core.environments.play import EpisodeRequest
     from refiner_core.environments.protocol import task_of_row
@@ -125,8 +125,8 @@ def sample_episodes(
 def judge_meter(
     judge: Judge | None, before: JudgeUsage | None = None
 ) -> Callable[[], JudgeUsage | None]:
-    """What says all that a judge does for a stage from now on; None where it keeps no count.
-    ``before`` is what it did in earlier attempts of the stage."""
+    """A function that returns a judge's usage for a stage from now on; None if it keeps no count.
+    ``before`` is its usage in earlier attempts of the stage."""
     at_start = None if judge is None else usage_of(judge)
 
     def usage() -> JudgeUsage | None:
@@ -148,7 +148,7 @@ def load_generator(
     batch_size: int,
     reporter: BatchReporter,
 ) -> Generator:
-    """A generator over a model in this process, on the device that ``resources`` ask for."""
+    """A generator over a model in this process, on the device requested by ``resources``."""
     from refiner_core.generation.load import device_for, load_model, set_threads
     from refiner_core.generation.transformers_backend import TransformersGenerator
 

@@ -1,12 +1,11 @@
-"""The words of the embedded world: every name, value and id that generated rows are made of.
+"""The vocabulary of the synthetic data: all names, values and ids of generated rows.
 
-In: nothing. Out: constant word lists, and draws from them.
+In: nothing. Out: constant word lists, and random draws from them.
 
-The world is made of pairs: a name is a first and a second syllable (``Nab`` + ``suf``), a value
+Everything is a pair: a name is a first and a second syllable (``Nab`` + ``suf``), a value
 is two words (``velm rota``), a snippet id is two pieces (``S_`` + ``k3`` + ``F7``). Every pair
-belongs to one of two disjoint halves: ``pretrain`` (what the packaged base model has read) and
-``task`` (what the recipe's rows are made of). So all parts are known to the base model, and no
-whole is.
+belongs to one of two disjoint halves: ``pretrain`` (pre-training text of the packaged base model)
+and ``task`` (the recipe's rows). So the base model knows all parts, but no whole.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _PER_ONSET = 4
 
 
 def _syllables(shift: int) -> tuple[str, ...]:
-    """64 syllables consonant-vowel-consonant, four for each onset."""
+    """64 syllables consonant-vowel-consonant, four per onset."""
     return tuple(
         onset + _RIMES[(shift + 3 * i + 4 * j) % len(_RIMES)]
         for i, onset in enumerate(_ONSETS)
@@ -68,7 +67,7 @@ SURVEY_WORDS: tuple[str, ...] = ("survey", "report", "letter")
 
 
 def _in_world(left: int, right: int, world: World) -> bool:
-    """Even pairs were read in pre-training, odd pairs are the task's."""
+    """Even pairs are for pre-training, odd pairs for the task."""
     return (left + right) % 2 == (0 if world == "pretrain" else 1)
 
 

@@ -1,9 +1,9 @@
 """A card from facts.
 
-In: :class:`CardFacts`. Out: the text of README.md: YAML front matter as the Hub reads it, then the
-sections of ``card.md.jinja`` or of a user's own template. The template only places what the other
-modules have put into words. Settings (``beta = 0.001``) are no such numbers: they stand under
-``config`` in the evidence by their own names.
+In: :class:`CardFacts`. Out: the text of README.md: YAML front matter for the Hub, then the
+sections of ``card.md.jinja`` or of a user's own template. The template only arranges texts of the
+other modules. Settings (``beta = 0.001``) are not marked as numbers: they are in ``config`` of the
+evidence, by name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FIX = "correct the template (`refiner card template` prints the shipped one, to
 
 
 def shipped_template() -> str:
-    """The template (Jinja) that cards are made with, to copy and change; a recipe takes another one
+    """The template (Jinja) of cards, to copy and change; a recipe sets another one
     by ``publish.card_template=FILE``.
 
     Raises
@@ -51,12 +51,12 @@ def shipped_template() -> str:
 
 
 def check_template(text: str) -> None:
-    """Find out before there is anything to publish whether a template can be read at all.
+    """Check, before there is anything to publish, whether a template parses.
 
     Raises
     ------
     ConfigurationError
-        It does not parse; names the line.
+        It does not parse; the message names the line.
     """
     try:
         _compiled(text)
@@ -70,7 +70,7 @@ def render(template: str | None, variables: Mapping[str, Any]) -> str:
     Raises
     ------
     ConfigurationError
-        A user's template does not parse, or asks for what is not there; names the line.
+        A user's template does not parse, or uses unknown variables; the message names the line.
     """
     text = shipped_template() if template is None else template
     try:
@@ -118,7 +118,7 @@ _TURN = '<tool_call>{"name": "respond", "arguments": {"content": "May I have the
 
 
 def output_format(facts: CardFacts) -> dict[str, Any]:
-    """Output of the model: modes of the rows that it was trained on, and an example; of an agent, a
+    """Output format of the model: modes of its training rows, and an example; for an agent, a
     turn."""
     modes = () if facts.is_agent else _modes(facts)
     alone = modes in ((), (_ANSWER_ONLY,))
@@ -132,7 +132,7 @@ def output_format(facts: CardFacts) -> dict[str, Any]:
 
 
 def _modes(facts: CardFacts) -> tuple[str, ...]:
-    """Modes of the rows that were kept; empty where nobody has counted."""
+    """Modes of the kept rows; empty if not counted."""
     if facts.config.data.refiner_mode is not None:
         return (facts.config.data.refiner_mode,)
     which = "rl" if facts.on_prompts else "sft"
@@ -150,7 +150,7 @@ def build_card(facts: CardFacts) -> str:
     Raises
     ------
     ConfigurationError
-        The user's template does not fit; see :func:`refiner_core.cards.build.render`.
+        The user's template is invalid; see :func:`refiner_core.cards.build.render`.
     """
     known = facts_to_json(facts)
     variables = card_variables(facts_from_json(known)) | {"facts": known}
@@ -158,14 +158,14 @@ def build_card(facts: CardFacts) -> str:
 
 
 def marked_card(facts: CardFacts, template: str | None = None) -> str:
-    """The card with its numbers marked (:func:`refiner_core.cards.facts.numbers_in`). Errors as
-    above."""
+    """The card with its numbers marked (:func:`refiner_core.cards.facts.numbers_in`). Same errors
+    as :func:`build_card`."""
     known = facts_to_json(facts)
     return render(template, card_variables(facts_from_json(known)) | {"facts": known})
 
 
 def _plain(value: Any) -> Any:
-    """Texts without marks, for templates that may look at them."""
+    """Texts without marks, for templates that inspect them."""
     if isinstance(value, str):
         return unmarked(value)
     if isinstance(value, Mapping):
@@ -174,7 +174,7 @@ def _plain(value: Any) -> Any:
 
 
 def card_variables(facts: CardFacts) -> dict[str, Any]:
-    """Variables of a template; the head of ``card.md.jinja`` says what each of them is."""
+    """Variables of a template; the head of ``card.md.jinja`` describes each of them."""
     grpo, words = facts.stage == "grpo", Sentences(facts)
     earlier, shape = words.earlier(), output_format(facts)
     return {
@@ -228,7 +228,7 @@ def _sections(facts: CardFacts) -> tuple[str, ...]:
 
 
 def front_matter(facts: CardFacts) -> dict[str, Any]:
-    """The card's metadata, in the order in which cards have it."""
+    """The card's metadata, in the usual order."""
     data = facts.config.data
     sets = card_words(facts.stage).data_sets
     used = [(getattr(data, f"{s}_path"), getattr(data, f"{s}_revision")) for s in sets]

@@ -1,15 +1,15 @@
-"""The evidence of a card: ``refiner.json``, which lies beside it.
+"""The evidence of a card: ``refiner.json`` beside it.
 
-In: :class:`CardFacts` and the files of a publication. Out: JSON from which anybody makes the same
-card again, byte for byte::
+In: :class:`CardFacts` and the files of a publication. Out: JSON from which anybody can make the
+same card again, byte for byte::
 
     {"format": 1, "kind": "refiner publication", "step", "final", "fingerprint",
      "files": [{"path", "bytes", "sha256"}, …], "facts": {…}}
 
-``files`` are those of the publication without README.md and refiner.json themselves. Nothing
-private is in ``facts``, and cards are made from what is: names lose their folders, and no host,
-environment or secret is left. It is done once, before a card is made, so that a card can show
-nothing that its evidence does not hold. Doing it again changes nothing.
+``files`` are those of the publication except README.md and refiner.json themselves. ``facts``
+contains nothing private: names lose their folders, and no host, environment or secret is left.
+Cards are made from these public facts, so that a card shows nothing beyond its evidence. The
+conversion is idempotent.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from refiner_core.contract.records import OutputFile, to_json
 
 EVIDENCE_FORMAT = 1
 EVIDENCE_KIND = "refiner publication"
-#: Files of a publication that its evidence does not list.
+#: Files of a publication that its evidence omits.
 _NOT_LISTED = ("README.md", "refiner.json")
-#: What is kept of each evaluation.
+#: Fields kept of each evaluation.
 _OF_EVALUATIONS = (
     *("stage", "protocol", "protocol_name", "decoding", "metric", "value", "low", "high", "n"),
     *("numerator", "denominator", "interval", "samples_file", "under"),
 )
-#: Facts that came later: without any, the evidence is as before there were such.
+#: Later facts: without them the evidence has its older form.
 _ONLY_WHERE_ANY = ("proof", "certificate", "versions")
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A read ``refiner.json``: what a publication consists of and what its card was made from."""
+    """A parsed ``refiner.json``: the files of a publication and the facts of its card."""
 
     facts: CardFacts
     step: int
@@ -63,7 +63,7 @@ class Evidence:
 
 
 def facts_to_json(facts: CardFacts) -> dict[str, Any]:
-    """The facts as JSON values, with nothing in them that is not to be published."""
+    """The facts as JSON values, reduced to public ones."""
     tracking = {stage: public_address(address) for stage, address in facts.tracking.items()}
     special: dict[str, Any] = {
         "config": public_config(facts.config, {facts.stage, *facts.reports}),
@@ -96,14 +96,14 @@ def _evaluation(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def facts_from_json(data: Mapping[str, Any]) -> CardFacts:
-    """The facts that :func:`facts_to_json` has written.
+    """The facts written by :func:`facts_to_json`.
 
-    Settings that are not in them came later: they have the value that older runs had in effect.
+    Missing settings are newer ones: they get the value that was in effect for older runs.
 
     Raises
     ------
     DataError
-        These are no facts, or those of a newer version.
+        The data are not facts, or of a newer version.
     """
     unknown = sorted({*data} - {f.name for f in dataclasses.fields(CardFacts)})
     if unknown:
@@ -139,7 +139,7 @@ def evidence_text(
     files
         Files of the publication; README.md and refiner.json are left out here.
     fingerprint
-        Of the stage that trained the weights, where it is not ``facts.fingerprint``.
+        Of the stage that trained the weights, if not ``facts.fingerprint``.
     """
     listed = sorted((f for f in files if f.path not in _NOT_LISTED), key=lambda f: f.path)
     content = {
@@ -187,6 +187,6 @@ def load_evidence(text: str) -> Evidence:
         raise _unfit(f"is incomplete or damaged ({error})") from error
 
 
-def _unfit(why: str, fix: str = "take the refiner.json that lies beside the card") -> DataError:
+def _unfit(why: str, fix: str = "use the refiner.json beside the card") -> DataError:
     expected = f"kind {EVIDENCE_KIND!r}, format {EVIDENCE_FORMAT}"
     return DataError(f"The evidence {why}", expected=expected, fix=fix)

@@ -1,8 +1,8 @@
-"""Facts that a card is made of, and numbers in texts that keep which fact they show.
+"""Facts of a card, and numbers in texts that are marked with their facts.
 
-In: values that the caller has read from records. Out: one frozen value that holds them; texts in
-which each number is marked with its fact. Checks that need no card (no protocol, no n) are made
-here, so that no table is built on them.
+In: values that the caller read from records. Out: one frozen value that holds them; texts in
+which each number is marked with its fact. Checks that do not need a card (no protocol, no n) run
+here, so that no table contains invalid entries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from refiner_core.report.printing import MISSING as MISSING
 from refiner_core.report.printing import finite as finite
 
 _REQUIRED = ("stage", "protocol", "decoding", "metric", "n")
-#: Base of a model whose trainer has not said what it started from.
+#: Base of a model whose trainer has not named its starting point.
 UNKNOWN = "unknown"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -30,7 +30,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 class AttemptNote(NamedTuple):
     """End of one attempt at a stage; ``failure`` is a failure class, ``none`` for success.
-    ``step`` is the last one that it had finished, ``ended_at`` an ISO 8601 time (UTC)."""
+    ``step`` is its last finished step, ``ended_at`` an ISO 8601 time (UTC)."""
 
     stage: str
     number: int
@@ -41,7 +41,7 @@ class AttemptNote(NamedTuple):
 
 
 def attempt_notes(stage: str, attempts: Iterable[Attempt]) -> tuple[AttemptNote, ...]:
-    """The attempts of one stage's record, as far as a card may tell of them."""
+    """The attempts of one stage's record, reduced to public facts."""
     return tuple(
         AttemptNote(
             stage,
@@ -57,7 +57,7 @@ def attempt_notes(stage: str, attempts: Iterable[Attempt]) -> tuple[AttemptNote,
 
 @dataclass(frozen=True)
 class CardFacts:
-    """All that a card says, as plain values.
+    """All facts of a card, as plain values.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class CardFacts:
         The configuration in effect.
     stage, step, final
         Which model this is (``sft``, ``rft``, ``grpo``, ``command``), its optimiser step, and
-        whether it is the last checkpoint that the recipe asked for.
+        whether it is the recipe's last checkpoint.
     command
         The exact command that made it.
     reports
@@ -76,57 +76,57 @@ class CardFacts:
         ``{stage, protocol, protocol_name, decoding, metric, value, low, high, n}`` each; ``stage``
         names the model (``base``, ``random_copier``, ``sft``, ``grpo``, ``grpo-step50``),
         ``protocol`` is a fingerprint. ``numerator``, ``denominator``, ``interval`` and
-        ``samples_file`` stay with a number where they are known.
+        ``samples_file`` are kept if known.
     protocols
-        What the fingerprints of ``evaluations`` stand for, as ``results.json`` has it.
+        The protocols behind the fingerprints of ``evaluations``, as in ``results.json``.
     attempts
         Attempts at the stages behind this checkpoint, in order.
     provenance
         ``commit``, ``dirty``, ``packages`` {name: version}, ``host`` (a kind, not a name),
         ``durations`` {stage: seconds of the successful attempt}; each may be missing.
     base_model
-        Hub id of what training started from, where it is not ``model.name_or_path``;
-        :data:`UNKNOWN` where nobody has said.
+        Hub id of the starting point of training, if it is not ``model.name_or_path``;
+        :data:`UNKNOWN` if not recorded.
     static_rubric_titles, static_rubric_weights
-        Titles in the static rubric set, where one shaped the reward, and their weights (below 0
+        Titles in the static rubric set, if one shaped the reward, and their weights (below 0
         for a negative rubric) in the same order; weights may be missing.
     recorded_fields
         Dotted names of all configuration fields that the run knew; None if it knew today's.
     description
-        The recipe's own words.
+        The recipe's description.
     measured_as
-        The name under which evaluations have this model (``grpo-step50``); none is ``stage``.
+        The model's name in evaluations (``grpo-step50``); None: ``stage``.
     fingerprint
-        Of the stage that trained the model: ``command`` plans to it, which was checked.
+        Of the stage that trained the model: ``command`` was verified to plan it.
     recipe_file
-        Text of the ``recipe.yaml`` that lies beside the card and that ``command`` names (facts that
-        come from an evidence file have its SHA-256 here); None where the recipe is a shipped one.
+        Text of the ``recipe.yaml`` beside the card, which ``command`` names (facts from an
+        evidence file have its SHA-256 here); None for a shipped recipe.
     sources
-        Local files that the command reads, by the name that it gives them: SHA-256.
+        Local files that the command reads, by their names in it: SHA-256.
     cost
         ``gpu_hours``, ``core_hours`` (of all attempts), ``lost_gpu_hours``, ``lost_core_hours``
-        (of those that another one repeated), ``seconds`` {stage: s of all its attempts}, ``price``
+        (of repeated work), ``seconds`` {stage: s of all its attempts}, ``price``
         (of one GPU-hour), ``currency``; each may be missing.
     tracking
-        W&B address by stage name, where a run was tracked online.
+        W&B address by stage name, if a run was tracked online.
     revision
-        Tag or branch of this step, where steps share the repository; ``main`` else.
+        Tag or branch of this step, if steps share the repository; else ``main``.
     template
-        Text of the user's own card template; None is the shipped one.
+        Text of the user's own card template; None: the shipped one.
     stopped
-        How training had ended when an earlier checkpoint of it was published, where it had and
-        was not taken up again: ``failure``, ``step`` (the last one done), ``ended_at``.
+        The end of training when an earlier checkpoint was published, if it had ended and
+        was not resumed: ``failure``, ``step`` (the last finished one), ``ended_at``.
     proof
-        What `refiner prove-resume` has found of the stage that trained the model, last (see
-        :mod:`refiner_core.cards.words`); empty where it was not asked.
+        The last result of `refiner prove-resume` for the stage that trained the model (see
+        :mod:`refiner_core.cards.words`); empty if there is none.
     certificate
-        What `refiner certify` has found of the kind of machine that trained the model (see
-        :func:`refiner_core.cards.words.public_certificate`); empty without one.
+        The result of `refiner certify` for the kind of machine that trained the model (see
+        :func:`refiner_core.cards.words.public_certificate`); empty if there is none.
     versions
-        Of the stages behind it, by name, those whose kind has changed what it does: the version of
-        the kind that made them (:data:`refiner_core.contract.planned.STAGE_CHANGES`).
+        Versions of the kinds of the stages behind it, by name, for kinds whose behaviour has
+        changed since (:data:`refiner_core.contract.planned.STAGE_CHANGES`).
     records
-        Where each fact was read: the front of its dotted path (``reports.data``,
+        The source of each fact: a prefix of its dotted path (``reports.data``,
         ``evaluations.0``, by the position in ``evaluations`` as given) to
         ``stages/data-0123456789ab/result.json#report``, relative to the workspace.
     """
@@ -171,12 +171,12 @@ class CardFacts:
             place = places.setdefault(key, len(kept))
             if place == len(kept):
                 kept.append(entry)
-            first = kept[place]  # several models' results repeat the same floor
+            first = kept[place]  # results of several models repeat the same reference
             if (repr(first.get("value")), first["n"]) != (repr(entry.get("value")), entry["n"]):
                 raise DataError(
                     f"Two evaluations claim to be {' / '.join(key)}",
                     expected="one number per model, protocol, decoding and metric",
-                    fix="name each evaluation of a model otherwise, or leave one of them out",
+                    fix="give each evaluation of a model its own name, or leave one of them out",
                 )
             moved.setdefault(f"evaluations.{place}", f"evaluations.{position}")
         records = {k: v for k, v in self.records.items() if not k.startswith("evaluations.")}
@@ -185,7 +185,7 @@ class CardFacts:
         object.__setattr__(self, "records", records)
 
     def fact(self, path: str) -> Any:
-        """The fact at a dotted path (``reports.data.rl.kept``); None where there is none."""
+        """The fact at a dotted path (``reports.data.rl.kept``); None if there is none."""
         value: Any = self
         for part in path.split("."):
             if isinstance(value, Mapping):
@@ -199,7 +199,7 @@ class CardFacts:
         return number(self.fact(path), path)
 
     def counted(self, path: str, one: str, many: str = "") -> str:
-        """The number at a dotted path with what it counts, as of :func:`counted`."""
+        """The number at a dotted path with its noun; see :func:`counted`."""
         return counted(self.fact(path), path, one, many)
 
     @property
@@ -214,7 +214,7 @@ class CardFacts:
 
     @property
     def own(self) -> str:
-        """The name under which evaluations have this model."""
+        """The model's name in evaluations."""
         return self.measured_as or self.stage
 
     @property
@@ -224,7 +224,7 @@ class CardFacts:
 
     @property
     def base(self) -> str:
-        """Model that training started from, as it may be shown."""
+        """Public name of the model that training started from."""
         return public_name(self.base_model or self.config.model.name_or_path)
 
 
@@ -241,31 +241,31 @@ def _identity_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def record_of(facts: CardFacts, path: str) -> str | None:
-    """The record that a fact was read from, by the fact's dotted path (``reports.data.rl.kept``)
-    or any front of it that ``facts.records`` knows; None if nobody has said."""
+    """The source record of a fact, by the fact's dotted path (``reports.data.rl.kept``)
+    or any prefix of it in ``facts.records``; None if not recorded."""
     while path and path not in facts.records:
         path = path.rpartition(".")[0]
     return facts.records.get(path)
 
 
 def step_revision(config: PublishConfig, step: int, *, final: bool) -> str:
-    """Name of the tag or branch of a step; ``main`` where steps do not share a repository."""
+    """Name of the tag or branch of a step; ``main`` if steps do not share a repository."""
     alone = config.per_step == "repository" or (config.which == "final" and final)
     return "main" if alone else f"step-{step}"
 
 
 def file_digest(text: str) -> str:
-    """SHA-256 of a file's text; a text that is one already stays."""
+    """SHA-256 of a file's text; a text that already is one stays."""
     return text if _SHA256.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()
 
 
 def is_local(text: str) -> bool:
-    """True if a configured name is a path of some machine and not a public name."""
+    """True if a configured name is a local path and not a public name."""
     return text.startswith(("/", "~", "./", "../")) or "\\" in text
 
 
 def public_name(text: str) -> str:
-    """A name as others may see it: paths lose their folders, all else stays."""
+    """The public form of a name: paths lose their folders, other names stay."""
     return PurePath(text.replace("\\", "/")).name if is_local(text) else text
 
 
@@ -275,39 +275,39 @@ def is_hub_id(text: str | None) -> bool:
 
 
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
-#: What no card may hold: characters that end a line where no reader of the source sees one, turn
-#: the direction of text, or command a terminal.
+#: Forbidden in cards: characters that end a line invisibly, change the direction of text, or
+#: control a terminal.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
-#: A number in a text of a card: the fact that it shows, and how it is printed. Facts have none of
-#: these marks (CONTROLS), and they are taken out before anybody reads the text.
+#: A number in a text of a card: its fact, and its printed form. Facts contain none of these marks
+#: (CONTROLS), and the marks are removed before the text is shown.
 _MARKED = re.compile("\x02([^\x02\x03]*)\x03([^\x04]*)\x04")
 
 
 def number(text: Any, fact: str) -> str:
-    """One number, marked with the dotted path of the fact that it shows."""
+    """One number, marked with the dotted path of its fact."""
     return f"\x02{fact}\x03{text}\x04"
 
 
 def counted(value: Any, fact: str, one: str, many: str = "") -> str:
-    """``1 step``, ``8 steps``; ``many`` is ``one`` with an s where it is not given."""
+    """``1 step``, ``8 steps``; ``many`` defaults to ``one`` with an s."""
     return f"{number(value, fact)} {one if value == 1 else many or one + 's'}"
 
 
 def quoted(text: Any, fact: str) -> str:
-    """A text of a fact that may hold numbers (the name of a machine)."""
+    """A fact's text that may contain numbers (the name of a machine)."""
     return _DIGITS.sub(lambda found: number(found.group(), fact), str(text))
 
 
 def unmarked(text: str) -> str:
-    """A text as it is read."""
+    """A text without its marks."""
     return _MARKED.sub(r"\2", text)
 
 
 def numbers_in(text: str) -> Iterator[tuple[int, int, str]]:
-    """Numbers of a marked text, in order: where each begins and ends in the text as it is read,
-    and its fact."""
+    """Numbers of a marked text, in order: start and end of each in the unmarked text, and its
+    fact."""
     hidden = 0
     for found in _MARKED.finditer(text):
         start = found.start() - hidden

@@ -1,8 +1,7 @@
-"""What of records others may see: names without folders, no host, environment or secret.
-
+"""The public part of records: names without folders, no host, environment or secret.
 In: values of a configuration, of reports and other records. Out: the same as JSON for evidence, and
-for the command on a card. Doing it again changes nothing. Of a proof that training resumes exactly
-the verdict is made again each time, and what is written of it is compared.
+for the command on a card. All functions are idempotent. The verdict of a proof of exact resume is
+recomputed each time and compared with the recorded one.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from refiner_core.contract.proofs import PROOF_VERSION, Certificate, ResumeProof
 from refiner_core.contract.protocols import parse_protocol, protocol_text
 from refiner_core.contract.records import from_json, to_json
 
-#: Execution settings that cards tell of; all others are nobody else's business.
+#: Execution settings shown on cards; all others stay private.
 SHOWN_EXECUTION = (
     "grpo.deepspeed_stage",
     "grpo.offload_optimizer",
     "grpo.save_freq",
     "sft.deepspeed_stage",
 )
-#: What a card reads of each stage's report. Reports say more, and some of it names machines.
+#: The parts of each stage's report that cards use. Other parts may name machines.
 _OF_ROWS = ("read", "kept", "dropped", "digest", "modes", "domains", "flawed", "solved")
 _PROCESSES = ("ranks", "engine", "resumed_on")
 _OF_JUDGE = (
@@ -61,33 +60,33 @@ SHOWN_OF_REPORTS: Mapping[str, tuple[str, ...]] = {
     ),
     "command": ("steps", "steps_planned", "final", "source", "adopted", "base_model"),
 }
-#: Settings of a command that say where it ran, and nothing of what it made.
+#: Settings of a command about the place of execution, without effect on the result.
 _PLACES = ("dispatch.", "disk.", "tracking.")
 _SHOWN_TEXTS = ("recipe", "description", "command.resume_arguments", "command.checkpoints")
 _TEXT_DIGEST = "(text with SHA-256 {}…)"
 _DIGESTED = re.compile(r"\(text with SHA-256 [0-9a-f]{12}…\)")
-#: Texts of a request's further fields that are no secret: `high`, `gold standard`.
+#: Non-secret texts in a request's further fields: `high`, `gold standard`.
 _PLAIN_WORDS = re.compile(r"(?=.{1,24}\Z)[A-Za-z]+(?:[ _-][A-Za-z]+)*")
-#: Texts that look like paths and are none.
+#: Texts that look like paths but are not.
 _NO_PATHS = ("grpo.stop_strings",)
 
 #: An absolute path, or one from a home folder; the group is its last part.
 _FOLDERS = re.compile(r"(?<![\w./-])(?:~|/(?!/))[\w.~+-]*(?:/[\w.~+-]+)*/([\w.~+-]+)")
 _WINDOWS = re.compile(r"(?<!\w)[A-Za-z]:\\(?:[^\\\s]+\\)*([^\\\s]+)")
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
-#: Signs of Markdown and HTML with which a name could end a line or a cell, or begin a link, and
-#: what stands for them: names come from rows, trainers and evaluations.
+#: Markdown and HTML characters with which a name could end a line or a cell, or start a link, and
+#: their replacements: names come from rows, trainers and evaluations.
 _MARKS = str.maketrans({"|": "¦", "`": "'", "<": "‹", ">": "›", "[": "(", "]": ")"})
 
 
 def plain_name(text: str) -> str:
-    """A name that can forge nothing: no control characters, nor signs of Markdown and HTML."""
+    """A name that cannot forge anything: no control, Markdown or HTML characters."""
     return " ".join(CONTROLS.sub(" ", text).split("\n")).translate(_MARKS)
 
 
 def public_text(text: str) -> str:
-    """A sentence or a shell command without the folders of the machine, nor logins in addresses,
-    nor control characters."""
+    """A sentence or a shell command without the machine's folders, logins in addresses, and
+    control characters."""
     text = CONTROLS.sub(" ", text)
     while True:
         shorter = _CREDENTIALS.sub("", text)
@@ -99,13 +98,13 @@ def public_text(text: str) -> str:
 
 
 def short_text(text: str) -> str:
-    """Text of several lines by its digest, as cards name it; any other text as it is."""
+    """The digest of a text of several lines, as on cards; any other text unchanged."""
     return _digest(text) if "\n" in text else text
 
 
 def public_body(text: str) -> str:
     """Further fields of a judge's requests (JSON), with a digest for each text that could be a
-    secret: services put keys there, under names that nobody can know."""
+    secret: services put keys there, under unpredictable names."""
     try:
         value = json.loads(text or "null")
     except ValueError:
@@ -129,8 +128,8 @@ def _digest(text: str) -> str:
 
 
 def public_command(command: str) -> str:
-    """A ``refiner`` command that others can give: names of files without folders, and no settings
-    that only say where it ran. What it plans stays the same."""
+    """A ``refiner`` command for others: names of files without folders, and no settings about the
+    place of execution. It plans the same."""
     while (shorter := _shorter_command(command).strip()) != command:
         command = shorter
     return command
@@ -146,7 +145,7 @@ def _shorter_command(command: str) -> str:
 
 
 def is_place(override: str) -> bool:
-    """True if a ``key=value`` says where something ran, and nothing of what was made."""
+    """True if a ``key=value`` is about the place of execution only."""
     key, equals, _ = override.partition("=")
     info = dict(walk(RecipeConfig)).get(key)
     if not equals or info is None or info.mark == "identity":
@@ -167,10 +166,10 @@ def _public_word(word: str) -> str:
 
 def public_config(config: RecipeConfig, stages: Collection[str] = ()) -> dict[str, Any]:
     """Identity settings and :data:`SHOWN_EXECUTION` by dotted path, as JSON values; without those
-    of an environment where there is none, and of attempts where ``stages`` trained on none.
+    of an environment if there is none, and of attempts if none of ``stages`` trained on them.
 
-    Texts of several lines are replaced by their digest, paths lose their folders; of a protocol
-    file what it fixes is left.
+    Texts of several lines are replaced by their digest, paths lose their folders; the fixed
+    content of a protocol file is kept.
     """
     idle = () if config.environment.name else ONLY_OF_AGENTS
     hidden = (k for k in KINDS.values() if k.shown_where_used and k.entry not in stages)
@@ -183,15 +182,15 @@ def public_config(config: RecipeConfig, stages: Collection[str] = ()) -> dict[st
 
 
 def is_public(path: str, info: FieldInfo) -> bool:
-    """True if a configuration field stands in the evidence."""
+    """True if a configuration field is part of the evidence."""
     return info.mark == "identity" or path in SHOWN_EXECUTION
 
 
 def public_protocol(text: str) -> str:
-    """Fixed content of a protocol file, without where its judge is served and its files lie."""
+    """Fixed content of a protocol file, without its judge's addresses and its folders."""
     protocol = parse_protocol(text)
     fixed = {p: v for p, v in protocol.fields.items() if p in protocol.fixed}
-    if not fixed:  # it says nothing but where a judge is asked
+    if not fixed:  # it only has a judge's address
         fixed = {p: v for p, v in protocol.values().items() if p == "judge.model"}
     return protocol_text(protocol.name, {p: _public_value(p, v) for p, v in fixed.items()})
 
@@ -211,7 +210,7 @@ def _public_value(path: str, value: Any) -> Any:
 
 
 def public_reports(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each stage's report what cards read (:data:`SHOWN_OF_REPORTS`)."""
+    """The parts of each stage's report that cards use (:data:`SHOWN_OF_REPORTS`)."""
     found: dict[str, Any] = {}
     for stage, report in reports.items():
         kept: dict[str, Any] = {}
@@ -227,8 +226,8 @@ def public_reports(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def public_tree(value: Any, name: Callable[[str], str] = str) -> Any:
-    """Any value of a record as JSON: names without folders, None for what is no finite number;
-    ``name`` is what becomes of each text then."""
+    """Any value of a record as JSON: names without folders, None for a number that is not finite;
+    ``name`` is then applied to each text."""
     if isinstance(value, Mapping):
         return {
             name(public_text(public_name(str(k)))): public_tree(v, name) for k, v in value.items()
@@ -241,12 +240,12 @@ def public_tree(value: Any, name: Callable[[str], str] = str) -> Any:
 
 
 def named_tree(value: Any) -> Any:
-    """As :func:`public_tree`, of values whose texts are names (:func:`plain_name`)."""
+    """As :func:`public_tree`, for values whose texts are names (:func:`plain_name`)."""
     return public_tree(value, plain_name)
 
 
 def public_address(address: str) -> str | None:
-    """A web address that others can open, without login and query; None for any other."""
+    """A public web address, without login and query; None for any other."""
     try:
         parts = urlsplit(address)
         host = parts.hostname or ""
@@ -265,7 +264,7 @@ def public_address(address: str) -> str | None:
 
 
 def public_proof(proof: ResumeProof) -> dict[str, Any]:
-    """A proof as evidence has it: without where and with what settings of a machine it was made."""
+    """A proof for the evidence, without its place and the settings of a machine."""
     kept = replace(proof, overrides=(), changed={}, provenance={})
     return {**to_json(kept), "verdict": proof.verdict}
 
@@ -276,7 +275,7 @@ def read_proof(known: Mapping[str, Any]) -> ResumeProof | None:
     Raises
     ------
     DataError
-        It is none, or of a newer version.
+        It is invalid, or of a newer version.
     """
     if not known:
         return None
@@ -288,13 +287,13 @@ def read_proof(known: Mapping[str, Any]) -> ResumeProof | None:
         raise DataError(
             f"facts.proof cannot be read ({error})",
             expected=f"a proof of version {PROOF_VERSION} or older",
-            fix="take the refiner.json that lies beside the card, and the version of refiner that "
+            fix="use the refiner.json beside the card, and the version of refiner that "
             "the card names",
         ) from error
 
 
 def proof_problems(facts: CardFacts) -> Iterator[str]:
-    """Statements of a proof that do not follow from its own numbers, or is about another stage."""
+    """Claims of a proof that contradict its own numbers, or concern another stage."""
     proof = read_proof(facts.proof)
     if proof is None:
         return
@@ -314,20 +313,20 @@ def proof_problems(facts: CardFacts) -> Iterator[str]:
 def public_certificate(
     certificates: list[Certificate], trained_on: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The newest certificate of the kind of machine that a training ran on, without its name.
+    """The newest certificate of the training machine's kind, without its name.
 
     Parameters
     ----------
     certificates
-        Those of a workspace, oldest first.
+        The workspace's certificates, oldest first.
     trained_on
         Provenance of the training stage: its ``host`` and ``versions``.
 
     Returns
     -------
     dict
-        ``made_at`` (day), ``gpus`` (how many), ``gpu`` (name), ``passed``, ``failed``, ``absent``;
-        empty where no certificate is of the same processor, GPUs and torch, or it did not pass.
+        ``made_at`` (day), ``gpus`` (number), ``gpu`` (name), ``passed``, ``failed``, ``absent``;
+        empty if no passed certificate is of the same processor, GPUs and torch.
     """
     host, torch = trained_on.get("host") or {}, (trained_on.get("versions") or {}).get("torch")
     same = [

@@ -1,7 +1,7 @@
 """Evaluations as tables and as the Hub's ``model-index``.
 
 In: the evaluations of :class:`CardFacts`. Out: one table per protocol, with models side by side
-only where the protocol is the same; one per protocol with the steps of the run below each other;
+only under the same protocol; one per protocol with the steps of the run below each other;
 and index entries for the card's own model. A value that is not a finite number is shown as missing
 and never published as a number.
 """
@@ -18,7 +18,7 @@ from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.evaluation.metric_names import FAILURE, FAILURE_WORDS, FIRST, base_of, domain_of
 from refiner_core.evaluation.metrics import FAILURE_METRICS, higher_is_better, of_tasks
 
-#: Numbers of attempts that are told of all domains together.
+#: Metrics of attempts over all domains together.
 _OF_ATTEMPTS = ("reward", "partial", "turns", "length_tokens", "repairs", "tool_errors")
 _ERRORS = "episode_error"
 
@@ -32,7 +32,7 @@ _LABELS = {
 }
 _TASKS = {False: "citation-grounded refinement", True: "tool use over several turns"}
 _STEP = re.compile(r"(\w+)-step(\d+)")
-#: Metrics of the table that follows a run; the others of a step stand in its own card.
+#: Metrics of the table over the steps of a run; the others are in each step's own card.
 PROGRESSION = ("reward", "rubric_score", "citation_f1", "format_valid", "oracle", "fact_recall")
 
 
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
 
     @property
     def metric(self) -> str:
-        """Name of what it measures."""
+        """Name of the metric."""
         return str(self.values["metric"])
 
     @property
@@ -54,26 +54,26 @@ class Entry(NamedTuple):
 
     @property
     def value(self) -> float | None:
-        """The number; None for what is no finite one."""
+        """The number; None if it is not finite."""
         return finite(self.values.get("value"))
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Both ends of its interval; None without one."""
+        """Both ends of its interval; None if it has none."""
         low, high = finite(self.values.get("low")), finite(self.values.get("high"))
         return None if low is None or high is None else (low, high)
 
     def whole(self, part: str) -> int | None:
-        """Its numerator or denominator, where that is known."""
+        """Its numerator or denominator, if known."""
         value = finite(self.values.get(part))
         return None if value is None else round(value)
 
     def number(self, part: str, text: Any) -> str:
-        """A part of it as it is printed, marked."""
+        """A printed part of it, marked."""
         return number(text, f"evaluations.{self.place}.{part}")
 
 
-#: One protocol's numbers, ready to print: ``title``, ``about`` (what the protocol is), ``header``,
+#: One protocol's numbers, ready to print: ``title``, ``about`` (the protocol in words), ``header``,
 #: ``rows``.
 Table = dict[str, Any]
 
@@ -86,7 +86,7 @@ def _table(
     columns: Sequence[str],
     cells: Mapping[tuple[str, str], str],
 ) -> Table:
-    """A table with labels of rows (by their keys) and their cells; a dash where there is none."""
+    """A table with labels of rows (by their keys) and their cells; a dash for a missing one."""
     lines = [
         (label, *(cells.get((row, column), MISSING) for column in columns))
         for row, label in rows.items()
@@ -95,7 +95,7 @@ def _table(
 
 
 def by_protocol(facts: CardFacts) -> dict[tuple[str, str], list[Entry]]:
-    """Evaluations by (protocol, decoding), in the order in which they were made."""
+    """Evaluations by (protocol, decoding), in order."""
     groups: dict[tuple[str, str], list[Entry]] = {}
     for place, entry in enumerate(facts.evaluations):
         groups.setdefault((entry["protocol"], entry["decoding"]), []).append(Entry(place, entry))
@@ -129,14 +129,14 @@ def about_tasks(entries: Sequence[Entry]) -> bool:
 
 
 def _of_all_attempts(entries: Sequence[Entry]) -> tuple[str, ...]:
-    """The few metrics that stand for an agent, by how often each task was attempted."""
+    """The few metrics that represent an agent, by the number of attempts per task."""
     found = (re.fullmatch(r"pass@(\d+)", e.metric) for e in entries)
     most = max((int(match[1]) for match in found if match), default=1)
     return (FIRST, "pass@1", f"pass@{most}", f"pass^{most}") if most > 1 else ("pass@1",)
 
 
 def told_metrics(entries: Sequence[Entry]) -> list[str]:
-    """Rows of the table of numbers, in order: numbers of tasks, overall and then by domain."""
+    """Rows of the table of numbers, in order: metrics of tasks, overall and then by domain."""
     found, main = dict.fromkeys(e.metric for e in entries), _of_all_attempts(entries)
     return [
         metric
@@ -146,21 +146,21 @@ def told_metrics(entries: Sequence[Entry]) -> list[str]:
             if domain_of(metric)
             else of_tasks(metric) or metric in _OF_ATTEMPTS
         )
-        # Of one attempt all of them are pass@1, which stands for them; pass^1 always is.
+        # With one attempt all of them equal pass@1, as pass^1 always does.
         and metric != "pass^1"
         and (len(main) > 1 or base_of(metric) != FIRST or "pass@1" not in found)
     ]
 
 
 def main_metrics(entries: Sequence[Entry]) -> list[str]:
-    """The few that stand for an agent where there is no room for all."""
+    """The few metrics that represent an agent in a small table."""
     found = {e.metric for e in entries}
     return [name for name in dict.fromkeys(_of_all_attempts(entries)) if name in found]
 
 
 def _failures(facts: CardFacts, entries: list[Entry], models: list[str]) -> Table:
-    """Of an agent, why attempts failed: counts in a table of their own, so that nobody takes them
-    for scores."""
+    """Reasons of an agent's failed attempts: counts in a separate table, so that they are not
+    mistaken for scores."""
     known = {(e.metric, e.model): e for e in entries}
     wanted = [
         ("attempts", _ERRORS, "denominator"),
@@ -195,8 +195,8 @@ def _failures(facts: CardFacts, entries: list[Entry], models: list[str]) -> Tabl
 def result_tables(
     facts: CardFacts, about: Callable[[str, list[Entry]], str] = lambda *_: ""
 ) -> list[Table]:
-    """One table per (protocol, decoding): this model, and what it is to be held against; of an
-    agent one more, of failures. ``about`` says what a protocol with these numbers is."""
+    """One table per (protocol, decoding): this model and its comparisons; for an agent also one
+    of failures. ``about`` describes a protocol with these numbers."""
     tables = []
     for group in by_protocol(facts).values():
         entries = [e for e in group if e.model == facts.own or not _STEP.fullmatch(e.model)]
@@ -223,7 +223,7 @@ def result_tables(
 
 
 def progression_tables(facts: CardFacts) -> list[Table]:
-    """One table per (protocol, decoding) under which more than one step of the run was measured."""
+    """One table per (protocol, decoding) with several measured steps of the run."""
     tables = []
     for group in by_protocol(facts).values():
         steps = {e.model: s for e in group if (s := step_of(e.model, facts)) is not None}
@@ -246,7 +246,7 @@ def progression_tables(facts: CardFacts) -> list[Table]:
 
 
 def usual_n(entries: list[Entry]) -> Entry:
-    """An entry that has the most frequent n; numbers of one domain have a n of their own."""
+    """An entry with the most frequent n; metrics by domain have their own n."""
     entries = [e for e in entries if not domain_of(e.metric)] or entries
     (usual, _), *_ = Counter(e.values["n"] for e in entries).most_common(1)
     return next(e for e in entries if e.values["n"] == usual)
@@ -267,7 +267,7 @@ def _rank(model: str) -> tuple[int, str]:
 
 
 def label(model: str, facts: CardFacts) -> str:
-    """A model as a column's head: ``**GRPO, step 50 (this model)**``."""
+    """A model as a column header: ``**GRPO, step 50 (this model)**``."""
     found = _STEP.fullmatch(model)
     name = _LABELS.get(found.group(1) if found else model, f"`{model}`")
     if found is not None:
@@ -278,7 +278,7 @@ def label(model: str, facts: CardFacts) -> str:
 
 
 def cell(entry: Entry, usual: int | None = None) -> str:
-    """``0.512 [0.480, 0.543], n = 64``; n only where it is not ``usual``, a dash where there is no
+    """``0.512 [0.480, 0.543], n = 64``; n only if it differs from ``usual``, a dash for a missing
     number."""
     n = entry.values["n"]
     text = MISSING
@@ -303,7 +303,7 @@ def without_value(facts: CardFacts) -> list[str]:
 
 
 def preferred_step(facts: CardFacts) -> str | None:
-    """Best of the measured steps, by the recipe's own choice of metric.
+    """Best of the measured steps, by the recipe's chosen metric.
 
     None unless this model and another step of its run were measured under one protocol.
     """
@@ -338,7 +338,7 @@ def preferred_step(facts: CardFacts) -> str | None:
 
 
 def model_index(facts: CardFacts) -> list[dict[str, Any]]:
-    """The ``model-index`` of the front matter; empty where the model has no finite number."""
+    """The ``model-index`` of the front matter; empty if the model has no finite number."""
     results = []
     for (protocol, _), group in by_protocol(facts).items():
         own = [e for e in group if e.model == facts.own]
@@ -359,7 +359,7 @@ def model_index(facts: CardFacts) -> list[dict[str, Any]]:
 
 
 def _index_metric(entry: Entry) -> dict[str, Any]:
-    """One metric as ``model-index`` has it: type, name with n and 95 % interval, value."""
+    """One metric in the form of ``model-index``: type, name with n and 95 % interval, value."""
     interval = ""
     if entry.interval is not None:
         interval = ", 95 % interval {:.3f} to {:.3f}".format(*entry.interval)

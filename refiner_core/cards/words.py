@@ -1,9 +1,9 @@
 """Sentences of a card, from its facts.
 
-In: :class:`CardFacts`. Out: what ``words.md.jinja`` says of them, line by line; and what sentences
-and tables need beside facts: curves, hours, what was certified, and every setting by its name (flag
-lines in the reference trainer's names and order, all else as overrides of ours).
-Messages of failures are left out on purpose: they name paths and hosts.
+In: :class:`CardFacts`. Out: the lines of ``words.md.jinja``, and the parts of sentences and tables
+beyond facts: curves, hours, certificates, and every setting by its name (flag lines in the
+reference trainer's names and order, everything else as overrides of refiner). Messages of failures
+are left out on purpose: they contain paths and hosts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from refiner_core.contract.planned import stage_changes
 from refiner_core.report.printing import clock
 
 _UNITS = ("gpu_hours", "core_hours")
-#: What stands for a line end within a line: the command of another trainer may have several.
+#: Replaces a line end within a line: another trainer's command may have several.
 _HELD = "\x1f"
 
 
@@ -69,7 +69,7 @@ def _held(text: str) -> str:
 
 
 class Sentences:
-    """The sentences of one card, list by list."""
+    """The sentences of one card, by list."""
 
     def __init__(self, facts: CardFacts) -> None:
         self._facts = facts
@@ -99,13 +99,13 @@ class Sentences:
         return [line.replace(_HELD, "\n") for line in said if line]
 
     def protocol(self, fingerprint: str, entries: Sequence[Entry] = ()) -> str:
-        """A protocol in words, with what its numbers mean; empty where nobody has recorded it."""
+        """A protocol in words, with the meaning of its numbers; empty if it was not recorded."""
         known = self._facts.protocols.get(fingerprint)
         return self.text("protocol", known, entries, about_tasks(entries)) if known else ""
 
     def earlier(self) -> list[dict[str, Any]]:
-        """The stages of the same run that this one started from, the last first: of each a
-        sentence, and lines."""
+        """The stages of the same run that precede this one, the last first: a sentence and lines
+        for each."""
         stage, reports = self._facts.stage, self._facts.reports
         before = TRAINED_HERE[: TRAINED_HERE.index(stage)] if stage in TRAINED_HERE else ()
         found: list[dict[str, Any]] = []
@@ -118,7 +118,7 @@ class Sentences:
         return found
 
     def _done(self, path: str, words: tuple[tuple[str, ...], ...], least: int = 0) -> list[str]:
-        """Counts of a report; what it has not, and what is less, is left out."""
+        """Counts of a report; missing ones, and those below ``least``, are left out."""
         report = self._facts.fact(path) or {}
         return [
             counted(report[key], f"{path}.{key}", *said)
@@ -127,7 +127,7 @@ class Sentences:
         ]
 
     def _times(self, path: str) -> list[tuple[str, str]]:
-        """Stages with how long they took, in the order of work."""
+        """Stages with their durations, in the order of work."""
         seconds = self._facts.fact(path) or {}
         known = [stage for stage in seconds if finite(seconds[stage]) is not None]
         place = {name: kind.order for name, kind in KINDS.items()}
@@ -135,7 +135,7 @@ class Sentences:
         return [(stage, clock(seconds[stage])) for stage in known]
 
     def _later_attempt(self, place: int) -> int | None:
-        """Place of the next attempt at the same stage."""
+        """Index of the next attempt at the same stage."""
         attempts = self._facts.attempts
         later = range(place + 1, len(attempts))
         return next((i for i in later if attempts[i].stage == attempts[place].stage), None)
@@ -153,7 +153,7 @@ def rubric_source(reward: RewardConfig) -> str:
 
 
 def _how(facts: CardFacts) -> str:
-    """By what stages the model was made, in words."""
+    """The stages that made the model, in words."""
     cards = {name: card_words(name) for name in TRAINED}
     words = {n: c.made_by_agents if facts.is_agent else c.made for n, c in cards.items() if c.made}
     if facts.stage not in words:
@@ -163,8 +163,8 @@ def _how(facts: CardFacts) -> str:
 
 
 def _later_fields(facts: CardFacts) -> Iterator[tuple[str, str, Any]]:
-    """Options that came after the run: name, meaning, and the value that it had in effect. Checks
-    that only warn, as all had them then, have changed nothing."""
+    """Options added after the run: name, meaning, and effective value then. Checks that only warn,
+    the former default, changed nothing."""
     if facts.recorded_fields is None:
         return
     idle = card_words(facts.stage).silent
@@ -177,7 +177,7 @@ def _later_fields(facts: CardFacts) -> Iterator[tuple[str, str, Any]]:
 
 
 def _moving_names(facts: CardFacts) -> list[str]:
-    """Hub repositories that were read at a branch: what lies there today may be another state."""
+    """Hub repositories that were read at a branch, which may have changed since."""
     config = facts.config
     asked = facts.stage == "grpo" and not facts.is_agent
     based = is_hub_id(facts.base) and facts.base_model in (None, UNKNOWN)
@@ -198,7 +198,7 @@ def _amount(value: float) -> str:
 TABLE_POINTS = 10
 SPARK_POINTS = 40
 _BLOCKS = "▁▂▃▄▅▆▇█"
-#: Curves of a stage's report (dotted path in it), as a card names them. The first is drawn.
+#: Curves of a stage's report (dotted path in it), with their names in a card. The first is drawn.
 _CURVES: dict[str, tuple[tuple[str, str], ...]] = {
     "grpo": (
         ("curves.scores", "reward"),
@@ -208,7 +208,7 @@ _CURVES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "sft": (("train_loss.curve", "training loss"),),
 }
-#: The same of an agent, whose rollouts hold what tools and users said as well.
+#: The same for an agent, whose rollouts also contain words of tools and users.
 _CURVES_OF_EPISODES = (
     ("curves.scores", "reward"),
     ("curves.objective/kl3_avg", "KL"),
@@ -219,7 +219,7 @@ _CURVES_OF_EPISODES = (
 
 
 class _Curve(NamedTuple):
-    """One curve: the fact that it is, what a card calls it, its steps and values."""
+    """One curve: its fact, its name in a card, its steps and values."""
 
     fact: str
     name: str
@@ -235,8 +235,8 @@ class _Curve(NamedTuple):
 
 
 def training_curve(facts: CardFacts) -> dict[str, Any] | None:
-    """The course of this model's own training as a table (``header``, ``rows``), its sparkline and
-    what is to be said with them (``lines``); None where no point is recorded."""
+    """This model's training curves as a table (``header``, ``rows``), a sparkline and notes
+    (``lines``); None if no point is recorded."""
     names = _CURVES.get(facts.stage, _CURVES["sft"])
     if facts.stage == "grpo" and facts.is_agent:
         names = _CURVES_OF_EPISODES
@@ -325,16 +325,16 @@ _FLAG_LINES: tuple[tuple[str, ...], ...] = (
     ("grpo.temperature", "seed"),
     ("grpo.per_device_train_batch_size", "grpo.deepspeed_stage"),
 )
-#: Reward fields that the reference trainer names without its ``refiner_reward_`` prefix.
+#: Reward fields without the ``refiner_reward_`` prefix in the reference trainer.
 _PLAIN = ("verification_reward", "non_stop_penalty", "non_stop_penalty_value")
-#: Reward fields of ours; the reference has no flag for them.
+#: Reward fields without a flag in the reference trainer.
 _OURS = ("combination", "rubric_source", "static_rubrics", "rubric_aggregation")
-#: What means nothing to an agent: its environment rewards it, its turns end as its template says.
+#: Without meaning for an agent: its environment rewards it, its template ends turns.
 _NOT_OF_AGENTS = ("reward.", "grpo.stop_strings")
 
 
 def shown(value: Any) -> str:
-    """A value as on a command line."""
+    """A value as written on a command line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
@@ -346,7 +346,7 @@ def shown(value: Any) -> str:
 
 
 def flag_of(path: str) -> str | None:
-    """The reference trainer's flag for a field; None where it has none."""
+    """The reference trainer's flag for a field; None if there is none."""
     section, _, name = path.rpartition(".")
     if section == "reward":
         if name in _OURS:
@@ -378,7 +378,7 @@ def grpo_flags(facts: CardFacts) -> list[str]:
 
 
 def own_settings(facts: CardFacts, sections: tuple[str, ...]) -> list[str]:
-    """Identity settings without a flag of the reference, as overrides ``section.field=value``."""
+    """Identity settings without a reference flag, as overrides ``section.field=value``."""
     lines = []
     for path, info in walk(RecipeConfig):
         section, _, name = path.partition(".")
@@ -386,7 +386,7 @@ def own_settings(facts: CardFacts, sections: tuple[str, ...]) -> list[str]:
         if info.mark != "identity" or (section not in sections and not checks):
             continue
         if checks and get_field(facts.config, path) == info.legacy_value:
-            continue  # it watched as every run does
+            continue  # the same as in every run
         if facts.recorded_fields is not None and path not in facts.recorded_fields:
             continue
         if facts.stage == "grpo" and flag_of(path):

@@ -1,6 +1,6 @@
 """From raw rows to prepared rows.
 
-``sources`` (where rows come from) → ``rows`` (what a row must be) → ``prepare`` (chat template,
-filters, split, loss mask) → ``prepared`` (the files that training and evaluation read).
-``synthetic`` makes the rows of the embedded world.
+``sources`` (files and data sets of rows) → ``rows`` (validation of rows) → ``prepare`` (chat
+template, filters, split, loss mask) → ``prepared`` (the files for training and evaluation).
+``synthetic`` generates the synthetic rows.
 """

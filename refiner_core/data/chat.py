@@ -1,16 +1,16 @@
-"""The chat template applied to rows, and the loss mask that is exact to the token.
+"""The chat template applied to rows, and a loss mask that is exact to the token.
 
 In: a :class:`Row` and a tokenizer (any ``transformers`` one with a chat template; passed in, so
-that nothing here imports torch). Out: the prompt as the sampler will see it, and for demonstrations
+that nothing here imports torch). Out: the prompt as the sampler sees it, and for demonstrations
 the token ids with their loss mask.
 
-How the mask is made: the conversation is rendered a second time with every assistant text replaced
-by a mark, which shows what of the rendered text is template and what is assistant. Each piece is
-tokenised on its own, so that a boundary of the mask is a boundary of tokens by construction, and
-the prompt's tokens are a true prefix of the demonstration's: what the sampler is conditioned on is
+The mask: the conversation is rendered a second time with every assistant text replaced
+by a mark, which separates template text from assistant text. Each piece is
+tokenised separately, so that a boundary of the mask is always a boundary of tokens, and
+the prompt's tokens are a true prefix of the demonstration's: sampling is conditioned on exactly
 what was trained on. Loss is on the text of every assistant turn and on its end-of-turn token; not
 on system, user and tool turns, the template's own text, or an empty think block. Earlier turns
-stand as the template puts them into a history (Qwen3 takes thoughts out of it).
+have the template's history form (Qwen3 removes thoughts from it).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from refiner_core.environments.conversation import (
 _ANSWER_ONLY = "answer_only"
 
 
-#: A stretch of a rendered conversation, and whether its tokens carry loss.
+#: A section of a rendered conversation, and whether its tokens carry loss.
 _Piece = tuple[str, bool]
 
 
 def _options(row: Row) -> dict[str, Any]:
-    """Thinking is off where the mode asks for nothing but the answer."""
+    """Turn thinking off if the mode requests the answer only."""
     return {"enable_thinking": False} if row.refiner_mode == _ANSWER_ONLY else {}
 
 
 def control_token(row: Row, tokenizer: Any) -> str | None:
-    """A special token of the tokenizer that stands in the row's own text, if any.
+    """A special token of the tokenizer in the row's own text, if any.
 
     Web pages do contain ``<|im_end|>``; rendered, it would end the user's turn and let evidence
-    speak in another role's name.
+    pose as another role.
     """
     texts = [message["content"] for message in row.messages] + [row.answer or ""]
     for token in tokenizer.all_special_tokens:
@@ -53,19 +53,19 @@ def control_token(row: Row, tokenizer: Any) -> str | None:
 
 
 def render_prompt(row: Row, tokenizer: Any) -> str:
-    """The prompt up to the point where the assistant begins to write."""
+    """The prompt up to the start of the assistant's text."""
     return rendered(
         tokenizer, list(row.messages), "a row", add_generation_prompt=True, **_options(row)
     )
 
 
 def _ids(text: str, tokenizer: Any) -> list[int]:
-    """Token ids of rendered text; the template has placed every special token."""
+    """Token ids of rendered text, which already has all special tokens."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _pieces_of(row: Row, tokenizer: Any) -> list[_Piece]:
-    """Cut a rendered demonstration into pieces with and without loss; joined they are the text."""
+    """Pieces of a rendered demonstration with and without loss; joined they give the text."""
     answer: Message = {"role": "assistant", "content": row.answer or ""}
     messages = [*row.messages, answer]
     options = {**_options(row), "add_generation_prompt": False}
@@ -92,7 +92,7 @@ def _loss_spans(
     tokenizer: Any,
     options: dict[str, Any],
 ) -> list[tuple[int, int]]:
-    """Say where in ``full`` (characters) each assistant turn and its end-of-turn token stand."""
+    """Positions in ``full`` (characters) of each assistant turn with its end-of-turn token."""
     between = _template_text(messages, tokenizer, options)
     turns = [m["content"] for m in messages if m["role"] == "assistant"]
     spans: list[tuple[int, int]] = []
@@ -100,12 +100,12 @@ def _loss_spans(
     for number, content in enumerate(turns[:-1], start=1):
         after = between[number]
         end = end_of_turn(after, tokenizer)
-        # What stands before the last turn may change with it (thoughts); the rest may not.
+        # Text before the last turn may change with it (thoughts); the rest may not.
         known = after[:end] if number == len(turns) - 1 else after
         text = _as_rendered(full, cursor, content, known)
         spans.append((cursor, cursor + len(text) + end))
         cursor += len(text) + len(after)
-    # The last turn begins where the sampler begins, whatever the template puts there.
+    # The last turn starts where the sampler starts, whatever the template puts there.
     tail = between[-1]
     last = (prompt_length, len(full) - len(tail) + end_of_turn(tail, tokenizer))
     earlier = spans[-1][1] if spans else 0
@@ -116,7 +116,7 @@ def _loss_spans(
 
 def _unclear() -> ConfigurationError:
     return ConfigurationError(
-        "The chat template does not let the assistant's text be told from its own, so a loss mask "
+        "The chat template does not separate the assistant's text from its own, so a loss mask "
         "would be a guess",
         expected="assistant turns rendered in order, each once",
         fix=TEMPLATE_FIX,
@@ -147,7 +147,7 @@ def _template_text(messages: list[Message], tokenizer: Any, options: dict[str, A
 
 
 def _as_rendered(full: str, cursor: int, content: str, after: str) -> str:
-    """How an earlier assistant turn stands in the rendered text (templates trim, drop thoughts)."""
+    """An earlier assistant turn's form in the rendered text (templates trim, drop thoughts)."""
     thoughtless = content.rpartition("</think>")[2]
     trimmed = [
         form
@@ -161,15 +161,15 @@ def _as_rendered(full: str, cursor: int, content: str, after: str) -> str:
 
 
 def encode_demonstration(row: Row, tokenizer: Any) -> tuple[tuple[int, ...], tuple[bool, ...], int]:
-    """Token ids and loss mask of a demonstration, and how many of the ids are the prompt.
+    """Token ids and loss mask of a demonstration, and the number of ids in the prompt.
 
-    The last turn's ids are those up to its end-of-turn token: what a template puts after it (a line
+    The last turn's ids end with its end-of-turn token: text that a template puts after it (a line
     break in ChatML) is never sampled and is left out.
 
     Raises
     ------
     ConfigurationError
-        If the template gives no way to tell the assistant's text from its own, ends turns without
+        The template does not separate the assistant's text from its own, ends turns without
         a special token, or renders prompts for sampling differently from prompts in training, or
         the tokenizer does not allow an exact mask.
     """

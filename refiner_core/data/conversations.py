@@ -1,16 +1,16 @@
-"""Rows of conversations with tools: demonstrations that somebody else has collected.
+"""Rows of conversations with tools: custom demonstrations.
 
 In: ``data.sft_path`` (JSON Lines, Parquet, a `datasets` folder or a Hub data set). Out: token ids
-with a loss mask, or the reason for which a row is dropped.
+with a loss mask, or the reason for dropping a row.
 
-A row has ``messages`` (or ``conversations``, or ``prompt``, where that is a list) of ``role`` and
+A row has ``messages`` (or ``conversations``, or ``prompt`` if that is a list) of ``role`` and
 ``content``: an optional system turn, then turns of the user, the assistant and tools, the last of
-them the assistant's or what a tool answered to it. Each turn of the assistant is one tool call:
-written out as ``<tool_call>{…}</tool_call>`` in its content, or in OpenAI's ``tool_calls``.
-``tools`` (OpenAI's form, as a list or as JSON text) may stand in the row; else the system turn is
-taken to name them. ``task_id`` (in the row or its ``metadata``), or ``tau2_task_id`` as published
-rows of tau2-bench have it, tells a held-out task; one that is unique within a domain only does with
-``domain``. Of a row without any nobody can tell.
+them the assistant's or a tool's answer to it. Each assistant turn is one tool call:
+written as ``<tool_call>{…}</tool_call>`` in its content, or in OpenAI's ``tool_calls``.
+``tools`` (OpenAI's form, as a list or as JSON text) may be in the row; else the system turn is
+assumed to name them. ``task_id`` (in the row or its ``metadata``), or ``tau2_task_id`` as in
+published rows of tau2-bench, identifies held-out tasks; an id that is unique only within a domain
+needs ``domain``. Rows without an id cannot be identified.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from refiner_core.environments.turns import call_text, parse_turn
 
 
 class _Conversation(NamedTuple):
-    """A row that was kept. ``named``: it says of which task it is, so that held-out ones are
-    told."""
+    """A kept row. ``named``: it names its task, so that held-out tasks are
+    recognised."""
 
     row: DemonstrationRow
     prompt_length: int
@@ -42,8 +42,8 @@ class _Conversation(NamedTuple):
 def read_conversations(
     config: RecipeConfig, tokenizer: Any, held_out: set[str]
 ) -> Iterator[_Conversation | str]:
-    """The conversations of ``data.sft_path``, encoded one by one, or why one is dropped;
-    ``held_out`` names tasks that are not trained on."""
+    """The conversations of ``data.sft_path``, each encoded, or the reason for dropping it;
+    ``held_out`` names tasks that must not be trained on."""
     seen: set[str] = set()
     for raw in read_rows(resolve_source(config.data, "sft")):
         try:
@@ -83,7 +83,7 @@ def _encoded(
 
 
 def _metadata_of(raw: RawRow) -> Mapping[str, Any]:
-    """What a row says of itself, also where that is JSON text; words are nothing that is read."""
+    """A row's metadata, also if given as JSON text; other text counts as none."""
     value = raw.row.get("metadata")
     if isinstance(value, str):
         try:
@@ -109,7 +109,7 @@ Turns = list[tuple[str, tuple[Message, ...]]]
 def _parts(
     raw: RawRow, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[str, tuple[Message, ...], Turns]:
-    """The system turn, what comes before the first turn of the assistant, and the turns."""
+    """The system turn, the messages before the first assistant turn, and the turns."""
     system = ""
     if messages[0]["role"] == "system":
         system, messages = str(messages[0]["content"]), messages[1:]
@@ -131,7 +131,7 @@ def _parts(
 
 
 def _turn_text(raw: RawRow, message: Mapping[str, Any]) -> str:
-    """Give what the assistant said, as it is sampled: tool calls are part of the text."""
+    """The assistant's text in its sampled form, with tool calls as text."""
     calls = message.get("tool_calls")
     if not calls:
         return str(message["content"])
@@ -150,7 +150,7 @@ def _turn_text(raw: RawRow, message: Mapping[str, Any]) -> str:
 
 
 def _tools_of(raw: RawRow) -> tuple[ToolSpec, ...]:
-    """The tools that a row brings."""
+    """The tools in a row."""
     values = raw.row.get("tools")
     try:
         values = json.loads(values) if isinstance(values, str) else values

@@ -1,7 +1,7 @@
-"""The random copier: the honest floor under every score of an answer.
+"""The random copier: the baseline for every score of an answer.
 
-In: a prompt and a random generator. Out: an answer of perfect form that cites snippets drawn at
-random and copies their text. A model that scores no more has learnt form and nothing else.
+In: a prompt and a random generator. Out: an answer of perfect form that cites random snippets and
+copies their text. A model that scores no higher has learned the form only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from refiner_core.answers import parse_evidence
 
 _MAX_WORDS = 40
-#: Number of claims and how often demonstrations of the embedded world have it.
+#: Number of claims, with its frequency in synthetic demonstrations.
 _CLAIM_COUNTS = {1: 0.51, 2: 0.45, 3: 0.04}
 
 
@@ -22,17 +22,17 @@ def random_copier(prompt_text: str, rng: random.Random, *, max_words: int = _MAX
     Parameters
     ----------
     prompt_text
-        Anything with ``<snippet id=…>`` or ``<webpage id=…>`` evidence. An example of the notation
-        in its instructions is none, as for the rewards.
+        Text with ``<snippet id=…>`` or ``<webpage id=…>`` evidence. An example of the notation
+        in its instructions does not count, as for the rewards.
     rng
         Draws the number of claims and the snippets.
     max_words
-        Longer snippets are cut to so many words.
+        Longer snippets are cut to this many words.
 
     Returns
     -------
     str
-        One answer block; empty where the prompt has no evidence.
+        One answer block; empty if the prompt has no evidence.
     """
     evidence = list(parse_evidence(prompt_text).texts.items())
     wanted = rng.choices(list(_CLAIM_COUNTS), weights=list(_CLAIM_COUNTS.values()))[0]

@@ -1,8 +1,8 @@
 """Reports and data cards of the data stage: pure functions of counts and files.
 
-In: tallies, lengths, the split, and the files written. Out: the report as JSON-ready values, of
-rows and of an agent's tasks in one form, and a README that says the same in words
-(``card.md.jinja``). Nothing of time or machine enters either.
+In: tallies, lengths, the split, and the written files. Out: the report as JSON-ready values, in one
+form for rows and for an agent's tasks, and a README with the same content in words
+(``card.md.jinja``). Neither depends on time or machine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ REPORT_VERSION = 1
 
 @dataclass
 class Tally:
-    """Counts of what became of the rows, tasks or demonstrations of one kind; lengths are in
-    tokens. ``names`` counts modes of rows or domains of tasks; ``more`` is what only this kind
-    reports."""
+    """Outcome counts of the rows, tasks or demonstrations of one kind; lengths are in
+    tokens. ``names`` counts modes of rows or domains of tasks; ``more`` has fields of this kind
+    only."""
 
     source: str
     digest: str
@@ -39,17 +39,17 @@ class Tally:
     names: Counter[str] = field(default_factory=Counter)
     prompt_lengths: list[int] = field(default_factory=list)  # every prompt measured
     total_lengths: list[int] = field(default_factory=list)  # every prompt + answer measured
-    loss_lengths: list[int] = field(default_factory=list)  # of what is kept
+    loss_lengths: list[int] = field(default_factory=list)  # of kept rows
     more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def reasons(self) -> str:
-        """Say how many were dropped for what."""
+        """Counts of dropped rows by reason, as text."""
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
 
 
 def percentiles(lengths: Sequence[int]) -> dict[str, int]:
-    """Nearest-rank percentiles; empty where there is nothing to describe."""
+    """Nearest-rank percentiles; empty for no lengths."""
     if not lengths:
         return {}
     shares = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
@@ -58,7 +58,7 @@ def percentiles(lengths: Sequence[int]) -> dict[str, int]:
 
 
 def in_order(counts: Counter[str]) -> dict[str, int]:
-    """Counts by name, in the order of names."""
+    """Counts sorted by name."""
     return dict(sorted(counts.items()))
 
 
@@ -106,7 +106,7 @@ def make_report(
 
 
 def write_report(output_dir: Path, report: Mapping[str, Any]) -> None:
-    """Write a report as ``report.json``, and in words as ``README.md``."""
+    """Write a report as ``report.json``, and as text in ``README.md``."""
     domains = sorted({name for found in report.get("domains", {}).values() for name in found})
     sides = {"sft": report["sft"], "rl": report["rl"]}
     (output_dir / "README.md").write_text(
@@ -126,8 +126,8 @@ def _template() -> Template:
 
 
 def tally_of(config: RecipeConfig, which: Which) -> Tally:
-    """Nothing yet of a source: it is named as it may be shown to others, by a Hub id, or a file
-    name without its folders."""
+    """An empty tally of a source, under its public name: a Hub id, or a file name without its
+    folders."""
     path: str | None = getattr(config.data, f"{which}_path")
     digest = source_digest(config.data, which)
     name = "none" if path is None else SYNTHETIC if path == SYNTHETIC else Path(path).name

@@ -4,23 +4,23 @@ In: the recipe's ``data`` section, the lengths of ``sft`` and ``grpo``, and a to
 Out, in one folder: ``rl_train.parquet``, ``rl_test.parquet`` (held out), ``sft_train.parquet``,
 ``sft_val.parquet``, ``report.json`` and ``README.md`` (a data card).
 
-Rows are kept or dropped whole; nothing is ever cut. Why a row is dropped:
+Rows are kept or dropped whole, never cut. Reasons for dropping a row:
 
 ==================== ========================================================================
 wrong_mode           its ``refiner_mode`` is not ``data.refiner_mode``
-no_tool_output       the prompt holds no evidence to cite
-duplicate            the same prompt, answer and rubrics stand in an earlier row
-control_token        its text holds a special token of the tokenizer, e.g. ``<|im_end|>``
-reasoning            an ``answer_only`` demonstration that thinks aloud (``</think>``)
-held_out_question    a demonstration for a question that evaluation will ask
+no_tool_output       the prompt has no evidence to cite
+duplicate            the same prompt, answer and rubrics as in an earlier row
+control_token        its text contains a special token of the tokenizer, e.g. ``<|im_end|>``
+reasoning            an ``answer_only`` demonstration with reasoning (``</think>``)
+held_out_question    a demonstration for a held-out question
 prompt_too_long      prompt > ``data.max_prompt_token_length``
 answer_too_long      prompt + answer > ``sft.pack_length``
 too_long_for_pack    prompt + ``grpo.response_length`` > ``grpo.max_token_length``
-over_max_rows        ``data.max_sft_rows`` / ``data.max_rl_rows`` were reached before its turn
+over_max_rows        ``data.max_sft_rows`` / ``data.max_rl_rows`` were reached first
 ==================== ========================================================================
 
 The same input and configuration give the same bytes. The split and the choice of rows under a limit
-depend on ``data.split_seed`` and on what rows say, not on their order.
+depend on ``data.split_seed`` and on the rows' content, not on their order.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from refiner_core.data.sources import Which, read_rows, resolve_source
 
 FILES = ("sft_train.parquet", "sft_val.parquet", "rl_train.parquet", "rl_test.parquet")
 T = TypeVar("T")
-#: Rows to train on, and the others.
+#: Training rows, and the others.
 Sides = tuple[list[T], list[T]]
 
 
 class _Kept(NamedTuple, Generic[T]):
-    """A row that passed, and what was made of it."""
+    """A row that passed, and its result."""
 
     row: Row
     made: T
@@ -68,17 +68,17 @@ def prepare_data(
     Returns
     -------
     dict
-        The report, as it also stands in ``report.json``: per kind of row ``read``, ``kept``,
+        The report, as in ``report.json``: per kind of row ``read``, ``kept``,
         ``dropped`` by reason and length percentiles; the split; files with rows and SHA-256.
 
     Raises
     ------
     DataError
-        If a source or row cannot be used, or nothing is left (the field to raise is named).
+        A source or row is invalid, or nothing is left (the message names the field to raise).
     ConfigurationError
-        If the recipe names no source, or the chat template does not allow an exact loss mask.
+        The recipe names no source, or the chat template does not allow an exact loss mask.
     Interrupted
-        If ``io`` asked to stop.
+        ``io`` requested a stop.
     """
     data = config.data
     if all(resolve_source(data, which).kind == "none" for which in ("sft", "rl")):
@@ -110,12 +110,12 @@ def prepare_data(
 
 
 def tell(io: StageIO | None, done: int, total: int, phase: str, every: int = 64) -> None:
-    """Tell how far the data stage is, and end it where that is asked for.
+    """Report the progress of the data stage, and stop if requested.
 
     Raises
     ------
     Interrupted
-        ``io`` asks to stop.
+        ``io`` requests a stop.
     """
     if io is None or done % every:
         return
@@ -140,7 +140,7 @@ def write_rows(
     return {path.name: (path, count) for path, count in zip(paths, counts, strict=True)}
 
 
-# ---------------------------------------------------------------- rows in, rows kept
+# ---------------------------------------------------------------- selection of rows
 
 
 class _Selection:
@@ -158,7 +158,8 @@ class _Selection:
         self.tally, self.differing_ids = tally_of(config, which), 0
 
     def select(self, make: Callable[[Row], T | str]) -> list[_Kept[T]]:
-        """Read, filter and encode; ``make`` gives what is made of a row, or why it is dropped."""
+        """Read, filter and encode; ``make`` returns a row's result, or the reason for dropping
+        it."""
         tally, rows, which = self.tally, self._candidates(), self.which
         limit: int | None = getattr(self.config.data, f"max_{which}_rows")
         order = list(range(len(rows)))
@@ -186,7 +187,7 @@ class _Selection:
         return [found[index] for index in sorted(found)]
 
     def _candidates(self) -> list[Row]:
-        """Valid rows that pass the rules that need no tokens."""
+        """Valid rows that pass the rules without tokens."""
         tally, seen, rows = self.tally, set[str](), list[Row]()
         for raw in read_rows(self.source):
             tally.read += 1
@@ -214,7 +215,7 @@ class _Selection:
         return "reasoning" if thinks else ""
 
     def prompt(self, row: Row) -> PromptRow | str:
-        """A row to ask, or why it is dropped."""
+        """A row as a prompt, or the reason for dropping it."""
         ids, grpo = chat.encode_prompt(row, self.tokenizer), self.config.grpo
         self.tally.prompt_lengths.append(len(ids))
         if len(ids) > self.config.data.max_prompt_token_length:
@@ -227,7 +228,7 @@ class _Selection:
         )
 
     def demonstration(self, row: Row, held_out: set[str]) -> DemonstrationRow | str:
-        """A row to learn from, or why it is dropped."""
+        """A row as a demonstration, or the reason for dropping it."""
         if not held_out.isdisjoint(row.question_names):
             return "held_out_question"
         ids, loss_mask, prompt_length = chat.encode_demonstration(row, self.tokenizer)
@@ -240,7 +241,7 @@ class _Selection:
         return DemonstrationRow(row.sample_id, ids, loss_mask)
 
     def _nothing_left(self) -> DataError:
-        """Say why no row is left, and which field brings some back."""
+        """The reasons why no row is left, with the field that would keep some."""
         config, tally, path = self.config, self.tally, f"data.{self.which}_path="
         what = f"None of the {tally.read} rows of {path}{self.source.path} is usable "
         what += f"({tally.reasons})"
@@ -255,7 +256,7 @@ class _Selection:
                 return DataError(
                     f"{what}: the shortest needs {needed} tokens",
                     expected=f"at most {attrgetter(field)(config)} ({field}); rows are never cut",
-                    fix=f"set {field}={needed} or more, where the model's window allows it",
+                    fix=f"set {field}={needed} or more, if the model's window allows it",
                 )
         modes = ", ".join(sorted(tally.names))
         return DataError(
@@ -271,7 +272,7 @@ class _Selection:
 
 
 class _Chosen(NamedTuple):
-    """Some questions: all names that they go by, how many they are, and of how many."""
+    """Chosen questions: all their names, their number, and the total."""
 
     names: set[str]
     questions: int
@@ -302,12 +303,12 @@ def _held_out(config: RecipeConfig, prompts: Sequence[_Kept[PromptRow]]) -> _Cho
 
 
 def _on_each_side(kept: Sequence[_Kept[T]], other: set[str]) -> Sides[T]:
-    """Rows for training, and rows whose question goes by a name in ``other``; ids made unique."""
+    """Training rows, and rows whose question has a name in ``other``; ids made unique."""
     ids = Counter(item.row.sample_id for item in kept)
     sides: Sides[T] = ([], [])
     for item in kept:
         made: Any = item.made
-        if ids[item.row.sample_id] > 1:  # results are paired by id, so one id may not be two rows
+        if ids[item.row.sample_id] > 1:  # results are paired by id, so ids must be unique
             unique = f"{item.row.sample_id}~{item.row.content_key[:8]}"
             made = dataclasses.replace(made, sample_id=unique)
         sides[not other.isdisjoint(item.row.question_names)].append(made)

@@ -1,10 +1,10 @@
-"""Prepared rows on disk: what the data stage writes and every later stage reads.
+"""Prepared rows on disk: written by the data stage, read by every later stage.
 
 In: :class:`PromptRow` and :class:`DemonstrationRow` values. Out: Parquet files, and back.
 
-A file names its kind and format version in the Parquet schema, so that a stage that is pointed at
-the wrong file says so instead of training on it. ``truth`` and ``rubrics`` travel as JSON text.
-The same rows give the same bytes (with one version of pyarrow): nothing of time or place is stored.
+A file names its kind and format version in the Parquet schema, so that a stage given
+the wrong file refuses it instead of training on it. ``truth`` and ``rubrics`` are stored as JSON
+text. The same rows give the same bytes (with one version of pyarrow): no time or place is stored.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def write_prompts(path: Path, rows: Sequence[PromptRow]) -> None:
 
 
 def load_prompts(path: Path) -> list[PromptRow]:
-    """Read prompts back, in the order in which they were written.
+    """Read prompts back, in the order of writing.
 
     Raises
     ------
     DataError
-        If the file is missing, not Parquet, or holds something other than prompts.
+        The file is missing, not Parquet, or contains something other than prompts.
     """
     rows = _read(path, PROMPT_SCHEMA)
     for row in rows:
@@ -84,12 +84,12 @@ def write_demonstrations(path: Path, rows: Sequence[DemonstrationRow]) -> None:
 
 
 def load_demonstrations(path: Path) -> list[DemonstrationRow]:
-    """Read demonstrations back, in the order in which they were written.
+    """Read demonstrations back, in the order of writing.
 
     Raises
     ------
     DataError
-        If the file is missing, not Parquet, or holds something other than demonstrations.
+        The file is missing, not Parquet, or contains something other than demonstrations.
     """
     return [
         DemonstrationRow(row["sample_id"], tuple(row["input_ids"]), tuple(row["loss_mask"]))
@@ -115,7 +115,7 @@ def _read(path: Path, schema: Any) -> list[dict[str, Any]]:
         raise DataError(
             f"{path} does not exist, or is not a complete Parquet file ({error})",
             expected=f"prepared {kind}, as the data stage has written them",
-            fix="delete the data stage's folder and run the recipe again, which prepares it anew",
+            fix="delete the data stage's folder and run the recipe again, which prepares it again",
         ) from error
     metadata = table.schema.metadata or {}
     found = metadata.get(_KIND_KEY, b"rows of an unknown kind").decode()

@@ -1,7 +1,7 @@
-"""What a raw row must be: validation of both row forms, normalised to one.
+"""Validation of raw rows in both forms, normalised to one.
 
 In: :class:`RawRow` values from :mod:`refiner_core.data.sources`.
-Out: :class:`Row` values, or a :class:`DataError` that names file, line, and what was expected.
+Out: :class:`Row` values, or a :class:`DataError` with file, line, and the expected form.
 
 ====================== ==================================================================
 form                   columns
@@ -12,9 +12,9 @@ messages               ``messages`` [{role, content}], ``ground_truth`` (JSON te
                        {query, rubrics: [{title, description, weight}]}), ``dataset``
 ====================== ==================================================================
 
-The question is the ground truth's ``query``; where there is none, what the ``<query>`` tag of the
-prompt holds, then ``metadata.tool_query``, then the whole prompt. ``truth`` (what a generator
-knows) passes through untouched.
+The question is the ground truth's ``query``; without one, the content of the prompt's ``<query>``
+tag, then ``metadata.tool_query``, then the whole prompt. ``truth`` (a generator's ground truth)
+passes through unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from refiner_core.rubrics import normalise_rubrics
 def choose_questions(questions: Iterable[str], share: float, seed: int, purpose: str) -> set[str]:
     """A seeded ``share`` of the distinct questions.
 
-    At least one question is chosen where ``share`` is above 0, and at least one is left; with fewer
+    At least one question is chosen if ``share`` is above 0, and at least one is left; with fewer
     than two questions none is. ``purpose`` keeps different splits of one seed independent.
     """
     distinct = sorted(set(questions))
@@ -48,10 +48,10 @@ def choose_questions(questions: Iterable[str], share: float, seed: int, purpose:
 
 
 def same_questions(rows: Sequence[tuple[str, ...]]) -> dict[str, str]:
-    """Each name that occurs, and the one name of its question.
+    """Map each name to the one name of its question.
 
-    Rows that share a name, directly or by way of others, ask the same question. It goes by what a
-    row puts first; of several such names by the first in alphabetical order.
+    Rows that share a name, directly or through others, ask the same question. Its name is the first
+    one of a row; of several such names the first in alphabetical order.
     """
     above: dict[str, str] = {}
 
@@ -76,7 +76,7 @@ _RUBRICS = (
     "`rubrics` (positive_rubrics and negative_rubrics), or `ground_truth` (query and rubrics)"
 )
 _FORMS = "columns conversations + rubrics + metadata, or messages + ground_truth + dataset"
-#: Names that rows bring along (modes, domains) stand on cards and in reports.
+#: Names from rows (modes, domains) appear on cards and in reports.
 _PLAIN_NAME = re.compile(r"\w[\w .:+/-]{0,63}")
 
 Message = dict[str, str]
@@ -100,33 +100,33 @@ class Row:
 
     @property
     def prompt_text(self) -> str:
-        """What the model is shown: the user's and the tools' messages as they stand in the row."""
+        """The prompt: the user's and the tools' messages, verbatim."""
         shown = [m["content"] for m in self.messages if m["role"] in ("user", "tool")]
         return "\n\n".join(shown)
 
     @property
     def evidence(self) -> ParsedEvidence:
-        """The prompt's pieces of evidence that have an id to cite."""
+        """The prompt's evidence with citable ids."""
         return parse_evidence(self.prompt_text)
 
     @property
     def content_key(self) -> str:
-        """Equal for rows that ask the same and teach or judge the same, whatever their ids."""
+        """Equal for rows with the same prompt, answer and rubrics, whatever their ids."""
         parts = [list(map(dict, self.messages)), self.answer, self.rubrics, self.refiner_mode]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @property
     def question_key(self) -> str:
-        """Equal for the same question up to case and spacing; what a seeded split draws by."""
+        """Equal for the same question up to case and spacing; key of a seeded split."""
         return " ".join(self.question.casefold().split())
 
     @property
     def question_names(self) -> tuple[str, ...]:
-        """Give what the question goes by: its own text, the same as texts are compared, and so the
-        prompt as a whole.
+        """The names of the question: its own text, its normalised text, and the normalised
+        prompt.
 
-        Two rows may spell one question differently (a question mark, curly quotes), or show one
-        prompt and name its question differently (``ground_truth.query`` in one form, the
+        Two rows may spell one question differently (a question mark, curly quotes), or have one
+        prompt and different names of its question (``ground_truth.query`` in one form, the
         ``<query>`` tag in the other).
         """
         return self.question_key, compared(self.question), compared(self.prompt_text)
@@ -138,7 +138,7 @@ def parse_row(raw: RawRow, which: Which) -> Row:
     Raises
     ------
     DataError
-        If the row has neither form, or a part of it cannot be used.
+        The row has neither form, or a part of it is invalid.
     """
     try:
         return _parsed(raw, which)
@@ -170,7 +170,7 @@ def _parsed(raw: RawRow, which: Which) -> Row:
             f"{raw.origin}: {error.what}", expected=error.expected, fix=error.fix
         ) from error
     truth = None if row.get("truth") is None else json_object(raw, "truth")
-    json.dumps(truth)  # it is written as JSON later, where nobody knows the row any more
+    json.dumps(truth)  # later it is written as JSON, without the row's origin
     return Row(
         sample_id=str(sample_id) if sample_id is not None else _derived_id(messages, answer),
         question=str(question).strip(),
@@ -183,7 +183,7 @@ def _parsed(raw: RawRow, which: Which) -> Row:
 
 
 def plain_name(raw: RawRow, what: str, value: Any) -> str:
-    """A name that a row brings along and that is fit for cards and reports."""
+    """A name from a row, if it is safe for cards and reports."""
     if not _PLAIN_NAME.fullmatch(str(value)):
         expected = "a short name of letters, digits, spaces and `_.:+/-`"
         raise raw.wrong(f"has the {what} {str(value)[:40]!r}", expected)
@@ -191,10 +191,10 @@ def plain_name(raw: RawRow, what: str, value: Any) -> str:
 
 
 def json_object(raw: RawRow, name: str) -> Mapping[str, Any]:
-    """A column that is a JSON object, also given as text (as Parquet files do); empty where there
+    """A column with a JSON object, also as text (as in Parquet files); empty if there
     is none."""
     value = raw.row.get(name)
-    if isinstance(value, list) and len(value) == 1:  # as the reference trainer has ground truth
+    if isinstance(value, list) and len(value) == 1:  # the reference trainer's form of ground truth
         value = value[0]
     try:
         value = json.loads(value) if isinstance(value, str) else value
@@ -206,7 +206,7 @@ def json_object(raw: RawRow, name: str) -> Mapping[str, Any]:
 
 
 def _tagged(prompt: str) -> str:
-    """Give what the first ``<query>`` holds, in linear time; empty where there is none."""
+    """Content of the first ``<query>``, in linear time; empty without one."""
     _, _, rest = prompt.partition("<query>")
     query, closed, _ = rest.partition("</query>")
     return query if closed else ""
@@ -239,7 +239,7 @@ def _messages(raw: RawRow, values: Any) -> list[Message]:
 def _split_turns(
     raw: RawRow, messages: list[Message], which: Which
 ) -> tuple[list[Message], str | None]:
-    """Prompt and answer; an RL row's closing assistant turn, if it has one, is left out."""
+    """Prompt and answer; an RL row's final assistant turn, if any, is dropped."""
     closes = messages[-1]["role"] == "assistant"
     if which == "sft" and not closes:
         raise DataError(

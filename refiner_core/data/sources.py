@@ -1,8 +1,8 @@
-"""Where raw rows come from, and what identifies their content.
+"""Sources of raw rows, and the identity of their content.
 
 In: ``DataConfig`` (a path, Hub id or ``builtin:synthetic`` per kind of row).
-Out: :func:`read_rows` gives the rows with their place in the source; :func:`source_digest` gives a
-content hash for the plan, without network, torch or parsing.
+Out: :func:`read_rows` yields the rows with their place in the source; :func:`source_digest` returns
+a content hash for the plan, without network, torch or parsing.
 
 ============================== =================================== =========================
 a source is                    recognised by                       its digest
@@ -11,10 +11,10 @@ JSON Lines                     file ending .jsonl, .ndjson, .json  SHA-256 of th
 Parquet                        file ending .parquet                SHA-256 of the file
 `datasets` folder              folder made by ``save_to_disk``     SHA-256 of its Arrow files
 Hub data set                   ``owner/name`` that is no file      id, pinned revision, split
-the embedded world             ``builtin:synthetic``               sizes, seed, sample of rows
+synthetic rows                 ``builtin:synthetic``               sizes, seed, sample of rows
 ============================== =================================== =========================
 
-A digest never contains a path: a data set that was moved is still the same data set.
+A digest never contains a path: a moved data set is still the same data set.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ _FORMS = (
     f"a pinned revision, or {SYNTHETIC}"
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-#: Names that move as soon as somebody pushes; a digest of them would promise too much.
+#: Names that change with every push; a digest of them would not identify the content.
 _MOVING_REVISIONS = frozenset({"main", "master", "HEAD"})
-#: Generated rows that enter the digest, so that a changed generator is noticed without a version.
+#: Generated rows in the digest, so that a changed generator is noticed without a version.
 _SAMPLED_ROWS = 3
 
 
 class RawRow(NamedTuple):
-    """A row as it stands in its source; ``origin`` is ``file:line`` for messages."""
+    """A row as in its source; ``origin`` is ``file:line`` for messages."""
 
     origin: str
     line: int
     row: dict[str, Any]
 
     def wrong(self, what: str, expected: str) -> DataError:
-        """The error that says so of this row."""
+        """An error about this row."""
         fix = "correct that row, or leave it out of the file"
         return DataError(f"{self.origin} {what}", expected=expected, fix=fix)
 
 
 @dataclass(frozen=True)
 class Source:
-    """One recognised source. ``path`` is as the user wrote it; ``size`` counts generated rows."""
+    """One recognised source. ``path`` is as written by the user; ``size`` counts generated rows."""
 
     which: Which
     kind: SourceKind
@@ -78,17 +78,17 @@ class Source:
 
 
 def resolve_source(config: DataConfig, which: Which, *, pinned: bool = True) -> Source:
-    """Decide what ``data.{which}_path`` means.
+    """Resolve ``data.{which}_path``.
 
-    ``pinned=False`` lets a moving revision such as ``main`` pass: a plan may be looked at before
-    somebody has chosen a commit, but nothing is run on it.
+    ``pinned=False`` accepts a moving revision such as ``main``: a plan can be shown before
+    a commit is chosen, but nothing is run on it.
 
     Raises
     ------
     DataError
-        If a local file or folder does not exist or is of no known form.
+        A local file or folder does not exist or has an unknown form.
     ConfigurationError
-        If a Hub id has no pinned revision, or a builtin does not exist.
+        A Hub id has no pinned revision, or a builtin does not exist.
     """
     path: str | None = getattr(config, f"{which}_path")
     split: str = getattr(config, f"{which}_split")
@@ -144,14 +144,14 @@ def _missing(which: Which, path: str, local: Path) -> DataError:
 
 
 def source_digest(config: DataConfig, which: Which) -> str:
-    """Give what identifies the rows of ``which``, by content; cheap, offline and torch-free.
+    """Content digest of the rows of ``which``; cheap, offline and torch-free.
 
     Raises
     ------
     DataError
-        If the source does not exist or is of no known form.
+        The source does not exist or has an unknown form.
     ConfigurationError
-        If a Hub id has no pinned revision.
+        A Hub id has no pinned revision.
     """
     source = resolve_source(config, which, pinned=False)
     if source.kind == "none":
@@ -189,7 +189,7 @@ def _content_files(source: Source) -> list[Path]:
 
 
 def _split_folder(source: Source) -> Path:
-    """The folder of one split of a saved `datasets` folder (itself, where it has no splits)."""
+    """The folder of one split of a saved `datasets` folder (itself, if it has no splits)."""
     local, wanted = Path(source.path).expanduser(), source.split
     listing, state = local / "dataset_dict.json", local / "state.json"
     if listing.is_file():
@@ -221,7 +221,7 @@ def read_rows(source: Source) -> Iterator[RawRow]:
     Raises
     ------
     DataError
-        If a line cannot be read (``file:line`` and the reason), or the source holds no rows.
+        A line cannot be read (``file:line`` and the reason), or the source has no rows.
     """
     readers = {
         "none": lambda _: iter(()),
@@ -285,12 +285,12 @@ def _read_datasets(source: Source) -> _Rows:
     from datasets import load_dataset, load_from_disk
 
     if source.kind == "folder":
-        _content_files(source)  # refuses what is incomplete with our own words
+        _content_files(source)  # refuses an incomplete folder with a clear message
         rows: Any = load_from_disk(str(_split_folder(source)))
     else:
         try:
             rows = load_dataset(source.path, split=source.split, revision=source.revision)
-        except Exception as error:  # the client raises OS, HTTP, value and its own errors alike
+        except Exception as error:  # the client raises OS, HTTP, value and its own errors
             field = f"data.{source.which}"
             raise DataError(
                 f"Hub data set {source.path}@{source.revision} could not be read: "

@@ -1,25 +1,25 @@
-"""Rows of the embedded world, in the row schema of the refiner task, and the scenes behind them.
+"""Synthetic rows in the schema of the refiner task, and the scenes behind them.
 
 In: a kind (``sft`` or ``rl``), a number of rows and a seed.
 Out: rows with ``conversations``, ``rubrics`` (a JSON string), ``metadata`` and ``truth``.
 
-Questions are about invented facts, so nothing can be answered from memory. Each prompt holds 3–5
-snippets of which one or two answer; the others are near misses (a similar name, another attribute
-of the same name, a survey that mentions the question without an answer). About 30 % of the
-demonstrations have one flaw, named in ``metadata.flaw``, as real demonstrations do.
+Questions are about invented facts, so nothing can be answered from memory. Each prompt has 3–5
+snippets, of which one or two answer it; the others are near misses (a similar name, another
+attribute of the same name, a survey that mentions the question without an answer). About 30 % of
+the demonstrations have one flaw, named in ``metadata.flaw``, as real demonstrations do.
 
-A snippet's title stands as plain text directly before its tag, and a demonstration restates that
+A snippet's title is plain text directly before its tag, and a demonstration restates that
 title before the claim's tag (`` Nabsuf crop<snippet id=S_a2B9> …``). A model of a million
-parameters needs this lead to find the right id; without it evidence selection is not learnt at
+parameters needs this cue to find the right id; without it evidence selection is not learned at
 this size.
 
 ``truth`` is for measurement (:mod:`refiner_core.data.truth`); no reward may read it.
 
-Rubric weights: a required fact weighs four times as much as a thing that must not be said. Where
-the two weigh the same, a second claim is a risk that does not pay, and a policy learns to say
+Rubric weights: a required fact weighs four times as much as a forbidden statement. With equal
+weights a second claim is a risk that does not pay, and a policy learns to say
 less.
 
-Row ``i`` depends on the kind, the seed and ``i`` alone: asking for more rows appends rows.
+Row ``i`` depends on the kind, the seed and ``i`` alone: requesting more rows appends rows.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from refiner_core.words import World
 FLAWS = ("missing_fact", "wrong_citation", "off_query_claim", "format_slip")
 
 
-#: Snippets in the tool output; at least one more than the facts that are asked for.
+#: Snippets in the tool output; at least one more than the requested facts.
 _SNIPPETS = (3, 5)
-#: Share of rows that ask for two facts instead of one, and of prompts in which the agent says a
+#: Share of rows with two requested facts instead of one, and of prompts in which the agent says a
 #: sentence before the tool output.
 _TWO_FACT_SHARE, _REASONING_SHARE = 0.5, 0.3
 #: Share of demonstrations with one flaw of :data:`FLAWS`.
@@ -55,7 +55,7 @@ class _Fact:
 
 @dataclass(frozen=True)
 class _Snippet:
-    """One result of the search; ``fact`` is what it states, if it states one."""
+    """One search result; ``fact`` is the fact that it states, if any."""
 
     id: str
     title: str
@@ -65,7 +65,7 @@ class _Snippet:
 
 @dataclass(frozen=True)
 class _Scene:
-    """What is asked and what was found, in the order of the tool output."""
+    """The question and the search results, in the order of the tool output."""
 
     asked: tuple[_Fact, ...]
     snippets: tuple[_Snippet, ...]
@@ -98,7 +98,7 @@ def state(fact: _Fact, rng: random.Random) -> str:
 
 
 def _survey(fact: _Fact, rng: random.Random) -> tuple[str, str, None]:
-    """Title and text of a snippet that speaks of the question without answering it."""
+    """Title and text of a snippet that mentions the question without answering it."""
     kind = rng.choice(words.SURVEY_WORDS)
     text = f"A {kind} looks at the {fact.attribute} of {fact.entity}."
     return f"{fact.entity} {kind}", text, None
@@ -258,8 +258,8 @@ def generate_rows(
     Parameters
     ----------
     kind
-        ``sft`` rows end with a demonstration; ``rl`` rows hold the user's turn only. The two kinds
-        never share rows, whatever the seed.
+        ``sft`` rows end with a demonstration; ``rl`` rows have the user's turn only. The two kinds
+        never share rows, for any seed.
     n
         Number of rows.
     seed
@@ -293,7 +293,7 @@ def _row(kind: Kind, seed: int, index: int, flaw_share: float) -> dict[str, Any]
 
 
 def rubrics(scene: _Scene) -> dict[str, list[dict[str, Any]]]:
-    """Give what an answer must say and must not say; key phrases stand in double quotes."""
+    """Required and forbidden statements of an answer; key phrases are in double quotes."""
     positive = [
         {
             "title": f"{fact.entity} {fact.attribute}",
@@ -316,6 +316,6 @@ def rubrics(scene: _Scene) -> dict[str, list[dict[str, Any]]]:
 
 
 def truth(scene: _Scene) -> dict[str, Any]:
-    """The facts asked for, and the ids of the snippets that state them."""
+    """The requested facts, and the ids of the snippets that state them."""
     facts = [{**vars(fact), "ids": scene.ids_of(fact)} for fact in scene.asked]
     return {"facts": facts, "gold_ids": [i for fact in scene.asked for i in scene.ids_of(fact)]}

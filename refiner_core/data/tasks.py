@@ -4,27 +4,27 @@ In: the recipe's ``environment`` and ``data`` sections, the lengths of ``sft`` a
 tokenizer. Out: the files of :mod:`refiner_core.data.prepare`, under the same names.
 
 ``rl_train.parquet`` and ``rl_test.parquet`` have a row per task
-(:mod:`refiner_core.environments.protocol`). The split is the environment's own: a task of the test
-split that also stands in the train split (same id, or same content) is refused.
+(:mod:`refiner_core.environments.protocol`). The split is the environment's own: a test task that
+is also in the train split (same id, or same content) is refused.
 
 Demonstrations come from one of two sources:
 
-* the environment's expert (``environment.demonstrations``): each is an episode that is really
-  played, at a training task that is kept and a seed of its own;
+* the environment's expert (``environment.demonstrations``): each is a really played episode of
+  a kept training task with its own seed;
   ``environment.flawed_demonstrations`` of them with a mistake;
 * rows of conversations (``data.sft_path``; :mod:`refiner_core.data.conversations`).
 
-Either way their token ids are made by :mod:`refiner_core.environments.conversation`, as those of
-rollouts are. Rows are kept or dropped whole:
+Both are encoded by :mod:`refiner_core.environments.conversation`, like rollouts. Rows are kept or
+dropped whole:
 
 ================== ==========================================================================
 prompt_too_long    policy and tools > ``data.max_prompt_token_length``
 too_long_for_pack  they and one turn > ``grpo.max_token_length``
 answer_too_long    a demonstration > ``sft.pack_length``
-over_max_rows      ``environment.max_train_tasks`` / ``data.max_sft_rows`` were reached before it
+over_max_rows      ``environment.max_train_tasks`` / ``data.max_sft_rows`` were reached first
 no_call            a demonstration with a turn of the assistant that is no tool call
-held_out_task      a demonstration at a task that evaluation will set
-duplicate          the same conversation stands in an earlier row
+held_out_task      a demonstration of a held-out task
+duplicate          the same conversation as in an earlier row
 ================== ==========================================================================
 """
 
@@ -80,20 +80,20 @@ def prepare_tasks(
     Returns
     -------
     dict
-        The report, as it also stands in ``report.json``; the form of
-        :func:`refiner_core.data.prepare.prepare_data`, with ``environment`` and ``domains`` beside.
+        The report, as in ``report.json``; the form of
+        :func:`refiner_core.data.prepare.prepare_data`, plus ``environment`` and ``domains``.
 
     Raises
     ------
     DataError
         Splits share a task, tasks or rows are malformed, or nothing is left.
     ConfigurationError
-        Demonstrations are wanted of an environment that has no expert, or partial credit is set
-        for a domain that it does not have.
+        Demonstrations are requested of an environment without an expert, or partial credit is set
+        for an unknown domain.
     Interrupted
-        If ``io`` asked to stop.
+        ``io`` requested a stop.
     """
-    if not config.environment.domains:  # else only those in use are known
+    if not config.environment.domains:  # else only the used ones are known
         check_settings(config.environment.shaping, environment.domains())
     work = _Work(config, environment, tokenizer, io)
     rl = Tally(f"{environment.name} {environment.version}", digest)
@@ -131,7 +131,7 @@ def prepare_tasks(
 def _splits(
     config: RecipeConfig, environment: Environment
 ) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-    """Training and held-out tasks, of which none is the same."""
+    """Training and held-out tasks; raises if they overlap."""
     names = (config.environment.train_split, config.environment.test_split)
     train, test = environment.tasks(names[0]), environment.tasks(names[1])
     for what, of in (("id", lambda t: t.id), ("content", _content)):
@@ -141,7 +141,7 @@ def _splits(
             raise DataError(
                 f"Task {found.domain}/{found.id} of the split {names[1]!r} has the {what} of "
                 f"{same.domain}/{same.id} of {names[0]!r}",
-                expected="held-out tasks that no training task is the same as",
+                expected="held-out tasks that differ from all training tasks",
                 fix="correct environment.tasks, environment.train_split or environment.test_split",
             )
     return train, test
@@ -152,7 +152,7 @@ def _content(task: Task) -> str:
 
 
 def _limited(rows: list[_R], most: int | None, seed: int, what: str, counts: Tally) -> list[_R]:
-    """A seeded choice of at most so many, in their order."""
+    """A seeded choice of at most ``most`` rows, in their order."""
     if most is None or len(rows) <= most:
         return rows
     order = sorted(rows, key=lambda row: derive_seed(seed, "limit", what, row.sample_id))
@@ -162,7 +162,7 @@ def _limited(rows: list[_R], most: int | None, seed: int, what: str, counts: Tal
 
 
 def _validation(config: RecipeConfig, rows: Sequence[DemonstrationRow]) -> Sides[DemonstrationRow]:
-    """Training and validation rows; all demonstrations at one task are on one side."""
+    """Training and validation rows; all demonstrations of one task are on one side."""
     tasks = sorted({_task_of(row) for row in rows})
     count = round(config.data.validation_fraction * len(tasks))
     seed = config.data.split_seed
@@ -179,7 +179,7 @@ def _task_of(row: DemonstrationRow) -> str:
 
 
 class _Work:
-    """Tokenises what an environment has."""
+    """Tokenises an environment's data."""
 
     def __init__(
         self, config: RecipeConfig, environment: Environment, tokenizer: Any, io: StageIO | None
@@ -188,7 +188,7 @@ class _Work:
         self.tokenizer, self.io = tokenizer, io
 
     def prompts(self, domains: set[str], counts: Tally) -> dict[str, tuple[int, ...]]:
-        """Give what all episodes of a domain begin with."""
+        """The common prefix of all episodes of a domain."""
         found = {}
         for domain in sorted(domains):
             policy, tools = self.environment.policy(domain), self.environment.tools(domain)
@@ -199,7 +199,7 @@ class _Work:
     def rows(
         self, tasks: Sequence[Task], prompts: dict[str, tuple[int, ...]], counts: Tally
     ) -> list[PromptRow]:
-        """Tasks as rows, where they fit."""
+        """Tasks as rows, if they fit."""
         grpo, longest = self.config.grpo, self.config.data.max_prompt_token_length
         kept = []
         for task in tasks:
@@ -221,7 +221,7 @@ class _Work:
         prompts: dict[str, tuple[int, ...]],
         digest: str,
     ) -> tuple[Tally, list[DemonstrationRow]]:
-        """Demonstrations from whichever source the recipe names."""
+        """Demonstrations from the recipe's source."""
         if self.config.data.sft_path not in (None, BUILTIN_ROWS):
             counts, rows = self._from_rows(test)
         elif self.config.environment.demonstrations:
@@ -268,7 +268,7 @@ class _Work:
     def _from_expert(
         self, train: Sequence[Task], prompts: dict[str, tuple[int, ...]], counts: Tally
     ) -> list[DemonstrationRow]:
-        """Task after task, in a shuffled order, until there are enough."""
+        """Task by task, in a shuffled order, until there are enough."""
         expert, wanted = self.environment, self.config.environment.demonstrations
         if not isinstance(expert, HasExpert):
             raise ConfigurationError(
@@ -299,7 +299,7 @@ class _Work:
         return rows
 
     def _task(self, train: Sequence[Task], number: int) -> Task:
-        """The task of the ``number``-th demonstration: every one once before any comes again."""
+        """The task of the ``number``-th demonstration: all tasks once before any repeats."""
         turn, place = divmod(number, len(train))
         seed = self.config.data.split_seed
         order = sorted(train, key=lambda t: derive_seed(seed, "demonstrated", turn, t.id))
@@ -329,7 +329,7 @@ class _Work:
             raise DataError(
                 f"The expert of {self.environment.name} does not solve its own task "
                 f"{task.domain}/{task.id} (reward {outcome.reward:g}, {outcome.failure})",
-                expected="demonstrations that show how it is done",
+                expected="demonstrations that solve the task",
                 fix="see `refiner environments check`",
             )
         counts.more["flawed"] += flawed
@@ -347,7 +347,7 @@ def _nothing_left(config: RecipeConfig, counts: Tally, split: str) -> DataError:
         f"domain have up to {longest} tokens",
         expected="tasks whose policy and tools fit, with a turn",
         fix=f"set data.max_prompt_token_length={longest} and grpo.max_token_length={needed} or "
-        "more, where the model's window allows it",
+        "more, if the model's window allows it",
     )
 
 

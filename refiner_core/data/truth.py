@@ -1,8 +1,8 @@
-"""How good an answer really is, measured against what the generator knows.
+"""Quality of an answer by the generator's ground truth.
 
 In: an answer text and the ``truth`` column of a generated row. Out: shares in [0, 1].
 
-This is the yardstick for rewards, so it shares no code with them: a reward that learns to fool its
+Rewards are measured against these scores, so they share no code: a reward that learns to fool its
 own parser does not fool this one.
 """
 
@@ -23,7 +23,7 @@ class _Claim(NamedTuple):
 
 
 def _claims(answer_text: str) -> list[_Claim]:
-    """The claims of the single answer block; none where there is not exactly one block."""
+    """The claims of the single answer block; none unless there is exactly one block."""
     one_block = answer_text.count("<answer>") == answer_text.count("</answer>") == 1
     block = _ANSWER.search(answer_text) if one_block else None
     if block is None:
@@ -50,23 +50,23 @@ def _states(claim: _Claim, fact: Mapping[str, Any]) -> bool:
 
 
 def score_truth(answer_text: str, truth: Mapping[str, Any]) -> dict[str, float]:
-    """Score an answer against the facts that it should have given.
+    """Score an answer against the facts that it should state.
 
     Parameters
     ----------
     answer_text
-        What the model wrote.
+        The model's text.
     truth
         ``{"facts": [{"entity", "attribute", "value", "ids"}], "gold_ids": [...]}``.
 
     Returns
     -------
     dict
-        ``fact_recall``: share of the facts that a claim states. ``citation_precision``: share of
-        the citations (claim, id) in which the id states the fact that the claim states.
-        ``citation_recall``: share of the gold ids that are cited so. ``citation_f1``: their
+        ``fact_recall``: share of the facts stated by a claim. ``citation_precision``: share of
+        the citations (claim, id) whose id states the fact that the claim states.
+        ``citation_recall``: share of the gold ids that are cited correctly. ``citation_f1``: their
         harmonic mean. ``oracle``: mean of ``fact_recall`` and ``citation_f1``. ``claims``: number
-        of claims. All are 0 where there is not exactly one answer block.
+        of claims. All are 0 unless there is exactly one answer block.
     """
     claims = _claims(answer_text)
     stated = [[fact for fact in truth["facts"] if _states(claim, fact)] for claim in claims]

@@ -1,14 +1,14 @@
-"""Check of an environment against its protocol: for who writes one, before a run needs it.
+"""Check of a custom environment against its protocol, before a run needs it.
 
-In: an :class:`~refiner_core.environments.protocol.Environment` and how much of it to look at. Out:
-findings, errors first. Episodes are really begun and stepped; a user simulator behind an endpoint
-is really asked.
+In: an :class:`~refiner_core.environments.protocol.Environment` and the number of tasks to try. Out:
+findings, errors first. Episodes are really started and stepped; a user simulator behind an endpoint
+is really called.
 
-What is checked: splits do not share tasks; ids are unique; tools have names and schemas, and one
-speaks to the user; every episode begins with words of the user; a tool that does not exist, wrong
-types and missing arguments are answered with a message and a ``tool_error`` instead of an
-exception; with ``deterministic`` an episode begins the same again; checks and rewards are what they
-should be; the expert, where there is one, solves every task.
+Checks: splits share no tasks; ids are unique; tools have names and schemas, and one speaks to the
+user; every episode starts with the user's words; an unknown tool, wrong types and missing arguments
+are answered with a message and a ``tool_error`` instead of an exception; with ``deterministic`` an
+episode starts the same again; checks and rewards are valid; the expert, if there is one, solves
+every task.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from refiner_core.environments.protocol import (
 
 _SEED = 7
 _NO_SPLIT = "no_such_split"
-#: Values of a type that no string, number, boolean or list schema takes.
+#: Values of a type that no string, number, boolean or list schema accepts.
 _WRONG_VALUE = {"type": ["object"]}
 
 
@@ -38,7 +38,7 @@ Level = Literal["error", "warning"]
 
 
 class Finding(NamedTuple):
-    """``where`` is a split, domain, tool or task; ``what`` says what is wrong with it."""
+    """``where`` is a split, domain, tool or task; ``what`` describes the problem."""
 
     level: Level
     where: str
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """Findings of a check. ``tasks`` counts those that were tried, by split."""
+    """Findings of a check. ``tasks`` counts the tried tasks, by split."""
 
     findings: tuple[Finding, ...]
     tasks: dict[str, int]
@@ -54,7 +54,7 @@ class Checked(NamedTuple):
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Findings that a run would stumble over."""
+        """Findings that would break a run."""
         return tuple(f for f in self.findings if f.level == "error")
 
 
@@ -71,7 +71,7 @@ def check_environment(
     for split, tasks in by_split.items():
         count = len(tasks) if most is None else min(most, len(tasks))
         tried[split] = count
-        for task in (tasks[i * len(tasks) // count] for i in range(count)):  # from all over
+        for task in (tasks[i * len(tasks) // count] for i in range(count)):  # spread over all
             where = f"{task.domain}/{task.id}"
             found += _guarded(where, _of_task(environment, task))
             if expert is not None:
@@ -86,7 +86,7 @@ _Found = Iterator[tuple[Level, str]]
 
 
 def _guarded(where: str, tried: _Found) -> Iterator[Finding]:
-    """Findings at one place, and what is raised there."""
+    """Findings at one place, including exceptions."""
     try:
         for level, what in tried:
             yield Finding(level, where, what)
@@ -107,7 +107,7 @@ def _of_tasks(by_split: dict[str, tuple[Task, ...]]) -> Iterator[Finding]:
 
 
 def _of_no_split(environment: Environment) -> _Found:
-    """A split that there is not: tasks of another in its place would be trained on or measured."""
+    """Check an unknown split: tasks of another split would leak into training or evaluation."""
     with contextlib.suppress(DataError):
         if environment.tasks(_NO_SPLIT):
             yield "error", "there is no such split, and it has tasks: a typing error passes"
@@ -132,7 +132,7 @@ def _of_domain(environment: Environment, domain: str) -> Iterator[Finding]:
 
 
 def _of_task(environment: Environment, task: Task) -> _Found:
-    """Findings of one task's episode, given what models do."""
+    """Findings of one task's episode under typical model behaviour."""
     if task.domain not in environment.domains():
         yield "error", f"its domain {task.domain!r} is none of the environment's"
         return
@@ -154,7 +154,7 @@ def _of_task(environment: Environment, task: Task) -> _Found:
     elif outcome.failure is None:
         yield "error", "an episode that failed does not say why (outcome().failure)"
     if not outcome.checks:
-        yield "warning", "it has no checks: no partial credit, and nobody sees what was missing"
+        yield "warning", "it has no checks: no partial credit, and no record of what was missing"
     episode.close()
     if environment.deterministic:
         again = environment.episode(task)

@@ -1,19 +1,19 @@
-"""The token ids of an episode: appended to, never tokenised again.
+"""The token ids of an episode: append-only, never tokenised again.
 
 In: messages as text, sampled token ids with their log-probabilities. Out: one sequence of ids, and
-for each of them whether the model sampled it.
+for each id whether the model sampled it.
 
-What a model was conditioned on is what it is trained on, to the token. A conversation that is
-rendered and tokenised anew for every turn is not: the same text has many spellings in tokens
-(``get`` + ``_order`` or ``get_`` + ``order``), sampling picks any of them, and templates rewrite
-earlier turns. So a turn's ids go in as they were sampled, and only what others say is tokenised,
-once, when it comes. Two things follow that a template alone would do otherwise:
+A model is trained on exactly the tokens that it was conditioned on. Rendering and tokenising the
+conversation again for every turn would violate this: the same text has many tokenisations (``get``
++ ``_order`` or ``get_`` + ``order``), sampling picks any of them, and templates rewrite earlier
+turns. So a turn's ids are appended as sampled, and only other messages are tokenised, once, on
+arrival. This differs from a template in two ways:
 
-- The empty think block that Qwen3 puts before a turn where thinking is off stays before *every*
-  turn; its own history drops it from earlier ones. The ids are those that were conditioned on.
-- A boundary of turns is a boundary of tokens, also where text across it would merge into one.
+- The empty think block that Qwen3 puts before a turn with thinking off stays before *every* turn,
+  while the template drops it from earlier ones. The ids are those of the conditioning.
+- A boundary of turns is a boundary of tokens, even if text across it would merge into one.
 
-Demonstrations for SFT are made by the same code, so that they and rollouts agree on every token
+Demonstrations for SFT use the same code, so that they and rollouts agree on every token
 that is not the model's own.
 """
 
@@ -34,7 +34,7 @@ _Turn = dict[str, str]
 TEMPLATE_FIX = "set model.chat_template to a ChatML-like template, or use another tokenizer"
 _SYSTEM: _Turn = {"role": "system", "content": "REFINER-RULES"}
 _AGENT = "REFINER-AGENT-TURN"
-#: Stands for all that came before an agent's turn, and for the turn.
+#: Placeholders for everything before an agent's turn, and for the turn.
 _HISTORY: tuple[_Turn, ...] = (
     _SYSTEM,
     {"role": "user", "content": "REFINER-TASK"},
@@ -42,8 +42,8 @@ _HISTORY: tuple[_Turn, ...] = (
 )
 
 
-#: Messages that show whether a template writes them as they are: white space around, quotes, what
-#: templates look for. Rendering each message anew would take as long as all else between two turns.
+#: Messages that test whether a template copies them verbatim: surrounding white space, quotes,
+#: strings that templates search for. Rendering each message would double the time between turns.
 _PROBES = (
     ' a "b" <c>\n',
     "\n\n{'d': [1]}",
@@ -55,27 +55,27 @@ _PROBES = (
 
 
 class _Frame(NamedTuple):
-    """What a template puts around messages of given roles: ``texts[i]`` before message i, the last
-    one after all; ``control`` counts the special tokens in them; ``plain``: the messages themselves
-    stand there as they are, by :data:`_PROBES`."""
+    """A template's text around messages of given roles: ``texts[i]`` before message i, the last
+    one after all; ``control`` counts the special tokens in them; ``plain``: messages are copied
+    verbatim, as tested by :data:`_PROBES`."""
 
     texts: tuple[str, ...]
     control: int
     plain: bool = False
 
     def around(self, contents: Sequence[str]) -> str:
-        """The text up to the end of what follows the last of these contents."""
+        """The text from the start to the end of what follows the last of these contents."""
         filled = "".join(t + c for t, c in zip(self.texts, contents, strict=False))
         return filled + self.texts[len(contents)]
 
 
 class _TurnTemplate:
-    """The parts of a tokenizer's chat template; get it by :func:`turn_template`.
+    """The parts of a tokenizer's chat template; made by :func:`turn_template`.
 
     Raises
     ------
     ConfigurationError
-        The template has no such parts, or the tokenizer changes text that is tokenised in pieces.
+        The template has no such parts, or tokenising text in pieces changes it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -100,7 +100,7 @@ class _TurnTemplate:
         Raises
         ------
         DataError
-            A special token stands in the policy or in a tool's description.
+            The policy or a tool's description contains a special token.
         """
         listed = [tool.as_json() for tool in tools]
         for text in (policy, json.dumps(listed, ensure_ascii=False)):
@@ -110,17 +110,17 @@ class _TurnTemplate:
                     f"The policy or a tool's description holds {found.group()!r}, which is a "
                     "control token of the model: it would end the system's turn",
                     expected="rules and descriptions in plain text",
-                    fix="write it otherwise in the environment",
+                    fix="rephrase it in the environment",
                 )
         return self._encode(self._system_text({"role": "system", "content": policy}, listed))
 
     def own(self, text: str) -> tuple[int, ...]:
-        """Ids of an agent's turn that was written, not sampled. Special tokens in it are text."""
+        """Ids of an agent's written (not sampled) turn. Special tokens in it are plain text."""
         return self._encode_pieces(_cut(text, self._special), control=0)
 
     def ids(self, messages: Sequence[Message], *, first: bool) -> tuple[int, ...]:
-        """Ids of messages up to where the agent (next) writes: those that an episode begins with,
-        else those from behind the end of an agent's turn."""
+        """Ids of messages up to the start of the agent's (next) turn: the messages at the start of
+        an episode, else those after an agent's turn."""
         messages = [Message(m.role, whole_text(m.content)) for m in messages]
         frame = self._frame(tuple(m.role for m in messages), first=first)
         pieces = [frame.texts[0]]
@@ -159,7 +159,7 @@ class _TurnTemplate:
     def _as_rendered(
         self, frame: _Frame, messages: Sequence[Message], *, first: bool
     ) -> Sequence[str]:
-        """The contents as the template writes them: some trim, some write JSON."""
+        """The contents as rendered by the template: some trim, some write JSON."""
         roles = tuple(m.role for m in messages)
         contents = [m.content for m in messages]
         whole = self._rendered(roles, contents, first=first)
@@ -180,7 +180,7 @@ class _TurnTemplate:
         return written
 
     def _rendered(self, roles: Sequence[str], contents: Sequence[str], *, first: bool) -> str:
-        """What the template puts after the system's turn, or after the end of the agent's."""
+        """The template's text after the system's turn, or after the end of the agent's."""
         turns = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
         if first:
             text, behind = self._render([_SYSTEM, *turns], begin=True), self._rules_text
@@ -192,8 +192,8 @@ class _TurnTemplate:
         return text[len(behind) :]
 
     def _system_text(self, system: _Turn, tools: Sequence[Any]) -> str:
-        """The system's turn alone. Some templates render none without a user's, so it is what
-        stands before a user's turn, without that turn's opening."""
+        """The system's turn alone: the text before a user's turn, without that turn's opening,
+        since some templates render no system turn without a user's."""
         one, two = "REFINER-USER-A", "REFINER-USER-B"
         turns = [system, {"role": "user", "content": one}, {"role": "user", "content": two}]
         head, first, rest = self._render(turns, tools).partition(one)
@@ -244,10 +244,10 @@ class _TurnTemplate:
 
 
 def rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]], what: str, **options: Any) -> str:
-    """Turns as a tokenizer's chat template writes them; ``what`` they are, for the error."""
+    """Turns rendered by a tokenizer's chat template; ``what`` names them in the error."""
     try:
         text = tokenizer.apply_chat_template(list(turns), tokenize=False, **options)
-    except Exception as error:  # templates raise jinja2 and ValueError alike, in their own words
+    except Exception as error:  # templates raise jinja2 errors, ValueError and others
         raise ConfigurationError(
             f"The chat template cannot render {what}: {type(error).__name__}: {error}",
             expected="a template for system, user, assistant and tool turns in any order",
@@ -257,7 +257,7 @@ def rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]], what: str, **op
 
 
 def end_of_turn(after: str, tokenizer: Any) -> int:
-    """How much of the text after an assistant's turn is its end: up to the first special token."""
+    """Length of the end of an assistant's turn in the following text: up to a special token."""
     found = _any_of(set(tokenizer.all_special_tokens)).search(after)
     if found is None:
         raise ConfigurationError(
@@ -270,7 +270,7 @@ def end_of_turn(after: str, tokenizer: Any) -> int:
 
 
 def changes_pieces(so: str) -> ConfigurationError:
-    """A boundary of tokens would change the text."""
+    """Error for a tokenizer that changes text at a boundary of tokens."""
     return ConfigurationError(
         f"The tokenizer changes text that is tokenised in pieces, so {so}",
         expected="a byte-level tokenizer (Qwen, Llama 3, GPT and the like)",
@@ -279,12 +279,12 @@ def changes_pieces(so: str) -> ConfigurationError:
 
 
 def turn_template(tokenizer: Any) -> _TurnTemplate:
-    """The chat template of a tokenizer, taken apart once.
+    """The parts of a tokenizer's chat template, cached.
 
     Raises
     ------
     ConfigurationError
-        The template has no such parts, or the tokenizer changes text that is tokenised in pieces.
+        The template has no such parts, or tokenising text in pieces changes it.
     """
     return _turn_template(tokenizer, str(getattr(tokenizer, "chat_template", None)))
 
@@ -295,7 +295,7 @@ def _turn_template(tokenizer: Any, chat_template: str) -> _TurnTemplate:
 
 
 def whole_text(text: str) -> str:
-    """Text that can be encoded: halves of surrogate pairs, which JSON of others may bring, become
+    """Text that can be encoded: unpaired surrogates, which foreign JSON may contain, become
     U+FFFD."""
     try:
         text.encode()
@@ -305,13 +305,13 @@ def whole_text(text: str) -> str:
 
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:
-    """Finds any of them, the longest first; of none, never."""
+    """A pattern for any of the tokens, the longest first; with no tokens it never matches."""
     listed = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, listed)) if listed else r"(?!)")
 
 
 def _cut(text: str, tokens: re.Pattern[str]) -> list[str]:
-    """The text in pieces, each of which holds none of the tokens; at least one piece."""
+    """The text in pieces without any of the tokens; at least one piece."""
     pieces, begin = [], 0
     while found := tokens.search(text, begin):
         pieces.append(text[begin : found.start() + 1])
@@ -327,32 +327,32 @@ def _unclear(how: str) -> ConfigurationError:
     )
 
 
-#: Characters that no token has on the average; text has about 4.
+#: More characters than the average token has; text has about 4.
 _CHARACTERS = 64
 
 
 def prompt_ids(tokenizer: Any, policy: str, tools: Sequence[ToolSpec]) -> tuple[int, ...]:
-    """What all episodes of a domain begin with: the system turn with policy and tools.
+    """The common prefix of all episodes of a domain: the system turn with policy and tools.
 
     Raises
     ------
     ConfigurationError
-        The tokenizer or its chat template cannot be used for this; says why.
+        The tokenizer or its chat template cannot be used; the message has the reason.
     DataError
-        A control token of the model stands in the policy or a tool's description.
+        The policy or a tool's description contains a control token of the model.
     """
     return turn_template(tokenizer).system(policy, tools)
 
 
 class Conversation:
-    """One episode as tokens. Positions count from the beginning, the prompt included.
+    """One episode as tokens. Positions count from the start, prompt included.
 
     Parameters
     ----------
     tokenizer
-        Any of transformers with a chat template that knows system, user, assistant and tool turns.
+        A transformers tokenizer with a chat template for system, user, assistant and tool turns.
     prompt_ids
-        Of :func:`prompt_ids`.
+        From :func:`prompt_ids`.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
@@ -372,36 +372,36 @@ class Conversation:
 
     @property
     def own_mask(self) -> tuple[bool, ...]:
-        """True where the model sampled the token."""
+        """True for tokens sampled by the model."""
         return tuple(self._own)
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """The sampler's log-probabilities; NaN where the model sampled nothing."""
+        """The sampler's log-probabilities; NaN for tokens that the model did not sample."""
         return tuple(self._logprobs)
 
     def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """What :meth:`observe` would append: the end of the turn where it is missing, the messages
+        """The ids that :meth:`observe` would append: a missing end of turn, the messages
         and the beginning of the next turn."""
         ids = self._template.ids(messages, first=self._turns == 0)
         return (*self._missing_end(), *ids) if self._turns else ids
 
     def overflows(self, messages: Sequence[Message], room: int) -> bool:
-        """True if messages are so long that they cannot fit into ``room`` tokens. A tool's 5 MB
-        would take minutes to tokenise, in the thread that all episodes wait for."""
+        """True if messages are so long that they cannot fit into ``room`` tokens. Tokenising a tool
+        result of 5 MB would take minutes, in the thread that all episodes share."""
         return sum(len(message.content) for message in messages) > _CHARACTERS * max(0, room)
 
     def observe(self, messages: Sequence[Message]) -> None:
-        """Append what others say, up to where the model writes again."""
+        """Append messages to the model, up to the start of its next turn."""
         self.append(self.observation(messages))
 
     def append(self, observation: Sequence[int]) -> None:
-        """Append ids of :meth:`observation`, for who has counted them first."""
+        """Append ids of :meth:`observation`, for callers that counted them first."""
         self._add(observation, own=False)
         self._open = False
 
     def own(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append a turn as it was sampled, its stop token included.
+        """Append a turn as sampled, its stop token included.
 
         Parameters
         ----------
@@ -416,7 +416,7 @@ class Conversation:
         self._turns, self._open = self._turns + 1, True
 
     def close_turn(self, *, own: bool = False) -> None:
-        """Append the end-of-turn token where the model has not sampled it: it stops at
+        """Append the end-of-turn token if the model did not sample it: sampling stops at
         ``</tool_call>``. ``own``: as a token that carries loss, in demonstrations."""
         self._add(self._missing_end(), own=own)
         self._open = False
@@ -439,22 +439,22 @@ def demonstration(
     first_messages: Sequence[Message],
     turns: Sequence[tuple[ToolCall | str, Sequence[Message]]],
 ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Token ids and loss mask of an episode that somebody has shown.
+    """Token ids and loss mask of a demonstrated episode.
 
     Parameters
     ----------
     prompt_ids
-        Of :func:`prompt_ids`.
+        From :func:`prompt_ids`.
     first_messages
-        What the episode began with.
+        Messages at the start of the episode.
     turns
-        Each turn (a call, or text as it stands) with what was said after it. What follows the last
-        turn is left out: nothing is learned from it.
+        Each turn (a call, or verbatim text) with the messages after it. Messages after the last
+        turn are dropped, since nothing is learned from them.
 
     Returns
     -------
     tuple
-        Ids, and for each whether it carries loss: the turns and their end-of-turn tokens.
+        Ids, and whether each carries loss: the turns and their end-of-turn tokens do.
     """
     conversation = Conversation(tokenizer, prompt_ids)
     conversation.observe(first_messages)

@@ -1,34 +1,34 @@
-"""Many episodes at a time over one generator.
+"""Many concurrent episodes over one generator.
 
-In: a generator, an environment, and which tasks with which seeds. Out: one
+In: a generator, an environment, and tasks with their seeds. Out: one
 :class:`~refiner_core.contract.types.Completion` per episode, as each ends: all tokens after the
-prompt, which of them are the model's own, its log-probabilities, and the episode's record.
+prompt, the mask of the model's own, their log-probabilities, and the episode's record.
 
-How a turn runs: it is sampled up to ``</tool_call>`` and parsed
+**A turn** is sampled up to ``</tool_call>`` and parsed
 (:mod:`refiner_core.environments.turns`); its call is one ``step`` of the environment, in a thread,
-while other episodes decode; what is said then is appended to the conversation
-(:mod:`refiner_core.environments.conversation`), and the next turn may begin.
+while other episodes decode; the resulting messages are appended to the conversation
+(:mod:`refiner_core.environments.conversation`), and the next turn may start.
 
 **Repair.** A turn that is no call is sampled once more, at temperature 0, *in the same context*:
-the first attempt leaves no trace there, but stands in the record (``repaired``). So the context is
-always what the tokens after it were conditioned on, a task does not depend on the wording of an
-error message of ours, and every later turn sees the same form that demonstrations have. What it
-costs: the model is not told what was wrong, and a greedy turn is no sample of the policy; its
-log-probabilities are those at temperature 1. Who trains knows such turns by ``repaired``. Where the
-second attempt is no call either, the *first* one's tokens stay as the model's own last turn: they
-are the policy's own sample, and they are what failed. The episode ends (``no_call``, reward 0).
+the first attempt is dropped from it, but kept in the record (``repaired``). So the context is
+always the one that later tokens were conditioned on, a task does not depend on the wording of an
+error message of refiner, and every later turn has the form of demonstrations. The costs: the model
+gets no error message, and a greedy turn is no sample of the policy; its log-probabilities are those
+at temperature 1. Training recognises such turns by ``repaired``. If the second attempt is no call
+either, the *first* one's tokens stay as the model's own last turn: they are the policy's own
+sample, and they failed. The episode ends (``no_call``, reward 0).
 
-**Limits.** A turn may be as long as ``turn_tokens`` and the room that the context has. What tools
-and user say goes in whole or not at all: where it does not fit the episode ends
-(``context_limit``), as after ``max_turns`` (``turn_limit``). Such an episode is worth what the
-environment says of it as it stands, and where that is no success its failure is ``limit``.
+**Limits.** A turn is limited by ``turn_tokens`` and by the rest of the context. Messages of tools
+and the user are appended whole or not at all: if they do not fit, the episode ends
+(``context_limit``), as after ``max_turns`` (``turn_limit``). The environment values such an episode
+as it stands; if it is no success, its failure is ``limit``.
 
 **Time.** ``turn_timeout_s`` and ``episode_timeout_s`` count the environment's own work, not the
-model's, and not a wait for a thread. A tool that hangs is left to itself: its episode ends with an
-error (``turn_timeout``), others go on, and it does not keep the process from ending. A user
-simulator that fails is an error as well
-(:class:`~refiner_core.environments.protocol.InfrastructureError`). Such episodes count as none, and
-are no failures of the model. Any other exception of an environment is a bug of it and ends the
+model's, and not the wait for a thread. A hanging tool is abandoned: its episode ends with an
+error (``turn_timeout``), others continue, and the process can still exit. A failing user
+simulator is an error as well
+(:class:`~refiner_core.environments.protocol.InfrastructureError`). Such episodes do not count, and
+are no failures of the model. Any other exception of an environment is a bug in it and ends the
 call.
 """
 
@@ -60,7 +60,7 @@ from refiner_core.generation.completions import completion_text, turn_generator
 
 @dataclass(eq=False)
 class _Job:
-    """Work in a thread and, once it is over, what it gave (or raised, or that it is late), and its
+    """Work in a thread with, once it is over, its result (or exception, or lateness) and its
     seconds."""
 
     key: int
@@ -75,8 +75,8 @@ class _Job:
 
 
 class Workers:
-    """At most ``count`` pieces of work at a time, beside those that hang, each in a thread of its
-    own that keeps no process from ending."""
+    """At most ``count`` jobs at a time, not counting those that hang, each in a daemon thread of
+    its own."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -95,16 +95,16 @@ class Workers:
         urgent: bool = True,
         abandoned: Callable[[], None] = lambda: None,
     ) -> None:
-        """Do ``work`` in a thread, urgent work before other.
+        """Run ``work`` in a thread, urgent work first.
 
         Parameters
         ----------
         key
-            Comes back with its end; one piece of work per key at a time.
+            Returned with its end; one job per key at a time.
         limit_s
             Seconds after which it is late.
         abandoned
-            Called in the thread of late work, should that ever come to an end.
+            Called in the thread of late work, if it ever ends.
         """
         with self._changed:
             job = _Job(key, work, limit_s, abandoned)
@@ -112,13 +112,13 @@ class Workers:
             self._start()
 
     def ended(self, timeout_s: float) -> list[_Job]:
-        """All that has ended since the last call; waits up to ``timeout_s`` for a first one."""
+        """All jobs that ended since the last call; waits up to ``timeout_s`` for a first one."""
         until = time.monotonic() + timeout_s
         with self._changed:
             while True:
                 now = time.monotonic()
                 for job in [j for j in self._running if now - j.began >= j.limit_s]:
-                    self._over(job)  # nobody waits for it any more
+                    self._over(job)  # no longer awaited
                     job.late = True
                 self._start()
                 if self._ended or now >= until:
@@ -128,7 +128,7 @@ class Workers:
                 self._changed.wait(max(0.0, min([until, *limits]) - now))
 
     def abandon(self) -> frozenset[int]:
-        """Drop what waits, and call late what runs: the keys of what runs."""
+        """Drop waiting jobs, and declare running ones late: the keys of running jobs."""
         with self._changed:
             running, self._running = self._running, []
             self._urgent.clear()
@@ -144,7 +144,7 @@ class Workers:
             threading.Thread(
                 target=self._work, args=(job,), name="refiner-episodes", daemon=True
             ).start()
-            self._changed.notify_all()  # who waits has another limit now
+            self._changed.notify_all()  # the next deadline has changed
 
     def _over(self, job: _Job) -> None:
         self._running.remove(job)
@@ -155,7 +155,7 @@ class Workers:
         value, error = None, None
         try:
             value = job.work()
-        except BaseException as raised:  # a tool may raise SystemExit; who waits is told
+        except BaseException as raised:  # a tool may raise SystemExit; passed to the waiting thread
             error = raised
         with self._changed:
             if waited_for := job in self._running:
@@ -167,9 +167,9 @@ class Workers:
             job.abandoned()
 
 
-#: How often a wait looks whether it should stop, seconds.
+#: Interval at which a wait checks for a stop, seconds.
 _LOOK_S = 0.5
-#: How long episodes may take to give back what they hold, when all is broken off.
+#: Time for episodes to release resources after an abort.
 _CLOSE_S = 10.0
 _OURS = "set grpo.generation_backend to the other one, and report this: it is a bug in refiner"
 
@@ -192,18 +192,19 @@ class _EpisodeDesk:
         self._should_stop = should_stop
         self._workers = Workers(settings.section.workers)
         self._plays: dict[int, Play] = {}
-        #: Being reset; reset and not begun; ready for a turn; at work; begun and not told ended.
+        #: Being reset; reset but not started; ready for a turn; working; started, end not yet
+        #: reported.
         self._resetting: set[int] = set()
         self._fresh: set[int] = set()
         self._ready: set[int] = set()
-        self._working: dict[int, Callable[[Any, float], None]] = {}  # and what becomes of it
+        self._working: dict[int, Callable[[Any, float], None]] = {}  # with its result handlers
         self._begun: set[int] = set()
         self._told_ended: list[int] = []
         self._reports: list[tuple[int, Completion]] = []
         self._next, self._reported = 0, 0
         self._reset_ahead(settings.section.workers)
 
-    # ------------------------------------------------ what a generator calls
+    # ------------------------------------------------ called by a generator
 
     def take(self, room: int, *, wait: bool) -> Turns:
         """As :meth:`refiner_core.contract.types.TurnDesk.take`."""
@@ -213,7 +214,7 @@ class _EpisodeDesk:
             self._settle(room)
         while wait and not self._ready and not (room > 0 and self._fresh) and self._more():
             if self._told_ended and room <= 0:
-                break  # once it knows of them there is room
+                break  # the generator has capacity once it knows of them
             self._collect(_LOOK_S)
             self._reset_ahead(room + self._settings.section.workers)
             if self._settings.ordered:
@@ -237,15 +238,15 @@ class _EpisodeDesk:
             last = play.last
             self._submit(play, lambda: play.step(call, last=last), partial(self._after_step, play))
 
-    # ------------------------------------------------ what the runner calls
+    # ------------------------------------------------ called by the runner
 
     def drain(self) -> None:
-        """Wait for the outcomes that are still to come, once the generator has returned.
+        """Wait for the remaining outcomes, after the generator returned.
 
         Raises
         ------
         StageFailed
-            The generator has left turns unsampled.
+            The generator left turns unsampled.
         """
         while self._reported < len(self._requests):
             if self._more():
@@ -261,8 +262,8 @@ class _EpisodeDesk:
                 self._collect(_LOOK_S)
 
     def close(self) -> None:
-        """Close all episodes that are not over. What hangs closes itself,
-        should it ever come back."""
+        """Close all unfinished episodes. A hanging one closes itself if it ever
+        returns."""
         hanging = self._workers.abandon()
         left = {number for number in self._plays if number not in hanging}
         for number in left:
@@ -272,16 +273,16 @@ class _EpisodeDesk:
             left -= {ended.key for ended in self._workers.ended(until - now)}
         self._workers.abandon()
 
-    # ------------------------------------------------ inside
+    # ------------------------------------------------ internal
 
     def _more(self) -> bool:
-        """True if there may be further turns: an episode that is not over as far as it is known."""
+        """True if further turns are possible: an episode is not known to be over."""
         if self._next < len(self._requests) or self._resetting:
             return True
         return any(play.ended is None for play in self._plays.values())
 
     def _reset_ahead(self, count: int) -> None:
-        """See that ``count`` episodes that have not begun are reset, or being reset."""
+        """Ensure that ``count`` episodes that have not started are reset, or being reset."""
         while len(self._resetting) + len(self._fresh) < count and self._next < len(self._requests):
             number, self._next = self._next, self._next + 1
             request = self._requests[number]
@@ -311,7 +312,7 @@ class _EpisodeDesk:
         )
 
     def _end(self, play: Play) -> None:
-        """No further turn; what it was worth is still to be said."""
+        """End the turns of an episode; its outcome is still to come."""
         self._tell_ended(play)
         self._submit(play, play.end, lambda outcome, _: self._finish(play, play.finished(outcome)))
 
@@ -321,7 +322,7 @@ class _EpisodeDesk:
             self._told_ended.append(play.number)
 
     def _settle(self, room: int) -> None:
-        """Wait for all work but resets beyond what there is room for."""
+        """Wait for all work except resets beyond the free capacity."""
         while True:
             first = sorted(self._fresh | self._resetting)[: max(0, room)]
             if not (self._working.keys() - self._resetting) and not self._resetting.intersection(
@@ -333,11 +334,11 @@ class _EpisodeDesk:
             self._reset_ahead(room + self._settings.section.workers)
 
     def _collect(self, timeout_s: float) -> None:
-        """Take in what has ended; waits up to ``timeout_s`` for a first one."""
+        """Process finished work; waits up to ``timeout_s`` for a first job."""
         if self._should_stop is not None and self._should_stop():
             raise Interrupted(
                 "Stopped on request, between two turns of episodes",
-                fix="run the same command again; it goes on from the last checkpoint",
+                fix="run the same command again; it resumes from the last checkpoint",
             )
         for ended in sorted(self._workers.ended(timeout_s), key=lambda e: e.key):
             play, then = self._plays[ended.key], self._working.pop(ended.key)
@@ -384,7 +385,7 @@ class _EpisodeDesk:
         self._reports.append((play.number, completion))
 
     def _report(self) -> None:
-        """Tell the runner what has ended; in the order of requests, for those that want it so."""
+        """Report ended episodes to the runner; in the order of requests, if that is configured."""
         reports, self._reports = sorted(self._reports, key=lambda report: report[0]), []
         for number, completion in reports:
             self._reported += 1
@@ -394,7 +395,7 @@ class _EpisodeDesk:
 def settings_of(
     config: RecipeConfig, environment: Environment, sampling: SamplingParams
 ) -> EpisodeSettings:
-    """The settings of a recipe, with the sampling of whoever asks."""
+    """The settings of a recipe, with the caller's sampling."""
     section, grpo = config.environment, config.grpo
     auto = section.schedule == "auto"
     ordered = environment.deterministic if auto else section.schedule == "ordered"
@@ -412,29 +413,29 @@ def run_episodes(
     *,
     should_stop: Callable[[], bool] | None = None,
 ) -> None:
-    """Run all episodes, as many at a time as the generator takes.
+    """Run all episodes, as many at a time as the generator accepts.
 
     Parameters
     ----------
     generator
-        Where it samples no turns of conversations, it is driven in lockstep.
+        Driven in lockstep if it does not sample turns of conversations.
     on_episode
         Called with the index of the request and its completion, in this thread, as each episode
-        ends; what it raises ends the call. An episode whose first messages do not fit into the
-        context has no tokens.
+        ends; an exception from it ends the call. An episode whose first messages do not fit into
+        the context has no tokens.
     should_stop
-        Asked between turns.
+        Checked between turns.
 
     Raises
     ------
     ConfigurationError
         The prompt alone is as long as the context, or the tokenizer's template cannot be used.
     StageFailed
-        The environment raised what it should not; names environment, task and turn.
+        The environment raised an unexpected exception; names environment, task and turn.
     Interrupted
-        ``should_stop`` said so.
+        ``should_stop`` returned True.
     RefinerError
-        Others that the environment raised (a judge's outage), and those of the generator.
+        Other errors of the environment (a judge's outage), and those of the generator.
     """
     if not requests:
         return
@@ -454,6 +455,6 @@ def _check(requests: Sequence[EpisodeRequest], settings: EpisodeSettings) -> Non
         raise ConfigurationError(
             f"Policy and tools of {longest.task.domain} take {length} tokens, and an episode may "
             f"have {settings.context_tokens} (grpo.max_token_length)",
-            expected="room for messages and turns behind the policy",
+            expected="space for messages and turns after the policy",
             fix="raise grpo.max_token_length",
         )

@@ -1,10 +1,10 @@
-"""One episode at work: its state between turns, and what a thread does for it.
+"""One running episode: its state between turns, and its work in threads.
 
-In: a request, and what generator and environment give. Out: turn requests, and in the end a
+In: a request, and results of generator and environment. Out: turn requests, and in the end a
 :class:`~refiner_core.contract.types.Completion` with the episode's record.
 
-The state belongs to the thread of the generator; :meth:`Play.begin`, :meth:`Play.step` and
-:meth:`Play.end` are what a worker runs, and touch the environment's episode alone.
+The state belongs to the generator's thread; :meth:`Play.begin`, :meth:`Play.step` and
+:meth:`Play.end` run in a worker, and touch the environment's episode only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from refiner_core.environments.scoring import partial_score
 from refiner_core.environments.turns import ParsedTurn, parse_turn
 
 log = logging.getLogger(__name__)
-#: Characters of a message that are kept where it did not fit into the context.
+#: Recorded characters of a message that did not fit into the context.
 _UNREAD = 65536
 
 Ending = Literal["done", "no_call", "turn_limit", "context_limit", "error"]
@@ -55,9 +55,9 @@ class EpisodeRequest:
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """Settings of episodes. ``section`` is the recipe's; ``context_tokens`` the largest number of
-    tokens of a whole episode, the prompt included; ``sampling`` that of a turn; ``ordered`` is what
-    the section's schedule comes to."""
+    """Settings of episodes. ``section`` is the recipe's; ``context_tokens`` is the limit of a whole
+    episode, prompt included; ``sampling`` applies to a turn; ``ordered`` is the resolved value of
+    the section's schedule."""
 
     section: EnvironmentConfig
     context_tokens: int
@@ -65,7 +65,7 @@ class EpisodeSettings:
     ordered: bool
 
 
-#: Result of a call: the step, and the outcome where it was the last.
+#: Result of a call: the step, and the outcome if it was the last.
 Stepped = tuple[Step, Outcome | None]
 
 
@@ -81,7 +81,7 @@ class Play:
     Parameters
     ----------
     number
-        Its place among the requests; its conversation's name for the generator.
+        Its place among the requests, and its conversation number for the generator.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Play:
     ) -> None:
         self.number, self.request = number, request
         self.conversation = Conversation(tokenizer, request.prompt_ids)
-        #: Seconds that tools and user have worked.
+        #: Seconds of work by tools and user.
         self.seconds = 0.0
         self.ended: Ending | None = None
         self._environment, self._settings = environment, settings
@@ -106,7 +106,7 @@ class Play:
     # ------------------------------------------------ in a worker's thread
 
     def begin(self) -> tuple[Message, ...]:
-        """Make the environment's episode and reset it: first messages."""
+        """Create the environment's episode and reset it; returns the first messages."""
         with _blamed(self):
             self._episode = self._environment.episode(self.request.task)
             messages = self._episode.reset(derive_seed(self.request.seed, "environment"))
@@ -116,7 +116,7 @@ class Play:
             return messages
 
     def step(self, call: ToolCall, *, last: bool) -> Stepped:
-        """Take a step; with the outcome where the episode is done, or this was its last turn."""
+        """Take a step; includes the outcome if the episode is done, or this was its last turn."""
         with _blamed(self):
             assert self._episode is not None
             step = self._episode.step(call)
@@ -126,7 +126,7 @@ class Play:
         return step, self.end() if step.done or last else None
 
     def end(self) -> Outcome:
-        """Its worth, as it stands; nothing of it is used any more."""
+        """Return the outcome, as it stands; the episode is not used afterwards."""
         with _blamed(self):
             assert self._episode is not None
             outcome = self._episode.outcome()
@@ -135,31 +135,31 @@ class Play:
             return outcome
 
     def close(self) -> None:
-        """Give back what it holds, whatever has happened to it."""
+        """Release its resources, in any state."""
         episode, self._episode = self._episode, None
         if episode is None:
             return
         try:
             episode.close()
-        except Exception:  # it has failed already, and that is what is told
+        except Exception:  # it has already failed, and that error is reported
             log.warning("Closing an episode of %s failed", self.where(), exc_info=True)
 
     # ------------------------------------------------ in the generator's thread
 
     def where(self) -> str:
-        """For messages: environment, task and turn."""
+        """Environment, task and turn, for messages."""
         task = self.request.task
         where = f"environment {self._environment.name}, task {task.id} of {task.domain}"
         return f"{where}, turn {len(self._turns)}" if self._turns else f"{where}, reset"
 
     def limit_s(self) -> float:
-        """Time that the next piece of environment work may take."""
+        """Time limit of the next piece of environment work."""
         section = self._settings.section
         left = section.episode_timeout_s - self.seconds
         return max(0.0, min(section.turn_timeout_s, left))
 
     def late(self, seconds: float) -> InfrastructureError:
-        """Error for work that took longer than that."""
+        """Error for work that exceeded the limit."""
         section = self._settings.section
         kind, limit = "turn_timeout", section.turn_timeout_s
         if self.seconds + seconds >= section.episode_timeout_s:
@@ -168,11 +168,11 @@ class Play:
             f"Tools and user took longer than {limit:g} s ({self.where()})",
             kind=kind,
             expected="an answer within that time",
-            fix=f"raise environment.{kind}_s, or see why they are slow",
+            fix=f"raise environment.{kind}_s, or find out why they are slow",
         )
 
     def begun(self, messages: tuple[Message, ...]) -> bool:
-        """Take the first messages in; False where they do not fit into the context."""
+        """Append the first messages; False if they do not fit into the context."""
         self._first = messages
         fits = self._observe(self._first)
         if not fits:
@@ -180,7 +180,7 @@ class Play:
         return fits
 
     def stepped(self, stepped: Stepped, seconds: float) -> bool:
-        """Take a step in; False where what was said does not fit into the context."""
+        """Append a step's messages; False if they do not fit into the context."""
         step, outcome = stepped
         over = outcome is not None
         fits = over or self._observe(step.messages)
@@ -193,7 +193,7 @@ class Play:
         return fits
 
     def _observe(self, messages: tuple[Message, ...]) -> bool:
-        """Append messages, whole or not at all. There must be room for a token of the turn."""
+        """Append messages, whole or not at all, leaving at least one token for the turn."""
         if self.conversation.overflows(messages, self._room()):
             return False
         ids = self.conversation.observation(messages)
@@ -203,7 +203,7 @@ class Play:
         return True
 
     def turn(self) -> TurnRequest:
-        """The turn that is to be sampled now."""
+        """Request for the current turn."""
         params = self._settings.sampling
         params = replace(params, max_new_tokens=min(params.max_new_tokens, self._room()))
         if self._failed is not None:
@@ -215,8 +215,8 @@ class Play:
         return self._settings.context_tokens - len(self.conversation)
 
     def sampled(self, text: str, completion: Completion) -> ToolCall | Literal["again"] | None:
-        """Take in what was sampled: the call to make, ``again`` for a turn that is to be repaired,
-        None where the episode is over (:attr:`ended` says why)."""
+        """Process a sampled turn: returns its call, ``again`` for a turn to be repaired, or None if
+        the episode is over (see :attr:`ended`)."""
         settings = self._settings
         ran_out = completion.finish_reason == "length"
         parsed = parse_turn(text, settings.section.max_argument_bytes, ran_out=ran_out)
@@ -242,7 +242,7 @@ class Play:
     def _own(
         self, attempt: _Attempt, *, repaired: str | None = None, retried: str | None = None
     ) -> None:
-        """An attempt becomes the turn: its tokens stand in the conversation from now on."""
+        """Make an attempt the turn, and append its tokens to the conversation."""
         start = len(self.conversation) - len(self.request.prompt_ids)
         self.conversation.own(attempt.completion.token_ids, attempt.completion.logprobs)
         call = attempt.parsed.call
@@ -259,7 +259,7 @@ class Play:
 
     @property
     def last(self) -> bool:
-        """True if there may be no turn after this one."""
+        """True if no turn may follow this one."""
         return len(self._turns) >= self._settings.section.max_turns
 
     def finished(self, outcome: Outcome) -> Completion:
@@ -268,13 +268,13 @@ class Play:
         Raises
         ------
         StageFailed
-            The outcome cannot be written down: a reward that is no finite number, info that is not
+            The outcome cannot be recorded: a reward that is no finite number, info that is not
             JSON.
         """
         shaping = self._settings.section.shaping
         partial = partial_score(outcome.checks, check_weights(shaping, self.request.task.domain))
         no_call = self.ended == "no_call"
-        # The reward alone decides what a success is, whatever reason is given beside it.
+        # The reward alone decides success, whatever failure is given with it.
         failure = None if outcome.success else outcome.failure or "incomplete"
         if no_call:
             failure = "no_call"
@@ -293,7 +293,7 @@ class Play:
         return self._completion(record)
 
     def failed(self, error: InfrastructureError) -> Completion:
-        """The episode that the infrastructure ended."""
+        """The completion of an episode ended by the infrastructure."""
         self.ended = "error"
         record = replace(self._record("error"), error_kind=error.kind, error=error.paragraph())
         return self._completion(record)
@@ -327,8 +327,8 @@ class Play:
 
 @contextmanager
 def _blamed(play: Play) -> Iterator[None]:
-    """Make of an environment's exceptions an error that says which environment, task and turn.
-    Errors that say what to do pass, those of the infrastructure among them."""
+    """Convert an environment's exceptions to an error that names environment, task and turn.
+    Errors of refiner pass unchanged, including those of the infrastructure."""
     try:
         yield
     except RefinerError:
@@ -343,7 +343,7 @@ def _blamed(play: Play) -> Iterator[None]:
 
 
 def _messages(messages: Any) -> tuple[Message, ...]:
-    """Checked, and as text that can be encoded."""
+    """Messages, type-checked, as text that can be encoded."""
     checked = []
     for message in messages:
         if not isinstance(message, Message) or message.role not in ("user", "tool"):
@@ -355,7 +355,7 @@ def _messages(messages: Any) -> tuple[Message, ...]:
 
 
 def _shortened(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """For the record, of what no model has read: 5 MB in each of many episodes fill a disk."""
+    """Shortened unread messages for the record: 5 MB in each of many episodes fill a disk."""
     shown = []
     for message in messages:
         text, more = message.content, len(message.content) - _UNREAD

@@ -1,28 +1,28 @@
 """Protocol of environments: tasks, tools, messages, steps, outcomes; records of episodes; rows of
 tasks.
 
-In: nothing. Out: types. Torch-free, and without a tokenizer: environments speak text.
+In: nothing. Out: types. Torch-free and tokenizer-free: environments exchange text.
 
-An *environment* offers tasks in domains. An *episode* is one try at a task: :meth:`Episode.reset`
-gives the first messages, each :meth:`Episode.step` takes one tool call and gives the messages that
-follow (tool results, or what the user says), until ``done``; :meth:`Episode.outcome` says what it
-was worth. An agent's turn is always one tool call. It speaks to the user by the tool that
-:attr:`Environment.speak` names (``respond``), and ends by :attr:`Environment.finish` or by handing
-over.
+An *environment* offers tasks in domains. An *episode* is one attempt at a task:
+:meth:`Episode.reset` returns the first messages, each :meth:`Episode.step` takes one tool call and
+returns the following messages (tool results or the user's words), until ``done``;
+:meth:`Episode.outcome` returns its value. An agent's turn is always one tool call. It speaks to the
+user with the tool named by :attr:`Environment.speak` (``respond``), and ends with
+:attr:`Environment.finish` or a hand-over.
 
-Whatever a model may do is a matter of the episode: an unknown tool, arguments of wrong types, a
-broken rule. It answers with a message (and remembers), it never raises for it. What it raises is
-:class:`InfrastructureError`, where a user simulator or another outside thing did not do its part;
-such an episode is no failure of the model and counts apart. Any other exception is a bug and ends
+The episode handles every action of a model: an unknown tool, arguments of wrong types, a broken
+rule. It answers with a message (and remembers), and never raises for it. It raises
+:class:`InfrastructureError` if a user simulator or another outside component failed; such an
+episode is no failure of the model and is counted separately. Any other exception is a bug and ends
 the stage.
 
-What the runner saw of an episode is an :class:`EpisodeRecord`, with a JSON form that rollouts,
-evaluations, reports and reward functions read; ids of tokens stand in the
+The runner's view of an episode is an :class:`EpisodeRecord`, with a JSON form for rollouts,
+evaluations, reports and reward functions; token ids are in the
 :class:`~refiner_core.contract.types.Completion`.
 
-A task travels through stages as a prepared prompt: of its
+A task passes through stages as a prepared prompt: in its
 :class:`~refiner_core.contract.types.PromptRow`, ``sample_id`` is ``DOMAIN/ID``, ``question`` its
-summary, ``prompt_text`` the task as JSON, ``prompt_ids`` what all its episodes begin with (policy
+summary, ``prompt_text`` the task as JSON, ``prompt_ids`` the common prefix of its episodes (policy
 and tools, up to the first message of the user), and ``refiner_mode`` is :data:`TASK_MODE`.
 """
 
@@ -38,30 +38,30 @@ from refiner_core.contract.errors import DataError, RefinerError
 from refiner_core.contract.records import from_json, to_json
 from refiner_core.contract.types import PromptRow
 
-#: Why an episode failed, most telling first; of several that apply the first in this order counts.
-#: ``no_call`` no tool call or one that cannot be read; ``wrong_tool`` a tool that does not exist;
-#: ``wrong_argument`` arguments that a tool's schema refuses; ``rule_broken`` the policy forbids
-#: what was done; ``limit`` turns or context ran out; ``gave_up`` ended or handed over before the
+#: Why an episode failed, most telling first; the first applicable one counts.
+#: ``no_call`` no tool call or an unreadable one; ``wrong_tool`` a tool that does not exist;
+#: ``wrong_argument`` arguments that a tool's schema refuses; ``rule_broken`` an action that the
+#: policy forbids; ``limit`` turns or context ran out; ``gave_up`` ended or handed over before the
 #: task was done; ``incomplete`` ended by itself with something missing or wrong.
 Failure = Literal[
     "no_call", "limit", "rule_broken", "wrong_tool", "wrong_argument", "gave_up", "incomplete"
 ]
 
-#: ``finished``: it has an outcome. ``error``: the infrastructure failed; it counts as none.
+#: ``finished``: it has an outcome. ``error``: the infrastructure failed; it does not count.
 Status = Literal["finished", "error"]
-#: What became of a turn's text; see :mod:`refiner_core.environments.turns`.
+#: Results of parsing a turn; see :mod:`refiner_core.environments.turns`.
 TurnStatus = Literal["ok", "no_call", "many_calls", "bad_json", "bad_shape", "too_long", "cut"]
 
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """One turn of the agent and what followed.
+    """One turn of the agent with the messages after it.
 
-    ``text`` is what it sampled; ``repaired`` the text of a first attempt that was no call, if any:
-    the turn's tokens are then those of the second, at temperature 0. Where that was no call either
+    ``text`` is the sampled text; ``repaired`` the text of a first attempt that was no call, if any:
+    the turn's tokens are then those of the second, at temperature 0. If that was no call either,
     the tokens are those of the first, and ``retried`` is the text of the second.
-    ``start`` and ``end`` are where its own tokens stand in the completion. ``messages`` are what it
-    was told then, as (role, content). ``seconds``: tools and user. ``progress``: the partial score
+    ``start`` and ``end`` delimit its own tokens in the completion. ``messages`` are the following
+    messages, as (role, content). ``seconds``: tools and user. ``progress``: the partial score
     after it, in older records.
     """
 
@@ -79,7 +79,7 @@ class TurnRecord:
 
     @property
     def tried_again(self) -> bool:
-        """True if a second attempt was made, well or not."""
+        """True if a second attempt was made, successful or not."""
         return self.repaired is not None or self.retried is not None
 
 
@@ -87,10 +87,10 @@ class TurnRecord:
 class EpisodeRecord:
     """A whole episode.
 
-    ``reward`` (the environment's own), ``partial`` (weighted share of checks passed, None where a
-    task has none) and ``failure`` are None where ``status`` is error, which ``error_kind`` and
-    ``error`` then explain. ``ended``: ``done``, ``no_call``, ``turn_limit``, ``context_limit``,
-    ``error``. ``first_messages`` are what the episode began with.
+    ``reward`` (the environment's own), ``partial`` (weighted share of passed checks, None for a
+    task without any) and ``failure`` are None if ``status`` is error, explained by ``error_kind``
+    and ``error``. ``ended``: ``done``, ``no_call``, ``turn_limit``, ``context_limit``,
+    ``error``. ``first_messages`` are the messages of the reset.
     """
 
     task_id: str
@@ -122,19 +122,19 @@ class EpisodeRecord:
         return tuple(str(turn.call["name"]) for turn in self.turns if turn.call is not None)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; :func:`record_from_json` reads them."""
+        """Plain values for :func:`record_from_json`."""
         values: dict[str, Any] = to_json(self)
         return values
 
 
 def record_from_json(values: Mapping[str, Any]) -> EpisodeRecord:
-    """The record again."""
+    """Record from its JSON form."""
     return from_json(EpisodeRecord, values)
 
 
 class InfrastructureError(RefinerError, RuntimeError):
-    """Something outside the model kept an episode from going on: a user simulator that is down,
-    slow or off-script, a tool's own time limit. The episode counts as none."""
+    """An outside failure stopped an episode: a user simulator that is down, slow or off-script, a
+    tool's own time limit. The episode does not count."""
 
     resumable = True
 
@@ -142,15 +142,15 @@ class InfrastructureError(RefinerError, RuntimeError):
         self, what: str, *, kind: str = "other", expected: str = "", fix: str = ""
     ) -> None:
         super().__init__(what, expected=expected, fix=fix)
-        #: For counts: ``user_down``, ``user_slow``, ``user_off_script``, ``turn_timeout``,
+        #: Kind for counts: ``user_down``, ``user_slow``, ``user_off_script``, ``turn_timeout``,
         #: ``episode_timeout``, ``tool_crashed`` …
         self.kind = kind
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task. ``id`` is unique within an environment; ``data`` is JSON and all that the
-    environment needs beside its own files. ``summary`` is one line for people."""
+    """One task. ``id`` is unique within an environment; ``data`` is JSON, everything that the
+    environment needs besides its own files. ``summary`` is one line for people."""
 
     id: str
     domain: str
@@ -161,14 +161,14 @@ class Task:
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """A tool as a model is told of it. ``parameters`` is a JSON schema of type object."""
+    """A tool as described to a model. ``parameters`` is a JSON schema of type object."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """The form of OpenAI and of chat templates."""
+        """The form used by OpenAI and chat templates."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -179,7 +179,7 @@ class ToolSpec:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Call that a turn makes."""
+    """A turn's call."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -202,9 +202,9 @@ FAILURES: tuple[Failure, ...] = get_args(Failure)
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that a task asks for. ``kind`` is ``action`` (a call was made), ``communicate``
-    (something was said), ``environment`` (the state is as it should be), or another one that
-    counts for nothing in partial credit."""
+    """One requirement of a task. ``kind`` is ``action`` (a call was made), ``communicate``
+    (something was said), ``environment`` (the state is correct), or another one, which does not
+    count in partial credit."""
 
     kind: str
     name: str
@@ -214,8 +214,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Step:
-    """Result of a call. ``tool_error``: the tool refused it: ``wrong_tool``,
-    ``wrong_argument``, ``rule_broken``, or empty. ``done``: there is no further turn."""
+    """Result of a call. ``tool_error`` is why the tool refused it: ``wrong_tool``,
+    ``wrong_argument``, ``rule_broken``, or empty. ``done``: no further turn."""
 
     messages: tuple[Message, ...]
     done: bool = False
@@ -224,11 +224,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Worth of an episode.
+    """Value of an episode.
 
-    ``reward`` is the environment's own, 1.0 and more for a full success. ``components`` are its
-    parts by name; ``excluded`` names those that were not measured and so not part of it.
-    ``failure`` is None for a success. ``info`` is JSON of the environment's own, kept as it is.
+    ``reward`` is the environment's own, 1.0 or more for a full success. ``components`` are its
+    parts by name; ``excluded`` names parts that were not measured and so not included.
+    ``failure`` is None for a success. ``info`` is the environment's own JSON, stored unchanged.
     """
 
     reward: float
@@ -240,38 +240,38 @@ class Outcome:
 
     @property
     def success(self) -> bool:
-        """True if it counts as solved."""
+        """True if it counts as success."""
         return self.reward >= 1.0 - 1e-9
 
 
 class Episode(Protocol):
-    """One try at a task; one thread at a time."""
+    """One attempt at a task; used by one thread at a time."""
 
     def reset(self, seed: int) -> tuple[Message, ...]:
-        """Begin (again): the first messages, the last of them the user's. The seed decides all
+        """Start (again): the first messages, the last of them the user's. The seed decides all
         randomness of a deterministic environment."""
 
     def step(self, call: ToolCall) -> Step:
-        """Do what the agent wants; see the module for what may be raised."""
+        """Execute the agent's call; see the module for allowed exceptions."""
 
     def outcome(self) -> Outcome:
-        """Its worth, as it stands: also where it was broken off by a limit."""
+        """The value as it stands, also after a limit ended the episode."""
 
     def close(self) -> None:
-        """Give back what it holds. May be called twice."""
+        """Release resources. May be called twice."""
 
 
 @runtime_checkable
 class HasExpert(Protocol):
-    """An environment that can show how a task is done: what demonstrations are made of."""
+    """An environment that can demonstrate tasks, for SFT."""
 
     def expert(self, task: Task, seed: int, *, flawed: bool) -> Sequence[ToolCall]:
-        """The calls of a whole episode that begins with ``reset(seed)``, in order. ``flawed``: with
-        a mistake of the kinds that models make; the seed decides which."""
+        """The calls of a whole episode after ``reset(seed)``, in order. ``flawed``: with a
+        mistake typical of models, chosen by the seed."""
 
 
 class Environment(Protocol):
-    """Makes episodes. Shared by threads."""
+    """A factory of episodes, shared by threads."""
 
     @property
     def name(self) -> str:
@@ -279,11 +279,12 @@ class Environment(Protocol):
 
     @property
     def version(self) -> str:
-        """Changes whenever the same episode could end otherwise; part of every protocol."""
+        """Version; changes whenever the same episode could end differently; part of every
+        protocol."""
 
     @property
     def deterministic(self) -> bool:
-        """True if task, seed and calls decide everything."""
+        """True if task, seed and calls determine everything."""
 
     @property
     def speak(self) -> str:
@@ -291,7 +292,7 @@ class Environment(Protocol):
 
     @property
     def finish(self) -> str:
-        """Name of the tool that ends an episode; empty where the user does."""
+        """Name of the tool that ends an episode; empty if the user ends it."""
 
     def domains(self) -> tuple[str, ...]:
         """All domains in use, in order."""
@@ -302,21 +303,21 @@ class Environment(Protocol):
         Raises
         ------
         DataError
-            A task file is malformed (it says where), or there is no such split.
+            A task file is malformed (the message says where), or the split does not exist.
         """
 
     def policy(self, domain: str) -> str:
-        """The rules that the agent is told, as text."""
+        """The agent's rules, as text."""
 
     def tools(self, domain: str) -> tuple[ToolSpec, ...]:
         """The agent's tools."""
 
     def episode(self, task: Task) -> Episode:
-        """A try at a task that has not begun."""
+        """A new attempt at a task, not started."""
 
     def describe(self) -> Mapping[str, Any]:
-        """JSON for protocols and cards: all that makes numbers comparable (version, user simulator
-        with model and temperature, what is excluded), no address and no key."""
+        """JSON for protocols and cards: everything that affects comparability (version, user
+        simulator with model and temperature, exclusions), without addresses and keys."""
 
 
 #: The ``refiner_mode`` of rows that are tasks.
@@ -343,7 +344,7 @@ def task_of_row(row: PromptRow) -> Task:
     Raises
     ------
     DataError
-        The row is none of a task.
+        The row is not of a task.
     """
     if row.refiner_mode != TASK_MODE:
         raise DataError(
@@ -361,8 +362,8 @@ def domain_of_id(sample_id: str) -> str:
 
 
 def over_domains(rows: Sequence[PromptRow], most: int | None) -> list[PromptRow]:
-    """At most so many rows, in their order: of each domain the first ones, by its share of all. A
-    larger number has the rows of a smaller one, too."""
+    """At most ``most`` rows, in their order: the first ones of each domain, in proportion to its
+    share. A larger number includes the rows of a smaller one."""
     if most is None or len(rows) <= most:
         return list(rows)
     of_domain = Counter(domain_of_id(row.sample_id) for row in rows)

@@ -1,6 +1,6 @@
-"""Environments by name: the shipped one, tau2-bench, or a file of one's own.
+"""Environments by name: the shipped one, tau2-bench, or a custom file.
 
-In: the configuration, and which user the agent talks to (training and evaluation may have another).
+In: the configuration, and the agent's user (training and evaluation may differ).
 Out: an :class:`~refiner_core.environments.protocol.Environment`, and a digest for plans.
 """
 
@@ -23,7 +23,7 @@ DESK, TAU2 = "desk", "tau2"
 
 
 def user_of(config: RecipeConfig, *, evaluation: bool) -> UserConfig:
-    """The user of an evaluation, or of training; an evaluation without one of its own has the
+    """The user of an evaluation, or of training; an evaluation without its own user has the
     training's."""
     if evaluation and config.evaluate.user.model:
         return config.evaluate.user
@@ -35,15 +35,15 @@ def open_environment(
 ) -> Environment:
     """The environment of a recipe.
 
-    ``judge`` is asked about assertions in plain language, where ``environment.nl_assertions`` says
-    so.
+    ``judge`` is asked about assertions in plain language, if ``environment.nl_assertions`` is
+    ``judge``.
 
     Raises
     ------
     ConfigurationError
-        There is none of that name, or it cannot be what is asked (a user of its own, a domain).
+        There is none of that name, or it does not support an option (a user of its own, a domain).
     UnsupportedError
-        What it needs is not installed here.
+        A requirement is not installed here.
     """
     name = config.environment.name
     user = user_of(config, evaluation=evaluation)
@@ -76,17 +76,17 @@ def environment_digest(config: RecipeConfig) -> str:
 
 
 def environment_notes(config: RecipeConfig) -> list[str]:
-    """Parts that an environment still lacks here; it is not needed to plan, only to run."""
+    """Missing requirements of an environment here; needed only to run, not to plan."""
     if config.environment.name != TAU2:
         return []
     from refiner_core.environments.tau2 import missing_tau2
 
     missing = missing_tau2()
-    return [f"Where its stages run it is needed: {missing}"] if missing else []
+    return [f"Its stages need it where they run: {missing}"] if missing else []
 
 
 _MODULE = "refiner_own_environment"
-#: What the runner, the data stage and protocols use of an environment.
+#: Members of an environment used by the runner, the data stage and protocols.
 _NEEDED = (
     *("name", "version", "deterministic", "speak", "finish"),
     *("domains", "tasks", "policy", "tools", "episode", "describe"),
@@ -99,7 +99,7 @@ def load_own(config: EnvironmentConfig, user: UserConfig) -> Environment:
     Raises
     ------
     ConfigurationError
-        There is no such file or name, it cannot be imported or made, or lacks something.
+        The file or name does not exist, cannot be imported or called, or lacks something.
     """
     file, name = _file_of(config)
     what = f"{name} of {file}"
@@ -115,14 +115,14 @@ def load_own(config: EnvironmentConfig, user: UserConfig) -> Environment:
     if missing := [part for part in _NEEDED if not hasattr(made, part)]:
         raise _wrong(
             f"What {what} makes has no {', '.join(missing)}.",
-            "all that refiner_core.environments.protocol.Environment names",
+            "all members of refiner_core.environments.protocol.Environment",
         )
-    # A recipe that names domains trains on those alone, or not at all.
+    # A recipe that names domains trains on those only, or not at all.
     if config.domains and sorted(made.domains()) != sorted(config.domains):
         raise _wrong(
             f"environment.domains is {', '.join(config.domains)}, and the domains that {what} "
             f"uses are {', '.join(made.domains()) or '(none)'}.",
-            "domains() and tasks() to keep to config.domains where that names any",
+            "domains() and tasks() to keep to config.domains if that names any",
         )
     return cast("Environment", made)
 
@@ -133,7 +133,7 @@ def _wrong(what: str, expected: str) -> ConfigurationError:
 
 
 def own_digest(config: EnvironmentConfig) -> str:
-    """SHA-256 of the file, and of the tasks' file where there is one."""
+    """SHA-256 of the file, and of the tasks' file if there is one."""
     file, name = _file_of(config)
     whole = hashlib.sha256(f"{name}:".encode() + file.read_bytes())
     if config.tasks is not None:
@@ -160,7 +160,7 @@ def _file_of(config: EnvironmentConfig) -> tuple[Path, str]:
 
 
 def _imported(file: Path) -> ModuleType:
-    """The module of a file; once per process and content."""
+    """The module of a file, cached per process and content."""
     name = f"{_MODULE}_{hashlib.sha256(str(file).encode() + file.read_bytes()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -168,7 +168,7 @@ def _imported(file: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # as dataclasses of a module look it up
+    sys.modules[name] = module  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Worth of an episode in training: reward, partial credit, and how much its task counts.
+"""Value of an episode in training: reward, partial credit, and the weight of its task.
 
 In: records of episodes, and the recipe's shaping. Out: one
-:class:`~refiner_core.contract.types.RewardResult` each; weights of tasks by their success so far.
+:class:`~refiner_core.contract.types.RewardResult` each; weights of tasks by their successes.
 
 ::
 
@@ -9,9 +9,9 @@ In: records of episodes, and the recipe's shaping. Out: one
     partial = sum over kinds of weight(kind) x share of its checks that passed / sum of weights,
               over the kinds that the task has and that have a weight
 
-An episode that ends with a turn that is no tool call is worth 0, whatever it did before
-(``malformed``), or with ``unparsable=exclude`` nothing at all (``unscored``). One that the
-infrastructure ended is always ``unscored``. The two are told apart by :func:`unscored_kinds`.
+An episode that ends with a turn without a tool call is worth 0, whatever it did before
+(``malformed``), or with ``unparsable=exclude`` has no reward (``unscored``). One that the
+infrastructure ended is always ``unscored``. :func:`unscored_kinds` distinguishes the two.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _KINDS_SHOWN = 3
 def partial_score(
     checks: Iterable[Check | Mapping[str, Any]], weights: Mapping[str, float]
 ) -> float | None:
-    """The weighted share of checks that passed, in [0, 1]; None where no check has a weight.
+    """The weighted share of passed checks, in [0, 1]; None if no check has a weight.
 
-    Each kind counts by its share, renormalised over the kinds that are there: of action 2/4 and
-    communicate 1/1 with weights .5, .15, .35 comes (.5 x .5 + .15) / .65 = .6154.
+    Each kind counts by its share, renormalised over the kinds present: action 2/4 and communicate
+    1/1 with weights .5, .15, .35 give (.5 x .5 + .15) / .65 = .6154.
     """
     passed: Counter[str] = Counter()
     found: Counter[str] = Counter()
@@ -53,10 +53,10 @@ def partial_score(
 def shaped_reward(record: EpisodeRecord, environment: EnvironmentConfig) -> RewardResult:
     """The reward of an episode in training.
 
-    Components: ``reward`` (the environment's own), ``partial`` (where the task has checks),
+    Components: ``reward`` (the environment's own), ``partial`` (if the task has checks),
     ``alpha``, ``success``, ``turns``, ``repairs``, ``tool_errors``, and each part of the
     environment's reward as ``environment_NAME``. The partial score is computed from the record's
-    checks, so that stored episodes can be scored again with other weights.
+    checks, so that stored episodes can be rescored with other weights.
     """
     components = {
         "turns": float(len(record.turns)),
@@ -93,8 +93,8 @@ def _unscored(
 def unscored_kinds(
     results: Iterable[RewardResult], status: Literal["failed", "excluded"]
 ) -> Counter[str]:
-    """Reason why episodes have no reward, with how often: by the kind of error that ended them
-    (``failed``), or those that were left out on purpose (``excluded``)."""
+    """Counts of episodes without reward: by the kind of error that ended them (``failed``), or
+    those excluded on purpose (``excluded``)."""
     return Counter(str(judgement["kind"]) for judgement in _unscored_by(results, status))
 
 
@@ -106,18 +106,18 @@ def _unscored_by(
 
 
 def require_episodes(results: Sequence[RewardResult], max_error_share: float, *, of: str) -> None:
-    """Refuse to go on where the infrastructure ended too many episodes.
+    """Raise if the infrastructure ended too many episodes.
 
     Parameters
     ----------
     of
-        What the results are of, e.g. ``episodes of a step``.
+        Description of the results, e.g. ``episodes of a step``.
 
     Raises
     ------
     EnvironmentOutage
-        More than ``max_error_share`` of them; names the most frequent kinds. Episodes that are
-        excluded on purpose do not count.
+        More than ``max_error_share`` of them; names the most frequent kinds. Episodes excluded
+        on purpose do not count.
     """
     failed, kinds = _unscored_by(results, "failed"), unscored_kinds(results, "failed")
     example = str(failed[0]["detail"]) if failed else ""
@@ -127,8 +127,8 @@ def require_episodes(results: Sequence[RewardResult], max_error_share: float, *,
 def require_episode_errors(
     kinds: Mapping[str, int], episodes: int, max_error_share: float, *, of: str, example: str = ""
 ) -> None:
-    """As :func:`require_episodes`, from counts: how many of ``episodes`` errors ended, by kind.
-    ``example`` is what one of the errors said."""
+    """As :func:`require_episodes`, from counts: episodes out of ``episodes`` ended by errors, by
+    kind. ``example`` is the message of one error."""
     failed = sum(kinds.values())
     if failed <= max_error_share * episodes:
         return
@@ -138,18 +138,17 @@ def require_episode_errors(
     raise EnvironmentOutage(
         f"The environment or its user failed in {failed} of {episodes} {of}: {shown}{said}",
         expected=f"at most a share of {max_error_share} (environment.max_error_share)",
-        fix="see that the environment's tools and its user simulator answer, then run the same "
+        fix="check that the environment's tools and its user simulator answer, then run the same "
         "command again",
     )
 
 
 class Curriculum:
-    """Weight of the advantages of a task, by how often it was solved so far in training.
+    """Weight of a task's advantages, by its success rate so far in training.
 
-    A task that was tried at least ``min_attempts`` times counts ``high_weight`` where more than
-    ``high`` of the attempts succeeded, ``low_weight`` where less than ``low`` did, else 1. Attempts
-    of earlier steps decide; errors of the infrastructure are none. The counters are JSON and part
-    of a checkpoint's progress.
+    A task with at least ``min_attempts`` attempts has ``high_weight`` above a success rate of
+    ``high``, ``low_weight`` below ``low``, else 1. Attempts of earlier steps decide; errors of the
+    infrastructure are not attempts. The counters are JSON and part of a checkpoint's progress.
     """
 
     def __init__(self, config: CurriculumConfig) -> None:
@@ -157,11 +156,11 @@ class Curriculum:
         self._counts: dict[str, list[int]] = {}  # task -> [attempts, successes]
 
     def restore(self, state: Mapping[str, Sequence[int]] | None) -> None:
-        """Take counters back; None (an older checkpoint, or a start) begins anew."""
+        """Restore counters; None (an older checkpoint, or a start) resets them."""
         self._counts = {task: [int(n) for n in counts] for task, counts in (state or {}).items()}
 
     def state(self) -> dict[str, list[int]]:
-        """``{task: [attempts, successes]}``, a copy."""
+        """A copy of ``{task: [attempts, successes]}``."""
         return {task: list(counts) for task, counts in self._counts.items()}
 
     def count(self, task: str, attempts: int, successes: int) -> None:
@@ -171,7 +170,7 @@ class Curriculum:
         counts[1] += successes
 
     def weight(self, task: str) -> float:
-        """The factor on its advantages now; 1 where the curriculum is off."""
+        """The current factor on its advantages; 1 if the curriculum is off."""
         config = self.config
         attempts, successes = self._counts.get(task, (0, 0))
         if not config.enabled or attempts < config.min_attempts:

@@ -1,34 +1,34 @@
-"""Text to a tool call, or why it is none.
+"""Text to a tool call, or the reason why it is none.
 
-In: the text of a turn as sampled, without the token that ended it. Out: :class:`ParsedTurn`.
+In: the sampled text of a turn, without its final token. Out: :class:`ParsedTurn`.
 
 A turn is exactly one ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` and nothing else:
 
-- White space may stand around the tags and around the JSON, and an *empty* ``<think></think>``
-  before the call: Qwen3's template writes such a block where thinking is off, and a model whose
-  template does not will write it itself. Thoughts and words are no part of a turn.
+- White space is allowed around the tags and around the JSON, and an *empty* ``<think></think>``
+  before the call: Qwen3's template writes such a block with thinking off, and a model whose
+  template does not will write it itself. Thoughts and words are not allowed.
 - A turn ends at its first ``</tool_call>``, as sampling does (the tag is the stop string), so the
-  same text is the same turn whatever sampled it. Inside a JSON string the tag is written
-  ``<\\/tool_call>``, as :func:`call_text` does.
-- ``name`` is a string that is not empty, ``arguments`` an object, and there is nothing beside them.
-  Arguments as a *string* that holds JSON, which is how OpenAI's wire format writes them, are
-  refused: one call would have two spellings, and a tool that takes text could not tell them apart.
-- JSON is read strictly. A key that stands twice, ``NaN`` and ``Infinity``, numbers outside of 64
-  bits, half of a surrogate pair and nesting deeper than :data:`MAX_DEPTH` are errors here, since
-  tools, records and templates would each make something else of them. None of it depends on how
-  deep the caller's stack is.
+  same text is the same turn for any sampler. Inside a JSON string the tag is written
+  ``<\\/tool_call>``, as by :func:`call_text`.
+- ``name`` is a non-empty string, ``arguments`` an object, with nothing else beside them.
+  Arguments as a *string* of JSON, as in OpenAI's wire format, are refused: one call would have
+  two spellings, ambiguous for tools that take text.
+- JSON is read strictly. Duplicate keys, ``NaN`` and ``Infinity``, numbers outside 64 bits,
+  unpaired surrogates and nesting deeper than :data:`MAX_DEPTH` are errors, since tools, records
+  and templates would each read them differently. The result does not depend on the caller's
+  stack depth.
 
 ============== ==============================================================================
 ``ok``         a call
 ``no_call``    no call, or words beside it
 ``many_calls`` more than one
-``bad_json``   what stands between the tags is not one JSON value
-``bad_shape``  it is JSON, but no object of a name and arguments
+``bad_json``   the text between the tags is not one JSON value
+``bad_shape``  JSON, but not an object of a name and arguments
 ``too_long``   the JSON between the tags is longer than ``max_argument_bytes``
-``cut``        the text ends, or ran out of tokens, before the call does
+``cut``        the text ends, or tokens ran out, before the end of the call
 ============== ==============================================================================
 
-Whether a tool of that name exists and takes these arguments is the environment's matter.
+The environment checks whether the tool exists and accepts the arguments.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import Any
 from refiner_core.environments.protocol import ToolCall, TurnStatus
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-#: Objects and arrays within each other in a call, the outermost included.
+#: Nesting depth of objects and arrays in a call, the outermost included.
 MAX_DEPTH = 64
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
 _EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>")
@@ -54,7 +54,7 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """``call`` is None exactly where ``status`` is not ok; ``why`` then says it for people."""
+    """``call`` is None exactly if ``status`` is not ok; ``why`` then explains it for people."""
 
     status: TurnStatus
     call: ToolCall | None = None
@@ -62,7 +62,7 @@ class ParsedTurn:
 
 
 class _Refused(ValueError):
-    """JSON that Python would read and we do not."""
+    """JSON that Python would accept and this parser does not."""
 
 
 def parse_turn(text: str, max_argument_bytes: int, *, ran_out: bool = False) -> ParsedTurn:
@@ -71,11 +71,11 @@ def parse_turn(text: str, max_argument_bytes: int, *, ran_out: bool = False) -> 
     Parameters
     ----------
     text
-        What was sampled, special tokens visible, without a final stop token.
+        The sampled text, with special tokens visible, without a final stop token.
     max_argument_bytes
-        Most UTF-8 bytes of JSON between the tags; looked at before anything is parsed.
+        Limit on UTF-8 bytes of JSON between the tags, checked before parsing.
     ran_out
-        Sampling ended for want of tokens: a turn without a whole call is then ``cut``.
+        Sampling ended at its token limit: a turn without a whole call is then ``cut``.
     """
     thought = _EMPTY_THOUGHT.match(text)
     body = (text[thought.end() :] if thought else text).strip()
@@ -112,7 +112,7 @@ def _parse_call(inner: str) -> ParsedTurn:
         return ParsedTurn("bad_json", why=f"not JSON: {_TOO_DEEP}")
     except ValueError as error:
         if OPEN in inner and not isinstance(error, _Refused):
-            return ParsedTurn("many_calls", why=f"{OPEN} stands within a call")
+            return ParsedTurn("many_calls", why=f"{OPEN} appears within a call")
         return ParsedTurn("bad_json", why=f"not JSON: {error}")
     wrong = _wrong_shape(value)
     if wrong:
@@ -121,7 +121,7 @@ def _parse_call(inner: str) -> ParsedTurn:
 
 
 def _wrong_shape(value: Any) -> str:
-    """Fault of the value of a call; empty where nothing is."""
+    """Fault in the value of a call; empty if there is none."""
     if not isinstance(value, dict) or value.keys() != {"name", "arguments"}:
         return f"a call is an object of a name and arguments, not {_shown(json.dumps(value))}"
     if not isinstance(value["name"], str) or not value["name"].strip():
@@ -135,7 +135,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise _Refused(f"{_shown(key)} stands twice in one object")
+            raise _Refused(f"{_shown(key)} appears twice in one object")
         values[key] = value
     return values
 
@@ -166,7 +166,7 @@ def _check_depth_and_text(value: Any) -> None:
             try:
                 one.encode()
             except UnicodeEncodeError:
-                raise _Refused("half of a surrogate pair stands in a text") from None
+                raise _Refused("a text contains half of a surrogate pair") from None
         elif isinstance(one, dict | list):
             if depth > MAX_DEPTH:
                 raise _Refused(_TOO_DEEP)
@@ -180,8 +180,8 @@ def _shown(text: str) -> str:
 
 
 def call_text(call: ToolCall) -> str:
-    """A call as a model writes it: what :func:`parse_turn` reads, in the spelling of Qwen3's
-    template. Demonstrations are made of it.
+    """A call as a model writes it, readable by :func:`parse_turn`, in the spelling of Qwen3's
+    template. Used in demonstrations.
 
     Raises
     ------
@@ -189,6 +189,6 @@ def call_text(call: ToolCall) -> str:
         The arguments are not JSON (a value of another type, NaN).
     """
     text = json.dumps(call.as_json(), ensure_ascii=False, allow_nan=False)
-    # Only within strings can a tag stand here; the escape is the same string to a JSON parser.
+    # A tag can occur only within strings; the escaped string is equal for a JSON parser.
     text = text.replace(CLOSE, CLOSE.replace("/", "\\/"))
     return f"{OPEN}\n{text}\n{CLOSE}"

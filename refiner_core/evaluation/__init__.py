@@ -1,7 +1,7 @@
-"""Evaluation: weights and held-out prompts go in, numbers with intervals and evidence come out.
+"""Evaluation: from weights and held-out prompts to numbers with intervals and evidence.
 
-``protocol`` (what makes numbers comparable) -> ``run`` (answers) or ``episodes`` (agents) ->
-``metrics`` (the rows behind every number, and which numbers there are) ->
-``results`` (also of two models side by side), by ``statistics``; ``power`` says what could be seen,
-``metric_names`` holds what numbers are called, and pass@k.
+``protocol`` (comparability of numbers) -> ``run`` (answers) or ``episodes`` (agents) ->
+``metrics`` (all metrics, and the rows behind every number) -> ``results`` (also comparisons of two
+models), using ``statistics``; ``power`` computes detectable effects, ``metric_names`` parses names
+of metrics, and computes pass@k.
 """

@@ -1,32 +1,32 @@
-"""Evaluate an agent: held-out tasks through it and their environment, attempt by attempt.
+"""Evaluation of an agent on held-out tasks, attempt by attempt.
 
 In: the configuration, the data stage's folder, a model. Out: samples files with one row per attempt
-and ``results.json``, as of answers (:mod:`.run`): pass@k, pass^k and the rest with intervals, by
-domain and overall, under a protocol that names the environment and its user.
+and ``results.json``, as for answers (:mod:`.run`): pass@k, pass^k and other metrics with intervals,
+by domain and overall, under a protocol that names the environment and its user.
 
 The seed of an attempt derives from the protocol's seed, the decoding, the task and the attempt's
-number: every model meets the same users and the same random numbers, and arms pair up. Greedy
-decoding makes one attempt at a task, the sampled one ``evaluate.num_samples``.
+number: every model meets the same users and random numbers, so that arms are paired. Greedy
+decoding makes one attempt per task, the sampled one ``evaluate.num_samples``.
 
-What is done survives. In a deterministic environment work is cut into units of whole tasks, one
-generation batch each, which are kept whole: half a unit would be finished in other company, its
-sums taken in another order, and numbers would depend on when somebody pulled a plug. In one that is
-not (a user at an endpoint), attempts are long, cost money and repeat nothing anyway: all of a
-decoding's are begun as places become free, and each that has finished is kept.
+Finished work survives interruptions. In a deterministic environment work is cut into units of whole
+tasks, one generation batch each, which are saved whole: the rest of half a unit would be decoded in
+another batch, with sums in another order, and numbers would depend on the time of the interruption.
+In other environments (a user at an endpoint) attempts are long, cost money and are not reproducible
+anyway: all attempts of a decoding start as capacity allows, and each finished one is saved.
 
-An attempt that the infrastructure ended is none: it is left out and counted. Past
-``environment.max_error_share`` of a decoding's attempts the evaluation stops; those that had errors
-are then tried again when it goes on. Beside the model stands :class:`_DoNothing`.
+An attempt ended by the infrastructure does not count: it is left out and reported. Above
+``environment.max_error_share`` of a decoding's attempts the evaluation stops; attempts with errors
+are retried when it resumes. The reference is :class:`_DoNothing`.
 
-What ``results.json`` says of episodes beside its numbers::
+``results.json`` adds for episodes::
 
-    episodes   {DECODING or do_nothing: {"attempts": asked of each task,
+    episodes   {DECODING or do_nothing: {"attempts": per task,
                 "domains": {DOMAIN: {"tasks", "asked", "passed", "errors": {KIND: n},
                                      "failures": {CLASS: n}}},
                 "tasks": {DOMAIN/TASK: [passed, valid]}}}
 
 asked = passed + errors + failures, per domain. Errors are of the infrastructure: such an attempt
-has no value but ``episode_error``. A turn that is no tool call ends an attempt as a failure, with
+has only ``episode_error``. A turn that is no tool call ends an attempt as a failure, with
 reward 0 as in training, whatever was done before it.
 """
 
@@ -108,11 +108,11 @@ def evaluate_episodes(
     environment: Environment | None = None,
     protocol_file: str = "",
 ) -> dict[str, Any]:
-    """Measure an agent under every configured decoding.
+    """Evaluate an agent under every configured decoding.
 
-    Parameters are those of :func:`refiner_core.evaluation.run.evaluate_model`; ``judge`` is asked
-    only where ``environment.nl_assertions`` says so. ``environment`` is opened from the
-    configuration where it is not given.
+    Parameters are those of :func:`refiner_core.evaluation.run.evaluate_model`; ``judge`` is used
+    only if ``environment.nl_assertions`` is ``judge``. ``environment`` is opened from the
+    configuration by default.
 
     Returns
     -------
@@ -122,9 +122,9 @@ def evaluate_episodes(
     Raises
     ------
     DataError
-        If there are no held-out tasks.
+        There are no held-out tasks.
     Interrupted
-        If asked to stop; what has finished is kept (see the module).
+        A stop was requested; finished work is kept (see the module).
     EnvironmentOutage
         The infrastructure ended more than ``environment.max_error_share`` of the attempts.
     """
@@ -175,7 +175,7 @@ def evaluate_episodes(
 
 @dataclass(eq=False, kw_only=True)
 class _Attempts(BatchWork[_Row]):
-    """Attempts of units, those of who does nothing among them."""
+    """Attempts by units, including those of the do-nothing agent."""
 
     what = "The evaluation"
     units: Sequence[Unit]
@@ -233,7 +233,7 @@ class _Attempts(BatchWork[_Row]):
             )
 
     def _require(self, key: str, row: _Row) -> None:
-        """Stop as soon as there are too many errors, however the rest would go."""
+        """Stop as soon as there are too many errors, whatever the remaining attempts give."""
         errors = self._errors.get(key)
         if errors is None:
             known = [n for n in self.done if self.units[n - 1].key == key]
@@ -251,20 +251,20 @@ class _Attempts(BatchWork[_Row]):
 
 # ---------------------------------------------------------------- one attempt
 
-#: Columns of text of a samples file of episodes, beside those of every samples file. ``episode`` is
+#: Text columns of a samples file of episodes, beside those of every samples file. ``episode`` is
 #: the JSON of its record.
 TEXTS = ("domain", "failure", "error_kind", "episode")
 
 
 def attempt_row(sample_id: str, index: int, completion: Completion) -> dict[str, Any]:
-    """A finished attempt as a row, without what is told of whole tasks.
+    """A finished attempt as a row, without metrics of whole tasks.
 
     Parameters
     ----------
     sample_id
         ``DOMAIN/TASK``.
     index
-        Which attempt at the task, from 0.
+        Number of the attempt at the task, from 0.
     completion
         Of an episode.
     """
@@ -289,8 +289,8 @@ def attempt_row(sample_id: str, index: int, completion: Completion) -> dict[str,
 
 def failure_of(record: EpisodeRecord) -> str:
     """Reason why an attempt failed; empty for a success, which the reward alone decides, as in
-    training, and for an error of the infrastructure. An environment that gives no reason has left
-    it ``incomplete``."""
+    training, and for an infrastructure error. Without a reason from the environment it is
+    ``incomplete``."""
     if record.status == "error":
         return ""
     if record.ended == "no_call":
@@ -299,7 +299,7 @@ def failure_of(record: EpisodeRecord) -> str:
 
 
 def _numbers(record: EpisodeRecord, failure: str, own_tokens: int) -> dict[str, float | None]:
-    """Every metric of an attempt; only ``episode_error`` has a value where it is one."""
+    """Every metric of an attempt; after an infrastructure error only ``episode_error``."""
     none = dict.fromkeys((*EPISODE_METRICS, *FAILURE_METRICS))
     if record.status == "error":
         return {**none, "episode_error": 1.0}
@@ -317,7 +317,7 @@ def _numbers(record: EpisodeRecord, failure: str, own_tokens: int) -> dict[str, 
 
 
 def _judged(check: Mapping[str, Any]) -> dict[str, Any]:
-    """A check in the form of a judgement, for whoever reads those."""
+    """A check in the form of a judgement, for readers of judgements."""
     return {
         "kind": "check",
         "title": f"{check['kind']}: {check['name']}",
@@ -327,7 +327,7 @@ def _judged(check: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def transcript_text(record: EpisodeRecord) -> str:
-    """An episode as text: who said what, in order. Every line of a message is kept."""
+    """An episode as text: who said what, in order, with every line of each message."""
     parts = [f"[{role}]\n{content}" for role, content in record.first_messages]
     for turn in record.turns:
         if turn.repaired is not None:
@@ -343,8 +343,8 @@ def transcript_text(record: EpisodeRecord) -> str:
 def with_tasks(
     rows: Sequence[dict[str, Any]], attempts: int, domains: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Rows, all of a task next to each other in the order of attempts, with the numbers of tasks in
-    the first row of each, and both with their domain's name in the rows of that domain."""
+    """Rows, grouped by task in the order of attempts, with metrics of tasks in the first row of
+    each; every metric also under its domain's name in the rows of that domain."""
     metrics = episode_metrics(attempts, domains)
     passes = {first: task_passes(found, attempts) for first, found in _tasks(rows)}
     made = []
@@ -360,7 +360,7 @@ def with_tasks(
 
 
 def _tasks(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[int, list[bool | None]]]:
-    """Of each task the place of its first row, and which of its attempts succeeded."""
+    """For each task the index of its first row, and the success of its attempts."""
     found: dict[str, tuple[int, list[bool | None]]] = {}
     for place, row in enumerate(rows):
         success = row["success"]
@@ -393,7 +393,7 @@ def episodes_told(
 
 
 def domains_of(sample_ids: Iterable[str]) -> tuple[str, ...]:
-    """The domains of tasks, in their order."""
+    """The domains of tasks, in order of appearance."""
     return tuple(dict.fromkeys(domain_of_id(one) for one in sample_ids))
 
 
@@ -402,7 +402,7 @@ _GOODBYE = "Goodbye."
 
 
 class _DoNothing:
-    """Samples nothing: every turn is the call that ends an episode of a domain."""
+    """A generator without a model: every turn is the call that ends an episode of a domain."""
 
     def __init__(self, environment: Environment, domain: str, tokenizer: Any) -> None:
         text = call_text(ending_call(environment, domain))
@@ -414,7 +414,7 @@ class _DoNothing:
         params: SamplingParams,
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
-        """The call, as often as it is asked for; as of a model that is sure of it."""
+        """The call, once per request, with the log-probabilities of a certain choice."""
         made = Completion(self._ids, (0.0,) * len(self._ids), "stop")
         for index in range(len(requests)):
             if on_completion is not None:
@@ -423,7 +423,7 @@ class _DoNothing:
 
 
 def ending_call(environment: Environment, domain: str) -> ToolCall:
-    """The call that ends an episode, with a text for each argument that its schema asks for."""
+    """The call that ends an episode, with a text for each argument required by its schema."""
     name = environment.finish or environment.speak
     text = "" if environment.finish else _GOODBYE
     schema = next((t.parameters for t in environment.tools(domain) if t.name == name), {})

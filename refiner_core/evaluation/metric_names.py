@@ -1,6 +1,6 @@
 """Parts of the name of a metric: ``METRIC``, ``METRIC/DOMAIN``, ``failure/CLASS``.
 
-In: names of metrics. Out: their parts. Imports nothing; :mod:`.metrics` says what there is.
+In: names of metrics. Out: their parts. Imports nothing; :mod:`.metrics` has the list of metrics.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import comb
 
 FAILURE = "failure/"
-#: Why an agent's attempt failed, by class, as tables and pages say it.
+#: Classes of failed attempts, in words for tables and pages.
 FAILURE_WORDS = {
     "no_call": "a turn that is no tool call, or none that can be read",
     "limit": "turns or context ran out",
@@ -27,12 +27,12 @@ def base_of(metric: str) -> str:
 
 
 def domain_of(metric: str) -> str:
-    """The domain that a metric is told of; empty where it is told of all."""
+    """The domain of a metric; empty for all domains."""
     return "" if metric.startswith(FAILURE) else metric.partition("/")[2]
 
 
 def of_domain(metric: str, sample_ids: Sequence[str]) -> list[bool]:
-    """Which prompts a metric is about: of one that is told by domain, those of that domain."""
+    """Flags of the prompts of a metric: for a metric by domain, those of that domain."""
     domain = domain_of(metric)
     return [not domain or one.startswith(f"{domain}/") for one in sample_ids]
 
@@ -43,32 +43,32 @@ FIRST = "pass@1_first"
 def pass_at_k(n: int, c: int, k: int) -> float | None:
     """The chance that at least one of ``k`` of ``n`` attempts, ``c`` of them successes, succeeds.
 
-    Correctly rounded however large ``n`` is (binomials are exact); None with ``n`` below ``k``.
+    Correctly rounded for any ``n`` (binomials are exact); None with ``n`` below ``k``.
     """
     return None if n < k else (comb(n, k) - comb(n - c, k)) / comb(n, k)
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float | None:
-    """The chance that all of ``k`` of ``n`` attempts succeed; as :func:`pass_at_k`."""
+    """The chance that all of ``k`` of ``n`` attempts succeed; see :func:`pass_at_k`."""
     return None if n < k else comb(c, k) / comb(n, k)
 
 
 def pass_names(attempts: int) -> tuple[str, ...]:
-    """Numbers of tasks with so many attempts each, in order."""
+    """Metrics of tasks with that many attempts each, in order."""
     ks = range(1, attempts + 1)
     return (FIRST, *(f"pass@{k}" for k in ks), *(f"pass^{k}" for k in ks))
 
 
 def task_passes(succeeded: Sequence[bool | None], attempts: int) -> dict[str, float | None]:
-    """One task's part of every number that :func:`pass_names` gives.
+    """One task's part of every metric in :func:`pass_names`.
 
     Parameters
     ----------
     succeeded
-        Per attempt, in the order in which they were numbered; None for one that the infrastructure
+        Per attempt, in the order of their numbers; None for one that the infrastructure
         ended, or that is missing.
     attempts
-        How many there were to be.
+        Planned number of attempts.
     """
     valid = [one for one in succeeded if one is not None]
     n, c = len(valid), sum(valid)

@@ -1,14 +1,14 @@
-"""Names of metrics, and what they say.
+"""Metrics: their names, direction, kind, order and rows.
 
-In: names. Out: whether there is such a metric, which way it is good, what kind of number it is, of
-which prompts it is told, and in which order metrics stand.
+In: names. Out: whether the metric exists, its direction, its kind of number, its prompts, and the
+order of metrics.
 
 Answers (one prompt, one answer) have the fixed :data:`~refiner_core.evaluation.metrics.METRICS`.
-Episodes of an agent have those of :data:`EPISODE_METRICS`, the numbers of
+Episodes of an agent have :data:`EPISODE_METRICS`, the metrics of
 :mod:`refiner_core.evaluation.metric_names` for each k, and the shares of attempts that failed for
-each reason, ``failure/CLASS``. All but these are told by domain too, as ``METRIC/DOMAIN``. A number
-of a task (``pass@4``) stands in the row of its first attempt alone, so that sums over rows are sums
-over tasks.
+each reason, ``failure/CLASS``. All except these also exist by domain, as ``METRIC/DOMAIN``. A
+metric of a task (``pass@4``) is only in the row of its first attempt, so that sums over rows are
+sums over tasks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from refiner_core.environments.protocol import FAILURES
 from refiner_core.evaluation.metric_names import FAILURE, FIRST, base_of, pass_names
 from refiner_core.evaluation.statistics import Kind
 
-#: Metrics that are components of a reward, which has another name for one of them.
+#: Metrics that are components of a reward, where one has another name.
 _FROM_REWARD = (
     *("format_valid", "rubric_score", "citation_precision", "citation_recall", "citation_f1"),
     *("citation_format", "claims", "uncited"),
@@ -41,10 +41,10 @@ _FROM_TRUTH = {
     "fact_recall": "fact_recall",
     "truth_citation_f1": "citation_f1",
 }
-#: What no judge has a part in, so that it counts whether or not the judge answered.
+#: Metrics without a part of the judge, which count even if the judge failed.
 _WITHOUT_JUDGE = frozenset({"format_valid", "claims", "uncited"})
 
-#: Every metric, in the order of reports.
+#: All metrics, in the order of reports.
 METRICS = (
     *_FROM_REWARD,
     "reward",
@@ -93,7 +93,7 @@ def sample_row(
 
 
 def _applies(metric: str, result: RewardResult) -> bool:
-    """True if the row has what the metric is about: rubrics, evidence to cite."""
+    """True if the metric applies to the row: it has rubrics, or evidence to cite."""
     if metric == "rubric_score":
         return not result.components.get("no_rubrics")
     if metric.startswith("citation_"):
@@ -130,9 +130,9 @@ def write_samples(
     Parameters
     ----------
     metrics
-        Columns of numbers; what a row lacks is null.
+        Columns of numbers; missing values are null.
     texts
-        Columns of text beside those that every samples file has.
+        Text columns beside those of every samples file.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -143,25 +143,25 @@ def write_samples(
 
 
 def metric_columns(schema: Any) -> list[str]:
-    """The metrics that a samples file has, by its Arrow schema: its columns of numbers, in the
-    order in which they were written."""
+    """The metrics of a samples file, by its Arrow schema: its columns of numbers, in the order
+    of writing."""
     import pyarrow as pa
 
     return [field.name for field in schema if pa.types.is_float64(field.type)]
 
 
-#: Columns that are most of a file, and that who compares numbers does without.
+#: Columns that make up most of a file, and that comparisons of numbers do not need.
 TEXTS = ("response_text", "judgements", "episode")
 
 
 def load_samples(path: Path, leave_out: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Read rows back; metrics that a newer version adds are missing from older files.
-    ``leave_out`` these columns.
+    """Read rows back; metrics of newer versions are missing from older files.
+    Columns in ``leave_out`` are skipped.
 
     Raises
     ------
     DataError
-        If the file is missing or is no samples file.
+        The file is missing or is no samples file.
     """
     with opened(path) as file:
         kept = [name for name in file.schema_arrow.names if name not in leave_out]
@@ -176,12 +176,12 @@ def opened(
     expected: str = "a samples file of an evaluation",
     fix: str = "restore the file, or delete its stage's folder and run the recipe again",
 ) -> Iterator[Any]:
-    """A Parquet file of answers; ``source`` is what was read of it already.
+    """A Parquet file of answers; ``source`` is its content if already read.
 
     Raises
     ------
     DataError
-        It is missing, damaged, or something else.
+        It is missing, damaged, or another kind of file.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -195,27 +195,27 @@ def opened(
         raise DataError(f"{path} cannot be read ({error})", expected=expected, fix=fix) from error
 
 
-#: Of one attempt each, in the order of reports: ``success`` (yes or no), ``reward`` (the
-#: environment's own), ``partial`` (weighted share of the checks that passed), turns, tokens that
-#: the model sampled, turns that were repaired, calls that a tool refused, and whether the
-#: infrastructure ended it (which alone has a value then).
+#: Metrics of one attempt, in the order of reports: ``success`` (yes or no), ``reward`` (the
+#: environment's own), ``partial`` (weighted share of passed checks), turns, tokens sampled by the
+#: model, repaired turns, calls refused by a tool, and whether the infrastructure ended it (the
+#: only value in that case).
 EPISODE_METRICS = (
     *("success", "reward", "partial", "turns", "length_tokens", "repairs", "tool_errors"),
     "episode_error",
 )
 FAILURE_METRICS = tuple(f"{FAILURE}{name}" for name in FAILURES)
-#: Those of them that are told by domain, beside what is told of tasks.
+#: Those that also exist by domain, beside the metrics of tasks.
 _BY_DOMAIN = ("success", "reward", "partial", "episode_error")
-#: The metrics that have a protocol of their own: how checks (or judge and citations) are weighed
-#: has a part in these alone.
+#: Metrics with their own protocol: only they depend on the weights of checks (or of judge and
+#: citations).
 WEIGHED = frozenset({"reward", "partial"})
 
-#: The metrics that a short table shows, in its order; of agents the largest k stands with them.
+#: Metrics of a short table, in its order; for agents also those of the largest k.
 _MAIN = ("format_valid", "rubric_score", "citation_f1", "reward", "oracle", "claims")
 _MAIN_OF_TASKS = ("pass@1_first", "pass@1", "pass@k", "pass^k", "partial", "turns", "episode_error")
 
 _PASS = re.compile(r"pass@1_first|pass[@^][1-9]\d*")
-#: What metrics are, for their intervals; all others are shares in [0, 1].
+#: Kinds of metrics, for their intervals; all others are shares in [0, 1].
 YES_NO = frozenset({"format_valid", "stop_rate", "judge_failed", "success", "episode_error", FIRST})
 NUMBERS = frozenset(
     {"reward", "claims", "uncited", "length_tokens", "turns", "repairs", "tool_errors"}
@@ -225,7 +225,7 @@ _NEITHER = frozenset({"claims", "length_tokens", "turns"})
 
 
 def episode_metrics(attempts: int, domains: Sequence[str]) -> tuple[str, ...]:
-    """All metrics of an evaluation with so many attempts at each task, in the order of reports."""
+    """All metrics of an evaluation with ``attempts`` per task, in the order of reports."""
     passes = pass_names(attempts)
     split = (*passes, *_BY_DOMAIN)
     by_domain = (f"{metric}/{domain}" for domain in domains for metric in split)
@@ -233,17 +233,17 @@ def episode_metrics(attempts: int, domains: Sequence[str]) -> tuple[str, ...]:
 
 
 def of_tasks(metric: str) -> bool:
-    """True if it is a number of whole tasks, not of attempts."""
+    """True if it is a metric of whole tasks, not of attempts."""
     return _PASS.fullmatch(base_of(metric)) is not None
 
 
 def weighed(metric: str) -> bool:
-    """True if it is one of :data:`WEIGHED`, of whatever domain."""
+    """True if it is one of :data:`WEIGHED`, for any domain."""
     return base_of(metric) in WEIGHED
 
 
 def metrics_of(config: RecipeConfig) -> tuple[str, ...]:
-    """Metrics that evaluations of a recipe may tell; of an agent without what is told by domain."""
+    """Possible metrics of a recipe's evaluations; for an agent without those by domain."""
     if not config.environment.name:
         return METRICS
     sampled = "sampled" in config.evaluate.decoding
@@ -251,24 +251,24 @@ def metrics_of(config: RecipeConfig) -> tuple[str, ...]:
 
 
 def main_metrics(metrics: Iterable[str]) -> list[str]:
-    """Those that a short table shows, in its order."""
+    """The metrics of a short table, in its order."""
     found = set(metrics)
     ks = [int(m[5:]) for m in found if re.fullmatch(r"pass@\d+", m)]
     if not ks:
         return [m for m in _MAIN if m in found]
-    once = ("pass@1_first", "pass@k", "pass^k")  # of one attempt, pass@1 is all of them
+    once = ("pass@1_first", "pass@k", "pass^k")  # with one attempt, pass@1 equals all of them
     named = [m for m in _MAIN_OF_TASKS if max(ks) > 1 or m not in once]
     most = [f"{m[:5]}{max(ks)}" if m in once[1:] else m for m in named]
     return [m for m in dict.fromkeys(most) if m in found]
 
 
 def has_metric(config: RecipeConfig, metric: str) -> bool:
-    """True if evaluations of a recipe may tell it (whether there is such a domain, tasks say)."""
+    """True if a recipe's evaluations may have it (domains are checked only against tasks)."""
     return base_of(metric) in metrics_of(config)
 
 
 def in_order(metrics: Iterable[str]) -> list[str]:
-    """In the order of reports; those of episodes as they come."""
+    """In the order of reports; those of episodes keep their order."""
     found = list(dict.fromkeys(metrics))
     place = {metric: i for i, metric in enumerate(METRICS)}
     if any(metric not in place for metric in found):
@@ -277,7 +277,7 @@ def in_order(metrics: Iterable[str]) -> list[str]:
 
 
 def higher_is_better(metric: str) -> bool | None:
-    """Direction in which a metric is good; None where neither is."""
+    """Whether higher is better; None if the metric has no direction."""
     base = base_of(metric)
     if base in _NEITHER:
         return None
@@ -285,26 +285,26 @@ def higher_is_better(metric: str) -> bool | None:
 
 
 def is_number(metric: str) -> bool:
-    """True if it is any number, and not a share in [0, 1]."""
+    """True if it is an arbitrary number, not a share in [0, 1]."""
     return base_of(metric) in NUMBERS
 
 
 def is_yes_no(metric: str) -> bool:
-    """True if a sample has or has not what it is about."""
+    """True if it is yes or no for a sample."""
     base = base_of(metric)
     return base in YES_NO or base.startswith(FAILURE)
 
 
 def once_per_prompt(metric: str, decoding: str) -> bool:
-    """True if a prompt has one value and no more, so that a yes or no is one trial."""
+    """True if a prompt has exactly one value, so that a yes or no is one trial."""
     return decoding == "greedy" or base_of(metric) == FIRST
 
 
 def kind_of(metric: str, rows: Sequence[Mapping[str, Any]], config: RecipeConfig) -> Kind:
-    """Which interval a metric of these rows may have. pass@k and pass^k are a yes or no of each
-    task where k is the number of its attempts, and a share below."""
+    """Kind of interval for a metric of these rows. pass@k and pass^k are yes or no for each
+    task if k is its number of attempts, and a share for smaller k."""
     if metric == "rubric_score" and config.reward.rubric_aggregation != "weighted_mean":
-        return "number"  # the recorded alternatives leave [0, 1]
+        return "number"  # the alternative aggregations leave [0, 1]
     base = base_of(metric)
     if of_tasks(metric) and base != FIRST:
         attempts = max((int(row["sample_index"]) for row in rows), default=0) + 1

@@ -1,11 +1,11 @@
-"""Power: how large an effect must be to be seen, from how much values spread.
+"""Power: the smallest detectable effect, from the spread of values.
 
-In: values [seeds, prompts] of a difference of two arms, or what is known of its variance. Out: its
-variance components, and the smallest effect that so many seeds and prompts find so often.
+In: values [seeds, prompts] of a difference of two arms, or estimates of its variance. Out: its
+variance components, and the smallest effect that a design detects with a given probability.
 
-The test whose power is computed is the one that compares arms (:mod:`.statistics`), not an
-ideal one: mean squares are drawn as they would come, and the power is the mean over them. Effects
-may have either sign. Values are taken for normal.
+The power is that of the actual test between arms (:mod:`.statistics`), not of an ideal one: mean
+squares are drawn from their distribution, and the power is averaged over them. Effects may have
+either sign. Values are assumed normal.
 
 >>> found = variance_components(arm - baseline)
 >>> detectable_effect(found, seeds=3, prompts=200)
@@ -35,18 +35,18 @@ _DRAWS = 4096
 
 
 class Components(NamedTuple):
-    """Variances of what a value is made of, in squared units of the metric.
+    """Variance components of a value, in squared units of the metric.
 
     Attributes
     ----------
     seed
-        Of what a seed does to all prompts. None: nobody knows, as there was one seed.
+        Effect of a seed on all prompts. None: unknown, with a single seed.
     prompt
-        Of what a prompt does with all seeds.
+        Effect of a prompt with all seeds.
     residual
-        Of what is left: what both do together, and sampling.
+        The rest: their interaction, and sampling.
     seeds, prompts
-        How many they were estimated from; 0 where they are assumed.
+        Numbers of seeds and prompts in the estimate; 0 if assumed.
     """
 
     seed: float | None
@@ -59,18 +59,18 @@ class Components(NamedTuple):
 def variance_components(values: Floats) -> Components:
     """Components of a layout [seeds, prompts] by its mean squares (ANOVA estimators).
 
-    A component that comes out below zero is zero. With one seed, what a prompt does and the
-    residual cannot be told apart: all of it is the prompt's.
+    A negative estimate becomes zero. With one seed, prompt and residual cannot be separated: all
+    of it is assigned to the prompt.
 
     Parameters
     ----------
     values
-        Per seed and prompt, mostly arm minus baseline. Prompts with a NaN in any seed are left out.
+        Per seed and prompt, usually arm minus baseline. Prompts with a NaN in any seed are dropped.
 
     Raises
     ------
     ConfigurationError
-        Fewer than two prompts are left: nothing can be said about a spread.
+        Fewer than two prompts are left, which gives no spread.
     """
     kept = values[:, ~np.isnan(values).any(axis=0)]
     seeds, prompts = kept.shape
@@ -94,7 +94,7 @@ def variance_components(values: Floats) -> Components:
 
 
 def mean_components(found: Sequence[Components]) -> Components:
-    """Means of several estimates; the spread of seeds over those that know it."""
+    """Means of several estimates; the spread of seeds over estimates that have one."""
     seeds = [c.seed for c in found if c.seed is not None]
     return Components(
         float(np.mean(seeds)) if seeds else None,
@@ -108,11 +108,11 @@ def mean_components(found: Sequence[Components]) -> Components:
 def likely_components(
     components: Components, share: float = 0.8
 ) -> tuple[Components, Components] | None:
-    """The least and the most that seeds may spread, where an estimate has the mean square that it
-    has: between them lies the truth in ``share`` of all estimates. None where seeds are not known.
+    """The smallest and the largest plausible spread of seeds, given an estimate's mean square: the
+    truth lies between them for ``share`` of all estimates. None if the seeds' spread is unknown.
 
-    Of few seeds the mean square is a chi-squared number with as few degrees of freedom; prompts are
-    many, so that what they spread is taken as it is.
+    With few seeds the mean square is chi-squared with as few degrees of freedom; prompts are
+    many, so their estimated spread is used unchanged.
     """
     if components.seed is None or components.seeds < 2:
         return None
@@ -132,23 +132,24 @@ def likely_components(
 def detectable_effect(
     components: Components, seeds: int, prompts: int, power: float = 0.8, alpha: float = 0.05
 ) -> float:
-    """The smallest difference of two arms that is found in ``power`` of all sweeps.
+    """The smallest difference of two arms that is detected in ``power`` of all sweeps.
 
     Parameters
     ----------
     components
-        Of the paired difference, per seed and prompt. An unknown spread of seeds counts as none,
-        so the result is a lower bound then.
+        Of the paired difference, per seed and prompt. An unknown spread of seeds counts as zero,
+        so the result is then a lower bound.
     seeds, prompts
-        Planned; with one seed the effect is one of these checkpoints, not of their recipes.
+        Planned numbers; with one seed the effect is that of these checkpoints, not of their
+        recipes.
     power, alpha
-        How often it is found, and how often something is found where nothing is (two-sided, for
-        one comparison; for the strictest of k arms under Holm's method give alpha / k).
+        Probability of detection, and of a false positive (two-sided, for one comparison; for the
+        strictest of k arms under Holm's method pass alpha / k).
 
     Returns
     -------
     float
-        In units of the metric; infinite with fewer than two prompts, 0 where nothing spreads.
+        In units of the metric; infinite with fewer than two prompts, 0 without any spread.
     """
     if prompts < 2:
         return math.inf
@@ -156,7 +157,7 @@ def detectable_effect(
 
     half, error = _half_widths(components, seeds, prompts, alpha)
     if not error:
-        return 0.0  # nothing spreads; or seeds alone, and there is one
+        return 0.0  # no spread, or only of a single seed
     high = error
     while _power(high, half, error) < power:
         high *= 2
@@ -166,7 +167,7 @@ def detectable_effect(
 def power_of(
     components: Components, seeds: int, prompts: int, effect: float, alpha: float = 0.05
 ) -> float:
-    """Share of sweeps that find a difference of this size; see :func:`detectable_effect`."""
+    """Share of sweeps that detect a difference of this size; see :func:`detectable_effect`."""
     if prompts < 2:
         return 0.0
     half, error = _half_widths(components, seeds, prompts, alpha)
@@ -176,7 +177,7 @@ def power_of(
 def _half_widths(
     components: Components, seeds: int, prompts: int, alpha: float
 ) -> tuple[Floats, float]:
-    """Half widths of the interval as they would come, and the true standard error."""
+    """Half widths of the interval as random draws, and the true standard error."""
     from scipy.stats import t
 
     if seeds == 1:
@@ -197,7 +198,7 @@ def _half_widths(
 
 @functools.lru_cache(maxsize=64)
 def _chi_squares(which: int, freedom: int) -> Floats:
-    """Draws of a mean square whose expectation is 1; the three of a layout are independent."""
+    """Draws of a mean square with expectation 1; the three of a layout are independent."""
     from scipy.stats import chi2
 
     drawn: Floats = chi2.ppf(_points()[:, which], freedom) / freedom

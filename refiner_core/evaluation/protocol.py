@@ -1,23 +1,23 @@
-"""Protocols: all that makes two evaluation numbers comparable, as a value with a fingerprint.
+"""Protocols: everything that makes evaluation numbers comparable, with a fingerprint.
 
-In: the configuration, the prompts that are used, a decoding. Out: a :class:`Protocol`.
+In: the configuration, the used prompts, a decoding. Out: a :class:`Protocol`.
 
-Two numbers may stand in one table when their protocols have one fingerprint. It covers the prompts
+Two numbers are comparable if their protocols have the same fingerprint. It covers the prompts
 by *content* (text, token ids, rubrics, ground truth), not by the data stage that wrote them: a
-stage that was prepared with other demonstrations but holds out the same prompts measures the same.
-The data stage's own digest is kept beside it as provenance.
+data stage with other demonstrations but the same held-out prompts gives the same protocol.
+The data stage's own digest is stored beside it as provenance.
 
-How judge and citation term become one reward is part of the protocol of the metric ``reward`` only
-(:meth:`Protocol.with_reward`): arms that differ in a weight of the reward must still be comparable
-on everything else. So are the weights of the checks of an agent's tasks part of that of ``reward``
+The combination of judge and citation term is part of the protocol of the metric ``reward`` only
+(:meth:`Protocol.with_reward`): arms that differ in a weight of the reward must remain comparable
+on everything else. Likewise the weights of an agent's checks are part of the protocol of ``reward``
 and ``partial`` only.
 
-An agent's protocol has ``environment`` in the place of judge and rubrics
-(:func:`make_protocol`): what the environment says of itself (its version, the user with model
-and settings, what is left out), and the limits of an episode. Addresses and keys are no part of it.
+An agent's protocol has ``environment`` instead of judge and rubrics (:func:`make_protocol`): the
+environment's own description (its version, the user with model and settings, exclusions), and the
+limits of an episode. Addresses and keys are not part of it.
 
-What the file is called that a protocol comes from (:mod:`refiner_core.contract.protocols`) is for
-people, and no part of the fingerprint either.
+The name of a protocol file (:mod:`refiner_core.contract.protocols`) is for people, and not part of
+the fingerprint either.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from refiner_core.environments.protocol import Environment
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.rubrics import load_rubric_set, rubric_set_digest
 
-#: Raised when numbers of one protocol would not be comparable with those before: of answers, whose
-#: citation reward counts a claim once since version 2; of agents with tools.
+#: Raised whenever new numbers of one protocol are not comparable with older ones: for answers,
+#: whose citation reward counts a claim once since version 2; for agents with tools.
 PROTOCOL_VERSION, PROTOCOL_VERSION_OF_AGENTS = 2, 1
 Decoding = Literal["greedy", "sampled"]
 
-#: Fields of `reward` that decide what a rubric score is; the others decide what `reward` is.
+#: Fields of `reward` that affect rubric scores; the others affect `reward`.
 _RUBRIC_FIELDS = (
     "rubric_source",
     "static_rubrics",
@@ -58,7 +58,7 @@ _RUBRIC_FIELDS = (
 
 @dataclass(frozen=True)
 class Protocol:
-    """One way of measuring. Every field but ``data`` and ``file`` enters the fingerprint."""
+    """One way of measuring. Every field except ``data`` and ``file`` enters the fingerprint."""
 
     data: str
     """Digest of the data stage that wrote the prompts; provenance only."""
@@ -68,7 +68,7 @@ class Protocol:
     num_prompts: int
     decoding: Decoding
     sampling: Mapping[str, Any]
-    """Temperature, top_p, lengths, stop strings, and the seed where anything is sampled."""
+    """Temperature, top_p, lengths, stop strings, and the seed if anything is sampled."""
     samples_per_prompt: int
     judge: Mapping[str, Any]
     rubrics: Mapping[str, Any]
@@ -77,7 +77,7 @@ class Protocol:
     file: str = ""
     """Name of the protocol file; empty for the recipe's own."""
     environment: Mapping[str, Any] | None = None
-    """Of an agent with tools: where it works, with whom, within which limits."""
+    """For an agent with tools: its environment, user and limits."""
 
     @property
     def fingerprint(self) -> str:
@@ -88,16 +88,16 @@ class Protocol:
 
     @property
     def name(self) -> str:
-        """For people, e.g. ``held-out/greedy/lexical-1@v1-ab12cd34``; of a protocol file with its
-        name in front."""
+        """Readable name, e.g. ``held-out/greedy/lexical-1@v1-ab12cd34``; a protocol file's name
+        comes first."""
         where, judge = self.environment, self.judge
         by = [f"{where['name']}@{where['version']}"] if where is not None else []
         by += [f"{judge['model']}@{judge['prompt']}"] if judge else []
         return f"{self.file or self.split}/{self.decoding}/{'+'.join(by)}-{self.fingerprint[:8]}"
 
     def with_reward(self, config: RecipeConfig) -> Protocol:
-        """The protocol of the metric ``reward`` (of an agent, of ``partial`` too), which depends on
-        how terms are combined."""
+        """The protocol of the metric ``reward`` (for an agent also of ``partial``), which depends
+        on the combination of terms."""
         if self.environment is not None:
             weights = picked(config.environment.shaping, "weights", "weights_by_domain")
             return dataclasses.replace(self, reward={k: list(v) for k, v in weights.items()})
@@ -106,7 +106,7 @@ class Protocol:
         return dataclasses.replace(self, reward=values)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, to be stored beside the numbers."""
+        """Plain values, stored beside the numbers."""
         values = dataclasses.asdict(self)
         if not self.file:
             del values["file"]
@@ -138,16 +138,16 @@ def make_protocol(
     """The protocol under which ``prompts`` are measured with ``decoding``; with an ``environment``,
     an agent on tasks.
 
-    ``grpo.response_length`` bounds one turn of an agent and ``grpo.max_token_length`` a whole
-    episode, as in training. A turn that is no tool call is a failure here whatever
-    ``environment.unparsable`` says of training, and so no part of it.
+    ``grpo.response_length`` limits one turn of an agent and ``grpo.max_token_length`` a whole
+    episode, as in training. A turn that is no tool call is a failure here for any
+    ``environment.unparsable``, which is therefore not part of it.
     """
     params, sampled = sampling_params(config, decoding), decoding == "sampled"
     seed, asked = config.evaluate.seed, config.environment
     sampling = dataclasses.asdict(params)
     if environment is None:
         sampling |= {"stop_strings": list(params.stop_strings), "seed": seed if sampled else None}
-    else:  # a turn ends where its tool call does; users and tools draw by the seed in any case
+    else:  # a turn ends with its tool call; users and tools always use the seed
         context = config.grpo.max_token_length
         sampling |= {"stop_strings": [], "context_tokens": context, "seed": seed}
     judged = environment is None or asked.nl_assertions == "judge"
@@ -181,7 +181,7 @@ def _rubrics(reward: RewardConfig) -> dict[str, Any]:
 def _environment(asked: EnvironmentConfig, environment: Environment) -> dict[str, Any]:
     return {
         **environment.describe(),
-        "name": Path(environment.name).name,  # of a file of one's own without its folders
+        "name": Path(environment.name).name,  # a custom file without its folders
         "version": environment.version,
         **picked(asked, "max_turns", "repairs", "max_argument_bytes", "nl_assertions"),
         **_file_of_ones_own(asked.name),
@@ -189,8 +189,8 @@ def _environment(asked: EnvironmentConfig, environment: Environment) -> dict[str
 
 
 def _file_of_ones_own(name: str) -> dict[str, str]:
-    """What stands in the file of an environment of one's own: who changes its rules may forget its
-    version. Its tasks are among the prompts."""
+    """Digest of a custom environment's file, in case its version was not raised after an edit. Its
+    tasks are among the prompts."""
     file = Path(name.rpartition(":")[0]).expanduser()
     if ".py:" not in name or not file.is_file():
         return {}
@@ -198,8 +198,8 @@ def _file_of_ones_own(name: str) -> dict[str, str]:
 
 
 def _judge(judge: JudgeConfig) -> dict[str, Any]:
-    """All of a judge that decides what it says."""
-    # What only a served judge has, where it is not as it was before one could choose.
+    """All settings that affect a judge's scores."""
+    # Fields of served judges only, if they differ from the former fixed values.
     before = {"form": "per_rubric", "structured_output": "none", "extra_body": ""}
     served = picked(judge, *before) if judge.kind == "openai" else {}
     return {

@@ -1,4 +1,4 @@
-"""From per-sample rows to numbers with intervals, and to ``results.json``.
+"""From per-sample rows to numbers with intervals, and ``results.json``.
 
 In: rows per protocol. Out: files in the stage's output folder::
 
@@ -7,17 +7,17 @@ In: rows per protocol. Out: files in the stage's output folder::
 
 ``evaluations`` has one entry per decoding and metric: ``stage`` (the model's name), ``protocol``
 (fingerprint), ``protocol_name``, ``decoding``, ``metric``, ``value``, ``low``, ``high`` (95 %),
-``n`` (prompts), ``numerator``, ``denominator`` (samples), ``interval`` (how it was computed) and
+``n`` (prompts), ``numerator``, ``denominator`` (samples), ``interval`` (its method) and
 ``samples_file``. ``reference`` has the same for the random copier, under each protocol. A metric
-that no sample has (no rubrics, no ground truth) has no entry. ``protocols`` spells out what each
-fingerprint stands for. Where the judge keeps count, ``judge_usage`` is what it did for these
-numbers (:class:`~refiner_core.contract.types.JudgeUsage`); it is a cost, not a number of the model.
-``reference_fresh`` says whether the copier's answers were judged anew, or may have been answered
-by the store. Of a protocol file, each entry has its name as ``under``, and ``protocols`` as
+that no sample has (no rubrics, no ground truth) has no entry. ``protocols`` describes each
+fingerprint in full. If the judge counts its usage, ``judge_usage`` is that of these numbers
+(:class:`~refiner_core.contract.types.JudgeUsage`); it is a cost, not a result.
+``reference_fresh`` records whether the copier's answers were judged anew, or possibly taken from
+the store. With a protocol file, each entry has its name as ``under``, and ``protocols`` as
 ``file``.
 
-Of agents (:mod:`.episodes`), ``n`` counts tasks, the reference is ``do_nothing``, and ``episodes``
-says more (there).
+For agents (:mod:`.episodes`), ``n`` counts tasks, the reference is ``do_nothing``, and ``episodes``
+has further counts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RESULTS_FILE = "results.json"
 
 
 class Measured(NamedTuple):
-    """Per-sample rows under one protocol; ``metrics`` are what they may have."""
+    """Per-sample rows under one protocol; ``metrics`` are the possible ones."""
 
     protocol: Protocol
     rows: Sequence[dict[str, Any]]
@@ -61,7 +61,7 @@ class Measured(NamedTuple):
 def metric_entries(
     stage: str, measured: Measured, samples_file: str, config: RecipeConfig
 ) -> list[dict[str, Any]]:
-    """One entry per metric that was measured."""
+    """One entry per measured metric."""
     entries = []
     for metric in measured.metrics:
         found = recompute(measured.rows, metric, config)
@@ -88,7 +88,7 @@ def recompute(
     rows: Sequence[Mapping[str, Any]], metric: str, config: RecipeConfig
 ) -> Estimate | None:
     """A metric of per-sample rows, with its interval: the same rows and configuration give the same
-    number, bit by bit. None where no sample has the metric."""
+    number, bit by bit. None if no sample has the metric."""
     return estimate(
         rows,
         metric,
@@ -116,13 +116,13 @@ def write_results(
     Parameters
     ----------
     model
-        Its name, and what it was loaded from.
+        Its name, and the reference that it was loaded from.
     reference
-        What stands beside it (name, rows), with ``metrics``.
+        The reference (name, rows), with ``metrics``.
     texts
-        Columns of text of the samples files.
+        Text columns of the samples files.
     more
-        Kept with the results as it is.
+        Further entries of the results, stored unchanged.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     floor_name, floor_rows = reference
@@ -162,7 +162,7 @@ def load_results(folder: Path) -> dict[str, Any]:
     Raises
     ------
     DataError
-        If it is missing, cut short, or of another version.
+        It is missing, cut short, or of another version.
     """
     path = folder / RESULTS_FILE
     try:
@@ -177,7 +177,7 @@ def load_results(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} has version {results.get('version')}",
             expected=f"version {RESULTS_VERSION}",
-            fix="use the refiner that wrote it, or run the recipe again, which measures anew",
+            fix="use the refiner that wrote it, or run the recipe again, which measures again",
         )
     return results
 
@@ -192,7 +192,7 @@ def compare_results(
     a, b
         Output folders, one per seed; position s on both sides is the same seed.
     metrics
-        Only these. By default all, but for ``reward`` (of agents ``partial`` too) where it is
+        Only these. By default all except ``reward`` (for agents also ``partial``) if it is
         combined differently: arms of an ablation of the reward are compared on everything else.
 
     Returns
@@ -200,13 +200,13 @@ def compare_results(
     list of dict
         ``decoding``, ``metric``, ``protocol``, ``protocol_name``, ``a`` and ``b`` (means over the
         seeds), ``difference``, ``low``, ``high``, ``n`` (prompts), ``seeds``, ``excluded`` (prompts
-        without a value somewhere), ``p_value``, ``interval``. A metric without a prompt in common
+        without a value somewhere), ``p_value``, ``interval``. A metric without common prompts
         has no entry.
 
     Raises
     ------
     ConfigurationError
-        If protocols or prompts differ, or sides have different numbers of seeds.
+        Protocols or prompts differ, or sides have different numbers of seeds.
     """
     if not a or len(a) != len(b):
         raise ConfigurationError(
@@ -216,7 +216,7 @@ def compare_results(
         )
     folders = [*a, *b]
     tables = [_entries(folder) for folder in folders]
-    samples = functools.cache(partial(load_samples, leave_out=TEXTS))  # one file, all its metrics
+    samples = functools.cache(partial(load_samples, leave_out=TEXTS))  # each file once
     rows = []
     for key, first in tables[0].items():
         decoding, metric = key
@@ -254,7 +254,7 @@ def _entries(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def _same_protocol(entries: Sequence[dict[str, Any]], folders: Sequence[Path]) -> None:
-    """Refuse unless all numbers were measured the same way; say in what they differ."""
+    """Refuse numbers measured in different ways; the message names the differences."""
     first = entries[0]
     for entry, folder in zip(entries[1:], folders[1:], strict=True):
         if entry["protocol"] == first["protocol"]:
@@ -273,7 +273,7 @@ def _same_protocol(entries: Sequence[dict[str, Any]], folders: Sequence[Path]) -
 
 
 def _differing(first: Mapping[str, Any], second: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of the fields in which two protocols differ; provenance aside."""
+    """Dotted names of the fields in which two protocols differ, ignoring provenance."""
     found: list[str] = []
     for key in sorted({*first, *second} - ({"data"} if not prefix else set())):
         left, right = first.get(key), second.get(key)

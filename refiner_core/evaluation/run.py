@@ -1,26 +1,26 @@
-"""Evaluate one model: held-out prompts through it, its answers through rewards and ground truth.
+"""Evaluation of one model: held-out prompts to answers, rewards and ground-truth scores.
 
 In: the configuration, the data stage's folder, a model, a judge. Out: per-sample files and
 ``results.json`` with every number, its interval and its protocol.
 
-Work is cut into units of whole prompts, one generation batch each. A judge that streams begins
-with an answer when it is finished, and while it ends a unit the next one is sampled already. Seeds
+Work is cut into units of whole prompts, one generation batch each. A streaming judge starts with an
+answer when it is finished, and while it finishes a unit the next one is already sampled. Seeds
 derive from the protocol seed, the prompt and the sample index: every model meets the same random
-numbers, and arms pair up.
+numbers, so that arms are paired.
 
-What is done survives, whenever it is interrupted: the answers of a unit once all of it is sampled,
-its rows once all of it is judged, and each judgement of a served judge as it comes (in the
-workspace's store, so that no judged sample is asked about again). What is repeated at most is the
-sampling of one unit, which is ``evaluate.batch_size`` answers. Half a unit could not be kept: the
-rest would be decoded in other company, its sums taken in another order, and then the numbers would
-depend on when somebody pulled a plug.
+Finished work survives interruptions: the answers of a unit once all of it is sampled, its rows once
+all of it is judged, and each judgement of a served judge immediately (in the workspace's store, so
+that no judged sample is asked about again). At most the sampling of one unit,
+``evaluate.batch_size`` answers, is repeated. Half a unit cannot be kept: the rest would be decoded
+in another batch, with sums in another order, and numbers would depend on the time of the
+interruption.
 
-Beside the model stands the random copier (:mod:`refiner_core.data.copier`), scored by the same code
-on the same prompts: an answer of perfect form that was written without reading. One answer a
-prompt serves all decodings, since it does not depend on any. Its answers are the same in every
+The reference is the random copier (:mod:`refiner_core.data.copier`), scored by the same code
+on the same prompts: an answer of perfect form, written without reading. One answer per
+prompt serves all decodings, since it depends on none. Its answers are the same in every
 evaluation of a protocol, which makes them the control against a judge that drifts: with
-``evaluate.fresh_reference`` a served judge is asked about them anew each time, whatever the store
-knows, at the cost of one answer a prompt.
+``evaluate.fresh_reference`` a served judge judges them anew each time, bypassing the store, at the
+cost of one answer per prompt.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _Row = dict[str, Any]
 
 
 class Unit(NamedTuple):
-    """Samples of whole prompts that are made together; ``decoding`` None is the reference's.
-    ``key`` names decoding or reference."""
+    """Samples of whole prompts that are made together; ``decoding`` is None for the reference.
+    ``key`` names the decoding or reference."""
 
     key: str
     decoding: Decoding | None
@@ -71,7 +71,7 @@ class Unit(NamedTuple):
 
 
 def asked(config: RecipeConfig, decoding: Decoding | None) -> int:
-    """Number of samples of each prompt."""
+    """Number of samples per prompt."""
     return config.evaluate.num_samples if decoding == "sampled" else 1
 
 
@@ -79,7 +79,7 @@ def units_of(
     config: RecipeConfig, prompts: Sequence[PromptRow], reference: str, *, whole: bool = True
 ) -> list[Unit]:
     """All work, in order: the reference first, which needs no model, then each decoding. A unit is
-    a generation batch where units are kept ``whole``, and else all of a decoding."""
+    a generation batch if units are kept ``whole``, and else all of a decoding."""
     units, evaluate = [], config.evaluate
     for decoding in (None, *evaluate.decoding):
         key, samples = decoding or reference, asked(config, decoding)
@@ -101,7 +101,7 @@ def open_generator(
     generator: Generator | TurnGenerator | None = None,
     tokenizer: Any = None,
 ) -> tuple[Any, Any]:
-    """Generator and tokenizer: those given, else of the model, on the device that is configured."""
+    """Generator and tokenizer: the given ones, else the model's, on the configured device."""
     from refiner_core.generation.load import load_tokenizer
 
     if tokenizer is None:
@@ -130,23 +130,23 @@ def evaluate_model(
     protocol_file: str = "",
     mark: str = "",
 ) -> dict[str, Any]:
-    """Measure a model under every configured decoding.
+    """Evaluate a model under every configured decoding.
 
     Parameters
     ----------
     data_dir, data_digest
         The data stage's output folder (``rl_test.parquet`` is read) and its digest.
     model_ref
-        What :func:`refiner_core.generation.load.load_model` takes.
+        Reference for :func:`refiner_core.generation.load.load_model`.
     model_name
         ``base``, ``sft``, ``grpo`` …: the ``stage`` of every row.
     generator, tokenizer
-        Made from ``model_ref`` where not given.
+        Made from ``model_ref`` if not given.
     protocol_file
-        Name of the protocol file that the configuration is under; empty for none.
+        Name of the protocol file of the configuration; empty for none.
     mark
-        What tells this evaluation from all others, for what is asked afresh; the same in all of its
-        attempts. Empty: nothing is.
+        Unique mark of this evaluation for judging the reference anew; the same in all of its
+        attempts. Empty: the store is used.
 
     Returns
     -------
@@ -156,12 +156,12 @@ def evaluate_model(
     Raises
     ------
     DataError
-        If there are no held-out prompts.
+        There are no held-out prompts.
     Interrupted
-        If asked to stop; finished units, and answers that are sampled, are kept.
+        A stop was requested; finished units, and sampled answers, are kept.
     JudgeOutage
-        If more of a unit's answers than ``judge.max_failed_share`` could not be judged, or nobody
-        could be asked for too long; the same is kept.
+        More of a unit's answers than ``judge.max_failed_share`` could not be judged, or no judge
+        was available for too long; the same is kept.
     """
     prompts = load_prompts(data_dir / "rl_test.parquet")[: config.evaluate.max_prompts]
     if not prompts:
@@ -205,7 +205,7 @@ def evaluate_model(
 
 
 def rows_of(work: BatchWork[_Row], units: Sequence[Unit]) -> dict[str, list[_Row]]:
-    """Do the work; the rows of each key, in order. The files of units are gone then."""
+    """Do the work; returns the rows of each key, in order. Deletes the units' files."""
     try:
         work.run()
         work.reporter.batch(work.reporter.total, "numbers")
@@ -219,7 +219,7 @@ def rows_of(work: BatchWork[_Row], units: Sequence[Unit]) -> dict[str, list[_Row
 
 @dataclass(eq=False, kw_only=True)
 class _Answers(BatchWork[_Row]):
-    """Answers of units, the copier's among them. A sample is a row without its metrics."""
+    """Answers by units, including the copier's. A sample is a row without its metrics."""
 
     what = "The evaluation"
     units: Sequence[Unit]
@@ -283,5 +283,5 @@ class _Answers(BatchWork[_Row]):
 
 
 def key_of_row(row: _Row) -> tuple[str, int]:
-    """The sample that a row is of."""
+    """The sample of a row."""
     return str(row["sample_id"]), int(row["sample_index"])

@@ -1,19 +1,19 @@
 """Intervals for numbers and for differences of numbers.
 
-In: per-sample rows (mappings with ``sample_id`` and metrics; None where a sample does not count).
+In: per-sample rows (mappings with ``sample_id`` and metrics; None if a sample does not count).
 Out: an estimate or a paired difference with an interval.
 
-Which interval, and why:
+Choice of the interval:
 
 - A yes/no metric with independent samples (greedy: one sample per prompt) has a Wilson interval.
-  A metric is yes/no because it is declared so, not because its values happen to be 0 and 1.
-- Everything else has a bootstrap over *prompts*: samples of one prompt resemble each other, and
+  A metric is yes/no by declaration, not because its values happen to be 0 and 1.
+- Everything else has a bootstrap over *prompts*: samples of one prompt are correlated, and
   treating them as independent would make intervals too narrow. A prompt is one resampled unit, the
   statistic is sum over samples / number of samples.
 - A difference is paired: per prompt, arm minus baseline, then a t interval over prompts. Pairing
-  removes the spread of prompt difficulty, which is most of the spread there is.
-- With several seeds both seeds and prompts are samples from something larger: a t interval with the
-  variance of a crossed two-way layout (:mod:`refiner_core.evaluation.statistics`).
+  removes the spread of prompt difficulty, which is most of the total spread.
+- With several seeds, both seeds and prompts are samples of larger populations: a t interval with
+  the variance of a crossed two-way layout (:func:`two_way_means`).
 
 Pure functions; SciPy is imported on first use.
 """
@@ -34,16 +34,16 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.metric_names import of_domain
 
 Floats = npt.NDArray[np.float64]
-#: Share of what comes without a spread of seeds in which none is assumed, and for which level.
+#: Share of null samples in which the seeds are assumed to have no spread, and its level.
 _LOWEST, _AT_LEVEL = 0.46, 0.05
 #: Points of a table of critical values.
 _POINTS = 4096
 
 
 class MeanSquares(NamedTuple):
-    """Of a crossed layout without replication; arrays of one shape, or numbers.
+    """Mean squares of a crossed layout without replication; arrays of one shape, or numbers.
 
-    ``residual`` is NaN with one seed or one prompt, ``seed`` and ``prompt`` likewise.
+    ``residual`` is NaN with one seed or one prompt, as are ``seed`` and ``prompt``.
     """
 
     seed: Floats
@@ -52,10 +52,10 @@ class MeanSquares(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Spread of a mean; arrays of one shape, of layouts with ``seeds`` and ``prompts``.
+    """Spread of a mean; arrays of one shape, for layouts with ``seeds`` and ``prompts``.
 
-    ``variance`` is that of the mean, ``share`` the seeds' part in it, in [0, 1]. At levels from
-    ``level`` on, seeds are taken to have no spread; 1 where they never are.
+    ``variance`` is that of the mean, ``share`` the seeds' part of it, in [0, 1]. At levels from
+    ``level`` on, seeds are assumed to have no spread; 1: never.
     """
 
     variance: Floats
@@ -83,9 +83,9 @@ def mean_squares(values: Floats) -> MeanSquares:
 
 
 def mean_spread(values: Floats) -> Spread:
-    """How far the means of values [..., seeds, prompts] may be off; at least two prompts.
+    """Spread of the means of values [..., seeds, prompts]; at least two prompts.
 
-    With one seed this is about prompts alone: about this checkpoint, not about the recipe.
+    With one seed it covers prompts only: this checkpoint, not the recipe.
     """
     seeds, prompts = values.shape[-2:]
     if seeds == 1:
@@ -95,13 +95,13 @@ def mean_spread(values: Floats) -> Spread:
 
 
 def spread_of_squares(squares: MeanSquares, seeds: int, prompts: int) -> Spread:
-    """The same from mean squares of at least two seeds and prompts."""
+    """Spread from mean squares of at least two seeds and prompts."""
     from scipy.special import fdtr
 
     of_seeds, of_prompts, residual = (np.asarray(square) for square in squares)
     total = of_prompts + np.maximum(of_seeds - residual, 0.0)
     share = np.divide(of_seeds, total, out=np.zeros_like(total), where=total > 0)
-    # Where nothing is left over, any spread of seeds is one.
+    # With a residual of 0, any spread of seeds is real.
     beyond = np.full_like(total, np.inf)
     ratio = np.divide(of_seeds, residual, out=beyond, where=residual > 0)
     place = fdtr(seeds - 1, (seeds - 1) * (prompts - 1), ratio)
@@ -110,7 +110,7 @@ def spread_of_squares(squares: MeanSquares, seeds: int, prompts: int) -> Spread:
 
 
 def p_values(means: Floats, spread: Spread) -> Floats:
-    """Two-sided, of means that are truly 0; their variance is above 0."""
+    """Two-sided p-values of means that are truly 0; their variance is above 0."""
     from scipy.special import stdtr
 
     size = np.abs(means) / np.sqrt(spread.variance)
@@ -123,7 +123,7 @@ def p_values(means: Floats, spread: Spread) -> Floats:
 
 
 def half_widths(spread: Spread, alpha: float) -> Floats:
-    """Of intervals that leave out ``alpha``: means whose p-value is below it lie outside."""
+    """Half widths of intervals at level ``alpha``: means with a smaller p-value lie outside."""
     critical = np.full(spread.variance.shape, _critical_t(spread.prompts - 1, alpha))
     if spread.seeds > 1:
         shares, values = _critical_values(spread.seeds - 1, spread.prompts - 1, alpha)
@@ -142,7 +142,7 @@ def _critical_t(freedom: int, alpha: float) -> float:
 @functools.cache
 def _critical_values(of_seeds: int, of_prompts: int, alpha: float) -> tuple[Floats, Floats]:
     """Shares of the seeds, ascending, and the values at which the mean of both p-values is
-    ``alpha``: for a value, the share is known."""
+    ``alpha``, so that a share gives a value."""
     from scipy.special import stdtr
 
     ends = _critical_t(of_prompts, alpha), _critical_t(of_seeds, alpha)
@@ -158,15 +158,15 @@ def _critical_values(of_seeds: int, of_prompts: int, alpha: float) -> tuple[Floa
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
-#: ``yes_no``: 0 or 1 per sample; ``share``: in [0, 1]; ``number``: anything.
+#: ``yes_no``: 0 or 1 per sample; ``share``: in [0, 1]; ``number``: any number.
 Kind = Literal["yes_no", "share", "number"]
 
 
 class Estimate(NamedTuple):
-    """``value`` = ``numerator`` / ``denominator`` (sum and number of samples that count).
+    """``value`` = ``numerator`` / ``denominator`` (sum and number of counted samples).
 
     ``n`` is the number of independent units behind the interval: prompts. ``low`` and ``high`` are
-    None where one prompt leaves nothing to estimate a spread from.
+    None with a single prompt, which gives no estimate of a spread.
     """
 
     value: float
@@ -179,10 +179,10 @@ class Estimate(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """First minus second. ``n`` prompts entered, ``excluded`` did not (no value on some side).
+    """First minus second. ``n`` prompts are included, ``excluded`` are not (no value on a side).
 
-    ``p_value`` is two-sided, of no difference. ``low``, ``high`` and ``p_value`` are None where
-    nothing can be estimated (fewer than two prompts).
+    ``p_value`` is two-sided, for no difference. ``low``, ``high`` and ``p_value`` are None if
+    they cannot be estimated (fewer than two prompts).
     """
 
     value: float
@@ -211,7 +211,7 @@ def cluster_bootstrap(
 ) -> tuple[float, float]:
     """Interval of sum(sums) / sum(counts) over resampled prompts.
 
-    BCa (Efron 1987, "Better bootstrap confidence intervals") by SciPy; percentiles where the
+    BCa (Efron 1987, "Better bootstrap confidence intervals") by SciPy; percentiles if the
     acceleration is undefined.
 
     Parameters
@@ -219,7 +219,7 @@ def cluster_bootstrap(
     sums, counts
         Per prompt, sum of the metric and number of samples; both of shape [prompts], at least two.
     resamples, seed
-        How often, and from which random stream, prompts are drawn.
+        Number of resamples, and the random stream.
     """
     from scipy.stats import DegenerateDataWarning, bootstrap
 
@@ -228,7 +228,7 @@ def cluster_bootstrap(
 
     for method in ("BCa", "percentile"):
         with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DegenerateDataWarning)  # percentiles are next
+            warnings.simplefilter("ignore", DegenerateDataWarning)  # percentiles are the fallback
             result = bootstrap(
                 (sums, counts),
                 ratio,
@@ -241,7 +241,7 @@ def cluster_bootstrap(
                 rng=np.random.default_rng(seed),
             )
         low, high = float(result.confidence_interval.low), float(result.confidence_interval.high)
-        if math.isfinite(low):  # or neither end is
+        if math.isfinite(low):  # both ends or neither
             break
     return low, high
 
@@ -257,12 +257,12 @@ def estimate(
 ) -> Estimate | None:
     """Mean of a metric over the samples that have it, with its interval.
 
-    ``stream`` names the random numbers of a bootstrap, where they are those of another metric.
+    ``stream`` names the random numbers of a bootstrap, to share them with another metric.
 
     Returns
     -------
     Estimate or None
-        None where no sample has the metric: what was not measured is not a number.
+        None if no sample has the metric.
     """
     groups = _by_prompt(rows, metric)
     values = np.concatenate([np.zeros(0), *groups.values()])
@@ -275,8 +275,8 @@ def estimate(
     if kind == "yes_no" and denominator == n:
         name, (low, high) = "wilson", wilson(round(numerator), denominator)
     elif kind != "number" and mean in (0.0, 1.0):
-        # Resampling equal values says nothing. As if each prompt were one yes or no: of all that
-        # lies in [0, 1], that spreads most.
+        # A bootstrap of equal values has no width. Treat each prompt as one yes or no, which has
+        # the largest spread of all values in [0, 1].
         name, (low, high) = "wilson over prompts", wilson(int(mean) * n, n)
     elif n == 1:
         name = "none"
@@ -293,7 +293,7 @@ def estimate(
 
 
 def _by_prompt(rows: Sequence[Row], metric: str) -> dict[str, Floats]:
-    """Values of a metric by prompt; prompts without any are left out."""
+    """Values of a metric by prompt; prompts without any are dropped."""
     found: dict[str, list[float]] = {}
     for row in rows:
         value = row.get(metric)
@@ -303,7 +303,7 @@ def _by_prompt(rows: Sequence[Row], metric: str) -> dict[str, Floats]:
 
 
 def _stream(seed: int, metric: str) -> int:
-    """A random stream per metric that does not depend on which others are computed."""
+    """A random stream per metric, independent of the other computed metrics."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{metric}".encode()).digest()[:8], "big")
 
 
@@ -320,13 +320,13 @@ def paired_difference_over_seeds(
     a_rows, b_rows
         Rows per seed; position s on both sides is the same seed.
     metric
-        Which number. A prompt that lacks it in any seed on either side is excluded and counted; of
-        a number of one domain (``pass@4/retail``) tasks of others are no part of it at all.
+        A prompt that lacks it in any seed on either side is excluded and counted; for a metric
+        of one domain (``pass@4/retail``) tasks of others are ignored.
 
     Raises
     ------
     ConfigurationError
-        If the sides have different numbers of seeds, or any two sets of prompts differ.
+        The sides have different numbers of seeds, or two sets of prompts differ.
     """
     if len(a_rows) != len(b_rows) or not a_rows:
         raise ConfigurationError(
@@ -345,7 +345,7 @@ def paired_difference_over_seeds(
 
 
 def _same_prompts(sides: Sequence[Sequence[Row]]) -> list[str]:
-    """The prompts that all sides have; refuses where one has others."""
+    """The prompts of all sides; raises if the sides differ."""
     sets = [{str(row["sample_id"]) for row in side} for side in sides]
     for other in sets[1:]:
         if other != sets[0]:
@@ -360,7 +360,7 @@ def _same_prompts(sides: Sequence[Sequence[Row]]) -> list[str]:
 
 
 def _means(rows: Sequence[Row], metric: str, prompts: Sequence[str]) -> Floats:
-    """Per prompt, the mean over its samples that count; NaN where there is none."""
+    """Per prompt, the mean over its counted samples; NaN without any."""
     groups = _by_prompt(rows, metric)
     return np.array([groups[p].mean() if p in groups else np.nan for p in prompts])
 
@@ -376,14 +376,15 @@ def two_way_mean(
 def two_way_means(values: Floats, *, confidence: float = CONFIDENCE) -> list[Difference]:
     """Means of crossed layouts [layouts, seeds, prompts] and their t intervals.
 
-    With one seed this is the t interval over prompts: it speaks about this checkpoint, not about
-    the recipe. Where all values of a layout are one and the same number, t says nothing: the
-    p-value is that of the sign test over prompts.
+    With one seed this is the t interval over prompts: it describes this checkpoint, not
+    the recipe. If all values of a layout are equal, t is undefined: the p-value is that of the sign
+    test over prompts.
 
     Parameters
     ----------
     values
-        NaN where there is no value: that prompt leaves its layout, with all seeds, and is counted.
+        NaN for a missing value: the prompt is excluded from its layout, with all seeds, and
+        counted.
     """
     gaps = np.asarray(np.isnan(values).any(axis=1))
     whole = np.asarray(~gaps.any(axis=1))
@@ -407,7 +408,7 @@ def _whole(values: Floats, confidence: float) -> list[Difference]:
         return []
     means = values.mean(axis=(1, 2))
     spread = mean_spread(values)
-    # What rounding leaves of equal values is no spread.
+    # Rounding errors of equal values are no spread.
     flat = np.ptp(values, axis=(1, 2)) <= 1e-12 * np.maximum(1.0, np.abs(means))
     half = np.where(flat, 0.0, half_widths(spread, 1 - confidence))
     safe = spread._replace(variance=np.where(flat, 1.0, spread.variance))
@@ -434,10 +435,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def mcnemar_of(changes: Floats) -> float:
-    """Two-sided exact p-value from changes of one yes or no per prompt (-1, 0, 1).
+    """Two-sided exact p-value from changes of a yes/no value per prompt (-1, 0, 1).
 
-    Pooling several seeds into it has false positives far above its level: use
-    :func:`paired_difference_over_seeds` there.
+    Pooling several seeds has false positives far above its level: use
+    :func:`paired_difference_over_seeds` instead.
     """
     from scipy.stats import binomtest
 

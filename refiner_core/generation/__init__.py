@@ -1,7 +1,7 @@
-"""Sampling: prompts as token ids go in, completions with their log-probabilities come out.
+"""Sampling: from prompts as token ids to completions with their log-probabilities.
 
-``load`` (models by reference), ``completions`` (what all samplers refuse, where texts end, what a
-completion says, turns over a generator that knows none), ``sampling`` (one token, and which
-requests go together) -> ``transformers_backend`` (prompts sampled several times); for conversations
-``turns``; ``vllm`` is the same over HTTP. ``reporting`` tells how far one is.
+``load`` (models by reference), ``completions`` (shared checks, ends and text of completions, turns
+over a generator without turns), ``sampling`` (one token; batching of requests),
+``transformers_backend`` (prompts sampled several times), ``turns`` (conversations), ``vllm`` (the
+same over HTTP), ``reporting`` (progress).
 """

@@ -1,7 +1,7 @@
-"""What every sampler refuses, and where every sampler stops. Torch-free.
+"""Checks and ends of completions, shared by all samplers. Torch-free.
 
 In: sampling parameters, a model and its tokenizer. Out: an error of three parts, or the tokens that
-end a text. Backends share it, so that changing one for another changes no sample's end.
+end a text. Sharing ensures that changing the backend changes no sample's end.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from refiner_core.contract.types import (
 def check_window(
     requests: Sequence[GenerationRequest], params: SamplingParams, window: int | None
 ) -> int:
-    """Refuse samples that may not fit; returns the longest that may come.
+    """Refuse samples that may not fit; returns the longest possible length.
 
     Raises
     ------
     ConfigurationError
-        With the numbers and the fields.
+        The message has the numbers and the fields.
     """
     prompt = max(len(request.prompt_ids) for request in requests)
     longest = prompt + params.max_new_tokens
@@ -51,12 +51,12 @@ def check_layers(config: Any, longest: int) -> None:
     Raises
     ------
     UnsupportedError
-        Names the kinds of layers, or of positions.
+        The message names the kinds of layers or positions.
     """
     check_positions(config, longest)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     sliding = getattr(config, "sliding_window", None)
-    # A window that nothing outgrows is full attention.
+    # A window that no sample exceeds is full attention.
     if sliding is None or longest <= sliding:
         kinds -= {"sliding_attention"}
         sliding = None
@@ -71,19 +71,19 @@ def check_layers(config: Any, longest: int) -> None:
 
 
 def check_positions(config: Any, longest: int) -> None:
-    """Refuse rotary positions that would depend on what else stands in the batch.
+    """Refuse rotary positions that depend on the rest of the batch.
 
-    Beyond the window that a model was first made for, these kinds choose the frequencies of all
-    sequences by the longest one, so that a short one is read otherwise beside a long one.
+    Beyond the model's original window, these kinds choose the frequencies of all sequences by the
+    longest one, so that a short sequence is encoded differently next to a long one.
 
     Raises
     ------
     UnsupportedError
-        Names the kind and both lengths.
+        The message names the kind and both lengths.
     """
     config = config.get_text_config()
     ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes] if "rope_type" in ropes else ropes.values():  # or one by kind of layer
+    for rope in [ropes] if "rope_type" in ropes else ropes.values():  # or one per kind of layer
         kind = (rope or {}).get("rope_type") or "default"
         first = getattr(config, "max_position_embeddings", None)
         if kind == "longrope":
@@ -116,13 +116,13 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def stop_string_window(strings: Sequence[str]) -> int:
-    """How many last tokens to look at for a stop string: a token adds a byte at least, so as many
-    as the longest has bytes hold it, and a few more absorb what decoding does at the edge."""
+    """Number of last tokens to search for a stop string: a token adds at least one byte, so the
+    longest string's length in bytes suffices; a few more absorb decoding effects at the edge."""
     return max(len(text.encode()) for text in strings) + 8
 
 
 def with_stop_string(tokenizer: Any, tails: list[list[int]], strings: Sequence[str]) -> list[bool]:
-    """Flags of texts, given by their last tokens, that contain one of the stop strings."""
+    """Whether each text, given by its last tokens, contains one of the stop strings."""
     texts = tokenizer.batch_decode(
         tails, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
@@ -133,7 +133,7 @@ def completion_text(tokenizer: Any, completion: Completion) -> str:
     """The text of a completion.
 
     Only the final stop token is dropped. Other special tokens stay visible: a policy that opens a
-    new turn inside its answer has not kept the format, and a decoder that skips them would hide it.
+    new turn inside its answer violated the format, and a decoder that skips them would hide it.
     """
     ids = list(completion.token_ids)
     if _ended_by_token(tokenizer, completion):
@@ -143,10 +143,10 @@ def completion_text(tokenizer: Any, completion: Completion) -> str:
 
 
 def closing_ids(tokenizer: Any, completion: Completion) -> tuple[int, ...]:
-    """The end-of-text token where a completion stopped without one, at a stop string; else nothing.
+    """The end-of-text token if a completion stopped at a stop string without one; else nothing.
 
-    Training appends it, as the reference trainer does: a model that has only ever been cut off at a
-    stop string never learns to end.
+    Training appends it, as the reference trainer does: a model that is always cut off at a stop
+    string never learns to end.
     """
     stopped = completion.finish_reason == "stop"
     if not stopped or _ended_by_token(tokenizer, completion) or tokenizer.eos_token_id is None:
@@ -160,7 +160,7 @@ def _ended_by_token(tokenizer: Any, completion: Completion) -> bool:
     return stopped and bool(ids) and ids[-1] in tokenizer.all_special_ids
 
 
-#: Conversations under way at a time, where the generator does not say how many it decodes together.
+#: Running conversations at a time, if the generator has no batch size.
 ROOM = 256
 
 
@@ -172,7 +172,7 @@ class LockstepTurns:
     generator
         Samples the rounds.
     room
-        Most conversations under way; None: as many as the generator decodes together
+        Maximum number of running conversations; None: as many as the generator decodes together
         (``batch_size``), else :data:`ROOM`.
     """
 
@@ -181,7 +181,8 @@ class LockstepTurns:
         self._room = room or int(getattr(generator, "batch_size", ROOM))
 
     def turns(self, desk: TurnDesk) -> None:
-        """Sample rounds until the desk has no more. Errors as of ``generate`` and of the desk."""
+        """Sample rounds until the desk has no more turns. Raises errors of ``generate`` and the
+        desk."""
         known: set[int] = set()
         while True:
             turns = desk.take(max(0, self._room - len(known)), wait=True)
@@ -205,5 +206,5 @@ def _finish(
 
 
 def turn_generator(generator: Generator | TurnGenerator) -> TurnGenerator:
-    """The generator itself where it samples turns, else lockstep over it."""
+    """The generator itself if it samples turns, else a lockstep wrapper."""
     return generator if isinstance(generator, TurnGenerator) else LockstepTurns(generator)

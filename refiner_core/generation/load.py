@@ -4,9 +4,9 @@ In: a reference (``builtin:tiny``, a folder, a Hub id) and the model configurati
 tokenizer, or a causal model with the configured type and attention kernel, in evaluation mode on
 the CPU.
 
-A reference may differ from ``config.name_or_path``: a stage loads what an earlier stage trained.
+A reference may differ from ``config.name_or_path``: a stage loads the output of an earlier stage.
 The configured revision applies to ``config.name_or_path`` alone. Folders are read without the
-network. torch and transformers are imported when something is loaded, not before.
+network. torch and transformers are imported on the first load.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ BUILTIN_PREFIX = "builtin:"
 
 
 def set_threads(config: ModelConfig) -> None:
-    """Use as many threads as the configuration says: sums depend on it."""
+    """Use the configured number of threads: sums depend on it."""
     import torch
 
     torch.set_num_threads(config.cpu_threads)
 
 
 def device_for(resources: Resources) -> Any:
-    """The GPU where one is asked for, else the CPU, whatever the machine has.
+    """The GPU if one is requested, else the CPU, whatever the machine has.
 
     Raises
     ------
     UnsupportedError
-        If a GPU is asked for and torch sees none.
+        A GPU is requested and torch sees none.
     """
     import torch
 
@@ -45,18 +45,18 @@ def device_for(resources: Resources) -> Any:
         raise UnsupportedError(
             f"resources.gpus={resources.gpus}, but torch sees no CUDA device",
             expected="a visible GPU and a CUDA build of torch",
-            fix="set resources.gpus=0, or run where there is a GPU",
+            fix="set resources.gpus=0, or run on a machine with a GPU",
         )
     return torch.device("cuda", 0)
 
 
 def resolve_ref(ref: str) -> str:
-    """The folder or Hub id that a reference stands for.
+    """The folder or Hub id of a reference.
 
     Raises
     ------
     ConfigurationError
-        If there is no such built-in model, or what can only be a folder is not there.
+        There is no such built-in model, or no folder for a reference that can only be one.
     """
     if ref.startswith(BUILTIN_PREFIX):
         from refiner_core.models import BUILTIN_MODELS, builtin_model_dir
@@ -83,8 +83,8 @@ def resolve_ref(ref: str) -> str:
 
 
 def _source(ref: str, config: ModelConfig) -> dict[str, Any]:
-    """Arguments that tell ``from_pretrained`` where to look, and to run no code that lies there:
-    left open, it asks whoever sits at the terminal."""
+    """Arguments of ``from_pretrained`` for its source, with remote code off: by default it would
+    prompt at the terminal."""
     resolved = resolve_ref(ref)
     source = {"pretrained_model_name_or_path": resolved, "trust_remote_code": False}
     if ref.startswith(BUILTIN_PREFIX) or Path(resolved).is_dir():
@@ -95,7 +95,7 @@ def _source(ref: str, config: ModelConfig) -> dict[str, Any]:
 
 @contextmanager
 def _loading(what: str, ref: str) -> Iterator[None]:
-    """Damaged files end in errors of many libraries."""
+    """Translate the errors of many libraries about damaged files."""
     try:
         yield
     except (MemoryError, RefinerError):
@@ -114,14 +114,14 @@ def _loading(what: str, ref: str) -> Iterator[None]:
 
 
 def load_tokenizer(ref: str, config: ModelConfig) -> Any:
-    """The tokenizer of ``config.tokenizer_name_or_path`` where that is set, else of ``ref``.
+    """The tokenizer of ``config.tokenizer_name_or_path`` if set, else of ``ref``.
 
     ``config.chat_template`` replaces the tokenizer's own.
 
     Raises
     ------
     ConfigurationError
-        If it cannot be found or read.
+        It cannot be found or read.
     """
     from transformers import AutoTokenizer
 
@@ -140,10 +140,10 @@ def load_model(ref: str, config: ModelConfig) -> Any:
     Raises
     ------
     ConfigurationError
-        If it cannot be found or read, or lacks weights: transformers would fill them with random
-        numbers and go on.
+        It cannot be found or read, or lacks weights: transformers would fill them with random
+        numbers and continue.
     UnsupportedError
-        If the attention kernel is not installed.
+        The attention kernel is not installed.
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -1,6 +1,6 @@
-"""Tells how far work in batches is: for stages that sample batch after batch.
+"""Progress of stages that sample batch after batch.
 
-In: a stage's IO. Out: its progress, within a batch at most once a second.
+In: a stage's IO. Out: progress on it, within a batch at most once a second.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from refiner_core.contract.types import Progress, StageIO
 
 
 class BatchReporter:
-    """``unit`` is what a batch is made of, in the plural: samples, attempts."""
+    """``unit`` names the elements of a batch in the plural: samples, attempts."""
 
     def __init__(self, io: StageIO, total: int, unit: str) -> None:
         self._io, self.total, self._unit = io, total, unit
@@ -19,20 +19,20 @@ class BatchReporter:
         self._last_s = time.monotonic()
 
     def batch(self, done: int, phase: str) -> None:
-        """``done`` batches are finished; what comes now."""
+        """``done`` batches are finished; ``phase`` begins."""
         self._done, self._phase = done, phase
         self._io.progress(Progress(done=done, total=self.total, phase=phase))
 
     def step(self, finished: int, asked: int) -> None:
-        """Something was decoded; so much of the batch is finished."""
+        """Report progress of decoding within the batch."""
         self._within(f"{self._unit}_finished", finished, self._unit, asked)
 
     def turn(self, finished: int, turns: int) -> None:
-        """The same of an agent's turns: a generator knows of no more."""
+        """Report progress of an agent's turns, all that a generator knows."""
         self._within("turns_finished", finished, "turns", turns)
 
     def judged(self, judged: int, asked: int) -> None:
-        """So much of the batch before is judged."""
+        """Report progress of judging the previous batch."""
         self._within(f"{self._unit}_judged", judged, self._unit, asked)
 
     def _within(self, what: str, count: int, of: str, all_of_them: int) -> None:

@@ -1,13 +1,13 @@
-"""From logits to one token per sample, with randomness that belongs to the sample alone.
+"""From logits to one token per sample, with random numbers that depend on the sample alone.
 
 In: logits of the live samples and one uniform number per sample. Out: a token per sample and its
-log-probability under the distribution that was sampled from.
+log-probability under the sampled distribution.
 
 Uniform numbers come from a counter-based generator keyed by the request's seed (Philox; Salmon et
 al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), one number per token. So a sample
-draws the same numbers alone or among others, and a longer limit continues the same stream. A token
-is drawn by inverting the cumulative distribution, which needs one number where Gumbel noise would
-need one per vocabulary entry.
+draws the same numbers in any batch, and a longer limit continues the same stream. A token is drawn
+by inverting the cumulative distribution, which needs one number, while Gumbel noise needs one per
+vocabulary entry.
 
 Shape suffixes: N samples, V vocabulary, T tokens.
 """
@@ -37,8 +37,8 @@ def uniform_streams(seeds: Sequence[int], length: int) -> npt.NDArray[np.float64
 def processed_logprobs(logits_N_V: Tensor, params: SamplingParams) -> Tensor:
     """Log-probabilities after temperature, then top-k, then top-p; excluded tokens are -inf.
 
-    Greedy decoding (temperature 0) leaves logits as they are, so that its log-probabilities are the
-    model's own. Computed in float32 whatever the model's type. Shape [N, V] to [N, V].
+    Greedy decoding (temperature 0) leaves logits unchanged, so that its log-probabilities are the
+    model's own. Computed in float32 for any model type. Shape [N, V] to [N, V].
     """
     logits = logits_N_V.float()
     if params.temperature > 0:
@@ -52,7 +52,7 @@ def processed_logprobs(logits_N_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _nucleus(logits_N_V: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest likeliest tokens whose mass reaches ``top_p``; the likeliest always stays.
+    """Keep the fewest most likely tokens whose mass reaches ``top_p``, at least one.
 
     Source: Holtzman et al., "The curious case of neural text degeneration", ICLR 2020.
     """
@@ -74,7 +74,7 @@ def draw(logits_N_V: Tensor, uniforms_N: Tensor, params: SamplingParams) -> tupl
     uniforms_N
         Numbers in [0, 1), float64; unused when greedy.
     params
-        Temperature 0 takes the likeliest token (the first of equals).
+        Temperature 0 takes the most likely token (the first of equals).
     """
     logprobs = processed_logprobs(logits_N_V, params)
     if params.temperature == 0:
@@ -83,8 +83,8 @@ def draw(logits_N_V: Tensor, uniforms_N: Tensor, params: SamplingParams) -> tupl
         # float64, because float32 sums over 150k entries drift by more than a rare token's mass.
         cumulative = logprobs.exp().double().cumsum(dim=-1)
         total = cumulative[:, -1]
-        # The first entry that exceeds u * total has mass of its own. A product that rounds up to
-        # `total` would fall off the end, so it is held one step below.
+        # The first entry above u * total has nonzero mass. A product rounded up to `total` would
+        # run past the end, so it is clamped one step below.
         target = torch.minimum(uniforms_N * total, torch.nextafter(total, torch.zeros_like(total)))
         tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
         tokens = tokens.clamp_(max=logprobs.shape[-1] - 1)
@@ -94,13 +94,13 @@ def draw(logits_N_V: Tensor, uniforms_N: Tensor, params: SamplingParams) -> tupl
 def refuse_not_finite(
     logprobs_N: npt.NDArray[np.floating], before_N: npt.NDArray[np.integer] | int
 ) -> None:
-    """Refuse log-probabilities of tokens drawn from logits that are not finite; ``before_N`` is the
-    number of tokens before each.
+    """Refuse log-probabilities of tokens drawn from non-finite logits; ``before_N`` is the number
+    of tokens before each.
 
     Raises
     ------
     StageFailed
-        With where, and how many they are.
+        The message says where, and for how many samples.
     """
     bad = np.flatnonzero(~np.isfinite(logprobs_N))
     if len(bad):
@@ -115,16 +115,16 @@ def refuse_not_finite(
 
 #: Prompt tokens in one forward pass, padding included; bounds the memory of the prefill.
 PREFILL_TOKENS = 8192
-#: Samples beside each other in one row. More would share the prompt wider, but every sample also
-#: passes over the (masked) tokens of its neighbours.
+#: Samples side by side in one row. Longer rows would share the prompt more widely, but every sample
+#: also passes over the (masked) tokens of its neighbours.
 MAX_SAMPLES_PER_ROW = 16
-#: Memory that the cache of one batch may take, when every sample runs to its limit.
+#: Memory of one batch's cache if every sample runs to its limit.
 CPU_CACHE_BYTES = 2 * 2**30
 GPU_CACHE_SHARE = 0.25
 
 
 class Row(NamedTuple):
-    """One prompt and the requests (by index) that sample from it side by side."""
+    """One prompt and the requests (by index) that sample from it in parallel."""
 
     prompt_ids: tuple[int, ...]
     requests: tuple[int, ...]
@@ -139,8 +139,8 @@ def plan_batches(
 ) -> list[list[Row]]:
     """Group requests by prompt into rows, and rows into batches of at most ``batch_size`` samples.
 
-    Rows with equally many samples and prompts of similar length come together, since a batch is
-    padded to its widest row and longest prompt. A batch whose cache could outgrow ``max_entries``
+    Rows with equally many samples and prompts of similar length are grouped, since a batch is
+    padded to its widest row and longest prompt. A batch whose cache could exceed ``max_entries``
     keys is cut shorter; a single row is never cut.
     """
     by_prompt: dict[tuple[int, ...], list[int]] = {}
@@ -153,7 +153,7 @@ def plan_batches(
     rows.sort(key=lambda row: (len(row.requests), len(row.prompt_ids)))
 
     def fits(batch: Sequence[Row]) -> bool:
-        width = len(batch[-1].requests)  # rows come in growing width
+        width = len(batch[-1].requests)  # rows are sorted by width
         entries = max(len(row.prompt_ids) for row in batch) + width * max_new_tokens
         return len(batch) * width <= batch_size and (
             max_entries is None or len(batch) * entries <= max_entries
@@ -169,8 +169,8 @@ def plan_batches(
 
 
 def max_cache_entries(model: Any) -> int:
-    """Keys that a batch's cache may hold. The same on every machine of a kind: what is free at the
-    moment would make batches, and with them the last digits, depend on the neighbours."""
+    """Keys in a batch's cache, at most. Equal on all machines of a kind: the free memory of the
+    moment would make batches, and so the last digits, depend on other processes."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -183,7 +183,7 @@ def max_cache_entries(model: Any) -> int:
 
 
 def place_samples(batch: Sequence[Row]) -> np.ndarray[Any, Any]:
-    """Samples of the batch by row and place, [P, G] int64; -1 where a row has fewer than G."""
+    """Samples of the batch by row and place, [P, G] int64; -1 in rows with fewer than G."""
     widths = [len(row.requests) for row in batch]
     places = np.arange(max(widths))[None]
     first = np.cumsum([0, *widths[:-1]])[:, None]

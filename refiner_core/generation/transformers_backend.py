@@ -1,21 +1,20 @@
-"""Samples completions from a live transformers model: the generator that needs nothing else.
+"""Sampling of completions from a live transformers model, without further services.
 
 In: requests (prompt ids and a seed each) and sampling parameters. Out: completions in the order of
-the requests, with the log-probabilities of the distribution that was sampled from.
+the requests, with the log-probabilities of the sampled distribution.
 
-How a call runs:
+How a call works:
 
-1. Requests with one prompt form rows; rows with like shapes form batches
+1. Requests with the same prompt form rows; rows with similar shapes form batches
    (:mod:`refiner_core.generation.sampling`).
-2. Each row's prompt goes through the model once, padded on the right: a causal model never looks
-   right, so no mask is needed, and the padding is masked while decoding.
-3. All samples of a row decode side by side over one shared cache
-   (:mod:`refiner_core.generation.transformers_backend`).
-4. A sample that finishes is handed out at once, and leaves the batch once that makes it a quarter
+2. Each row's prompt goes through the model once, padded on the right: a causal model never attends
+   to the right, so no mask is needed; the padding is masked during decoding.
+3. All samples of a row decode in parallel over one shared cache.
+4. A finished sample is returned immediately, and leaves the batch once that makes it a quarter
    smaller.
 
 The same requests in the same order give the same bits with the same weights, threads and device.
-Batched otherwise, a sample sees the same random numbers and log-probabilities that differ in the
+In other batches a sample sees the same random numbers, and log-probabilities that differ in the
 last float digits, since sums are taken in another order.
 """
 
@@ -77,7 +76,7 @@ class _SharedPromptLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the entries of the prompts are there from the start."""
+        """Do nothing: the entries of the prompts exist from the start."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys, offset) of a step with ``query_length`` samples per row."""
@@ -93,20 +92,20 @@ class _SharedPromptLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class _SharedPromptCache:
-    """The layers, the mask, and how to shrink both to the samples that are still alive.
+    """The layers and the mask, with shrinking to the live samples.
 
     Parameters
     ----------
     prompts
         Per model layer, pieces of keys and values of the prompts, [rows, H, >= longest prompt, D],
-        padded on the right with finite numbers. Emptied on the way, so that the prompts never
-        stand in memory twice.
+        padded on the right with finite numbers. Emptied during construction, so that the prompts
+        are never in memory twice.
     prompt_lengths_P
         Tokens of each row's prompt.
     samples
         G.
     capacity
-        Tokens per sample that there is room for; what is not used is not touched.
+        Allocated tokens per sample; unused ones are not touched.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class _SharedPromptCache:
         return storage
 
     def _full_mask(self) -> Tensor:
-        """Additive mask of the full capacity, [P, 1, G, C]: 0 is seen, the minimum is not."""
+        """Additive mask of the full capacity, [P, 1, G, C]: 0 is visible, the minimum is not."""
         keys = self.cache.layers[0].keys
         device, dtype = keys.device, keys.dtype
         own = torch.eye(self.samples, dtype=torch.bool, device=device).repeat(1, self.capacity)
@@ -156,14 +155,14 @@ class _SharedPromptCache:
         return self.cache, self._mask[..., : self.prompt_length + self.tokens * self.samples]
 
     def keep(self, rows_P: Tensor, columns_P_G: Tensor) -> None:
-        """Go on with some samples only.
+        """Continue with some samples only.
 
         Parameters
         ----------
         rows_P
             Old row of each new row.
         columns_P_G
-            Old column, in that old row, of each new sample. A place without a sample may name any.
+            Old column, in that old row, of each new sample. An empty place may name any column.
         """
         old_samples, old_length = self.samples, self.prompt_length
         self.samples = columns_P_G.shape[1]
@@ -190,16 +189,16 @@ class _SharedPromptCache:
         self._mask = self._full_mask()
 
 
-#: Finished samples are dropped when the batch then has at most this share of its places.
+#: Finished samples are dropped once the batch then has at most this share of its places.
 SHRINK_TO = 0.75
 
 
 class TransformersGenerator:
     """A :class:`~refiner_core.contract.types.Generator` over a Hugging Face causal language model.
 
-    Uses whatever weights the model has at the time of a call, in evaluation mode and without
-    gradients, and leaves the model in the mode in which it found it. Attention runs through SDPA
-    where the model would use a kernel that takes no mask (FlashAttention).
+    Uses the model's weights at the time of a call, in evaluation mode and without gradients, and
+    restores the model's mode. Attention runs through SDPA if the model's own kernel takes no mask
+    (FlashAttention).
 
     Parameters
     ----------
@@ -210,7 +209,7 @@ class TransformersGenerator:
     batch_size
         Largest number of samples decoded together.
     on_step
-        Called after every decoded token with (samples finished, samples asked for): a sign of life
+        Called after every decoded token with (samples finished, samples requested): a sign of life
         in calls that take minutes.
     """
 
@@ -234,17 +233,17 @@ class TransformersGenerator:
     ) -> list[Completion]:
         """Sample one completion per request, in order.
 
-        ``on_completion(index, completion)`` is told of each as soon as it is finished, also while
-        others of its batch go on; what is sampled does not depend on it.
+        ``on_completion(index, completion)`` is called for each as soon as it is finished, while
+        others of its batch continue; it does not affect the samples.
 
         Raises
         ------
         ConfigurationError
-            If prompt and new tokens together exceed the model's window.
+            Prompt and new tokens together exceed the model's window.
         UnsupportedError
-            If the model has layers that this backend cannot decode.
+            The model has layers that this backend cannot decode.
         StageFailed
-            If the model's logits are not finite.
+            The model's logits are not finite.
         """
         if not requests:
             return []
@@ -269,10 +268,11 @@ class TransformersGenerator:
         return [completions[index] for index in range(len(requests))]
 
     def turns(self, desk: TurnDesk) -> None:
-        """Sample the turns of conversations, each as soon as it may begin: continuous batching.
+        """Sample the turns of conversations by continuous batching, each started as early as
+        possible.
 
-        At most ``batch_size`` conversations are under way. How it runs:
-        :mod:`refiner_core.generation.turns`. Errors as of :meth:`generate`, and those of the desk.
+        At most ``batch_size`` conversations run at a time; see
+        :mod:`refiner_core.generation.turns`. Raises the errors of :meth:`generate` and of the desk.
         """
         from refiner_core.generation.turns import TurnDecoding
 
@@ -292,13 +292,13 @@ class TransformersGenerator:
 
 @contextmanager
 def _ready(model: Any) -> Iterator[None]:
-    """Evaluation mode, no gradients, an attention kernel that takes masks; restored afterwards."""
+    """Evaluation mode, no gradients, an attention kernel with masks; restored afterwards."""
     training, attention = model.training, model.config._attn_implementation
     model.eval()
     if attention not in ("sdpa", "eager"):
         model.config._attn_implementation = "sdpa"
     try:
-        # Not inference_mode: rotary embeddings may keep a tensor that training then needs.
+        # Not inference_mode: rotary embeddings may keep a tensor that training needs later.
         with torch.no_grad():
             yield
     finally:
@@ -307,10 +307,10 @@ def _ready(model: Any) -> Iterator[None]:
 
 
 class _Decoding:
-    """One batch at work. Shape suffixes: N samples of the batch, T tokens, P rows, G per row, V.
+    """One running batch. Shape suffixes: N samples of the batch, T tokens, P rows, G per row, V.
 
-    ``grid_P_G`` names the sample at each place of the running batch (its number within the batch),
-    or -1 where there is none or it has finished.
+    ``grid_P_G`` has the number within the batch of the sample at each place, or -1 if the place is
+    empty or finished.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class _Decoding:
         self.grid_P_G = place_samples(batch)
 
     def steps(self) -> Iterator[dict[int, Completion]]:
-        """Decode to the end; after each token, what finished with it, by index of the request."""
+        """Decode to the end; yields the samples finished by each token, by index of the request."""
         logits_P_V, cache = self._prefill()
         logits_P_G_V = logits_P_V[:, None].expand(-1, self.grid_P_G.shape[1], -1)
         for step in range(self.params.max_new_tokens):
@@ -381,7 +381,7 @@ class _Decoding:
         return torch.cat(logits), _SharedPromptCache(pieces, lengths, *shape)
 
     def _forward(self, cache: _SharedPromptCache, step: int) -> Tensor:
-        """Feed every sample's newest token; logits [P, G, V] of the next."""
+        """Run the newest token of every sample; logits [P, G, V] of the next."""
         newest = self.tokens_N_T[np.maximum(self.grid_P_G, 0), step]
         positions = cache.prompt_lengths_P[:, None].expand(newest.shape) + step
         layers, mask = cache.step()
@@ -396,9 +396,9 @@ class _Decoding:
         return logits
 
     def _sample(self, logits_P_G_V: Tensor, step: int) -> list[int]:
-        """Draw a token for every live sample, store it, and retire samples that end with it.
+        """Draw a token for every live sample, store it, and retire finished samples.
 
-        Returns the samples that are finished, by number within the batch.
+        Returns the finished samples, by number within the batch.
         """
         rows, columns = np.nonzero(self.grid_P_G >= 0)
         live = self.grid_P_G[rows, columns]
@@ -419,7 +419,7 @@ class _Decoding:
         return finished
 
     def _ends_with_stop_string(self, live: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:
-        """Which live samples have just completed a stop string. Shape [len(live)], bool."""
+        """Which live samples just completed a stop string. Shape [len(live)], bool."""
         strings = self.params.stop_strings
         if not strings:
             return np.zeros(len(live), dtype=bool)
@@ -428,7 +428,7 @@ class _Decoding:
         return np.array(with_stop_string(self.tokenizer, tails, strings))
 
     def _shrink(self, cache: _SharedPromptCache) -> None:
-        """Drop finished samples where that makes the batch clearly smaller."""
+        """Drop finished samples if the batch becomes much smaller."""
         alive = self.grid_P_G >= 0
         rows = np.nonzero(alive.any(axis=1))[0]
         width = int(alive.sum(axis=1).max())

@@ -1,32 +1,32 @@
-"""Continuous batching: the turns of many conversations on one model, each as soon as it may begin.
+"""Continuous batching: turns of many conversations on one model, each started as early as possible.
 
 In: a desk that hands out turns (:class:`~refiner_core.contract.types.TurnDesk`). Out: completions,
-told to the desk, with the log-probabilities of the distribution that was sampled from.
+passed to the desk, with the log-probabilities of the sampled distribution.
 
-How it runs:
+How it works:
 
-1. Each conversation has a slot in a cache that lives from turn to turn
-   (see below). A turn's context extends what is cached; where a repaired
-   turn drops tokens, the cache is rolled back to what both have in common.
-2. The desk is asked for turns every :data:`STEPS_BETWEEN` steps of decoding, or sooner once an
-   eighth of the batch has nothing to do. Turns that begin join by one padded prefill of the tokens
-   that are new to them. What new conversations have in common with each other, or with what is
-   cached, is computed once and copied: those that would compute the same join one wave later.
-3. All live turns decode side by side, one token a step, each with its own parameters and its own
-   stream of random numbers. A turn that ends is told to the desk at once; its slot waits, and stops
-   being computed once an eighth of the places wait.
+1. Each conversation has a slot in a cache that persists between turns. A turn's context extends
+   the cached tokens; if a repaired turn drops tokens, the cache is rolled back to the common
+   prefix.
+2. The desk is asked for turns every :data:`STEPS_BETWEEN` decoding steps, or earlier once an eighth
+   of the batch is idle. New turns join by one padded prefill of their new tokens. Prefixes shared
+   by new conversations, or already cached, are computed once and copied: conversations that would
+   compute the same prefix join one wave later.
+3. All live turns decode in parallel, one token per step, each with its own parameters and its own
+   stream of random numbers. A finished turn is reported to the desk immediately; its slot waits,
+   and is no longer computed once an eighth of the places wait.
 
 A slot is *live* (its conversation's turn is being decoded), *parked* (the conversation waits for
-tools) or *free*; the tokens of a free slot still stand there, and whoever begins like them copies
-them. Live slots come first, so that decoding needs no copy of any.
+tools) or *free*; a free slot keeps its tokens, and a new conversation with the same prefix copies
+them. Live slots come first, so that decoding needs no copies.
 
-Memory: slots x columns never exceed ``max_cache_entries`` while more than one slot is left. When
-conversations outgrow it, free slots go first, then parked ones (their conversations compute their
-context again when they come back), then the last of the live ones (they wait for a slot).
+Memory: slots x columns never exceed ``max_cache_entries`` unless only one slot is left. When
+conversations outgrow it, free slots are dropped first, then parked ones (their contexts are
+recomputed at their next turn), then the last live ones (their turns wait for a slot).
 
-Where turns join is counted in steps, so a desk that gives the same answers to the same calls gets
-the same bits. Batched otherwise, a turn sees the same random numbers, and log-probabilities that
-differ in the last float digits.
+Joining is counted in steps, so a desk that gives the same answers to the same calls gets the same
+bits. In other batches a turn sees the same random numbers, and log-probabilities that differ in the
+last float digits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from refiner_core.generation.sampling import (
     uniform_streams,
 )
 
-#: A prefix that is shorter is computed again: a pass through the model costs more.
+#: A shorter prefix is recomputed: a pass through the model costs more.
 LEAST_SHARED = 16
 
 
@@ -71,7 +71,7 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     high = min(len(left), len(right))
     if left[:high] == right[:high]:
         return high
-    low = 0  # of halves that may differ, compare ever smaller ones: slices compare fast
+    low = 0  # bisection: slices compare fast
     while high - low > 1:
         middle = (low + high) // 2
         if left[low:middle] == right[low:middle]:
@@ -82,8 +82,8 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class _Pass(NamedTuple):
-    """Where a pass reads and writes; ``slots_J`` None: the first J, which need no copy. ``fresh``:
-    nothing is cached of any of them, so the pass sees its own tokens alone."""
+    """Where a pass reads and writes; ``slots_J`` None: the first J, without copies. ``fresh``:
+    nothing is cached for them, so the pass attends to its own tokens only."""
 
     slots_J: Tensor | None
     columns_J_S: Tensor
@@ -91,7 +91,7 @@ class _Pass(NamedTuple):
     fresh: bool
 
 
-#: What the model is given: positions [J, S] and mask [J, 1, S, K]; None: from 0, causal.
+#: Model inputs: positions [J, S] and mask [J, 1, S, K]; None: from 0, causal.
 _Given = tuple[Tensor, Tensor] | tuple[None, None]
 
 
@@ -110,7 +110,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store [J, H, S, D] where the pass says; return all that it may look at, [J, H, K, D]."""
+        """Store [J, H, S, D] for the pass; return everything it may attend to, [J, H, K, D]."""
         if self.keys is None or self.values is None:
             self.keys = self._slots.storage(key_states)
             self.values = self._slots.storage(value_states)
@@ -127,14 +127,14 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return storage[:, :, :width].index_select(0, slots_J)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the first update makes the storage."""
+        """Do nothing: the first update creates the storage."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys, offset) of the pass."""
         return self._slots.now.width, 0
 
     def get_seq_length(self) -> int:
-        """Tokens before the pass, where no mask is given: none."""
+        """Tokens before the pass if no mask is given: none."""
         return 0
 
     def get_max_length(self) -> int:
@@ -143,12 +143,12 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class _SlotCache:
-    """The layers; how they grow, and how slots are copied and put in another order.
+    """The layers, with growing, copying and reordering of slots.
 
     Parameters
     ----------
     layers
-        How many layers the model has.
+        Number of the model's layers.
     device, dtype
         Of the model.
     """
@@ -176,8 +176,8 @@ class _SlotCache:
                 layer.values = resized(layer.values)
 
     def storage(self, like: Tensor) -> Tensor:
-        """Room [R, H, C, D] for what is like [*, H, *, D]: zeros, since what is masked is still
-        multiplied, and must be finite."""
+        """Zeros [R, H, C, D] for tensors like [*, H, *, D]; masked entries are still multiplied, so
+        they must be finite."""
         return like.new_zeros(self.count, like.shape[1], self.columns, like.shape[-1])
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], first: int, end: int) -> None:
@@ -192,15 +192,15 @@ class _SlotCache:
                     part.index_copy_(0, write, part.index_select(0, read))
 
     def decode(self, lengths: Sequence[int]) -> _Given:
-        """A pass of one token for each of the first slots, behind ``lengths`` cached ones."""
+        """A pass of one token for each of the first slots, after ``lengths`` cached ones."""
         columns_J_S = self._tensor(lengths)[:, None]
         width = _rounded(max(lengths) + 1, self.columns)
         self.now = _Pass(None, columns_J_S, width, fresh=False)
         return columns_J_S, self._mask(columns_J_S, width)
 
     def prefill(self, slots: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> _Given:
-        """A pass of tokens [start, end) of each slot, padded to the longest; what is padded is
-        written to the column behind the slot's end, which the next token takes."""
+        """A pass of tokens [start, end) of each slot, padded to the longest; padding is written to
+        the column after the slot's end, where the next token goes."""
         start_J, end_J = self._tensor(starts), self._tensor(ends)
         longest = max(end - start for start, end in zip(starts, ends, strict=True))
         steps = torch.arange(longest, device=self._device)
@@ -213,10 +213,10 @@ class _SlotCache:
         return columns_J_S, self._mask(columns_J_S, width)
 
     def _mask(self, columns_J_S: Tensor, width: int) -> Tensor:
-        """Additive: 0 is seen, the minimum is not."""
+        """Additive mask: 0 is visible, the minimum is not."""
         seen = torch.arange(width, device=self._device) <= columns_J_S[..., None]
         keys = self._layers[0].keys
-        dtype = self._dtype if keys is None else keys.dtype  # autocast may have another
+        dtype = self._dtype if keys is None else keys.dtype  # autocast may use another
         mask = torch.zeros(seen.shape, dtype=dtype, device=self._device)
         return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
@@ -225,17 +225,17 @@ class _SlotCache:
 
 
 def _rounded(width: int, most: int) -> int:
-    """Up to a multiple of eight: kernels on GPUs want masks aligned."""
+    """Round up to a multiple of eight: GPU kernels need aligned masks."""
     return min(most, -(-width // 8) * 8)
 
 
-#: Columns come in multiples of this.
+#: Columns are allocated in multiples of this.
 COLUMN_BLOCK = 64
 
 
 @dataclass(eq=False)
 class _Turn:
-    """A turn at work: what it has sampled so far. ``uniforms`` has one number per token."""
+    """A running turn with its sampled tokens. ``uniforms`` has one number per token."""
 
     request: TurnRequest
     uniforms: Sequence[float]
@@ -243,13 +243,13 @@ class _Turn:
     logprobs: list[float] = field(default_factory=list)
 
     def context(self) -> list[int]:
-        """All tokens that the next one follows."""
+        """All tokens before the next one."""
         return [*self.request.context_ids, *self.tokens]
 
 
 @dataclass(eq=False)
 class _Slot:
-    """One place in the cache. ``ids`` are the tokens whose keys and values stand there."""
+    """One place in the cache. ``ids`` are the tokens whose keys and values it holds."""
 
     row: int
     ids: list[int] = field(default_factory=list)
@@ -270,9 +270,9 @@ class _Slots:
     cache
         Empty.
     most
-        Slots at most.
+        Maximum number of slots.
     most_entries
-        Columns of all slots together, at most.
+        Maximum columns of all slots together.
     """
 
     def __init__(self, cache: _SlotCache, most: int, most_entries: int) -> None:
@@ -282,22 +282,22 @@ class _Slots:
         self.of: dict[int, _Slot] = {}
 
     def live(self) -> list[_Slot]:
-        """Slots whose turn is being decoded, in order."""
+        """Slots with a turn being decoded, in order."""
         return [slot for slot in self.rows if slot.turn is not None]
 
     def limit(self) -> int:
-        """Number of slots of the present width that memory allows."""
+        """Number of slots of the current width that memory allows."""
         return max(1, min(self._most, self._entries // max(1, self.cache.columns)))
 
     def release(self, conversation: int) -> None:
-        """It has ended, or gives its slot up; its tokens stay until the slot is taken."""
+        """Free a conversation's slot; its tokens stay until the slot is taken."""
         slot = self.of.pop(conversation, None)
         if slot is not None:
             slot.conversation = slot.turn = None
 
     def take(self, turn: _Turn, context: list[int], *, evict: bool) -> _Slot | None:
         """A slot for a turn: its conversation's own, else a free one, else (``evict``) a parked
-        one. None where there is none. Whose tokens stand there already is preferred."""
+        one; None if there is none. Prefers slots that hold the same first tokens."""
         conversation = turn.request.conversation
         slot = self.of.get(conversation)
         if slot is None:
@@ -315,8 +315,8 @@ class _Slots:
         return slot
 
     def longest_known(self, context: list[int], own: int) -> tuple[_Slot | None, int]:
-        """The slot that begins with most of the context's first tokens (but its last), and how
-        many; (None, ``own``) where it is not more than ``own``, or not worth a copy."""
+        """The slot with the longest common prefix with the context (without its last token), and
+        its length; (None, ``own``) if that is not above ``own``, or not worth a copy."""
         best, found = None, max(own, LEAST_SHARED - 1)
         for slot in self.rows:
             if slot.ids[: found + 1] == context[: found + 1]:
@@ -326,15 +326,15 @@ class _Slots:
         return (best, found) if best is not None else (None, own)
 
     def fit(self, columns: int, wanted: int) -> list[_Turn]:
-        """Make room for ``columns`` tokens in each slot, and for ``wanted`` slots if memory allows;
-        returns turns that have lost theirs.
+        """Provide ``columns`` tokens in each slot, and ``wanted`` slots if memory allows;
+        returns turns that lost their slot.
         """
         wanted = max(1, min(wanted, self._most))
         width = self.cache.columns
         if columns > width:
             roomy = min(2 * width, self._entries // max(wanted, len(self.rows)))
             width = _blocks(max(columns, roomy // COLUMN_BLOCK * COLUMN_BLOCK))
-        elif wanted > self._entries // width:  # those who needed the width may have ended
+        elif wanted > self._entries // width:  # turns that needed the width may have ended
             used = max([columns, *(len(slot.ids) for slot in self.rows if slot.rank < 2)])
             width = _blocks(used) if 2 * used <= width else width
         count = max(1, min(max(wanted, len(self.rows)), self._entries // width))
@@ -343,7 +343,7 @@ class _Slots:
         return self._resize(count, width)
 
     def compact(self, share: float) -> int:
-        """Move live slots to the front where more than ``share`` of the places up to the last of
+        """Move live slots to the front if more than ``share`` of the places up to the last of
         them are not live; returns that number of places."""
         live = [slot.row for slot in self.rows if slot.turn is not None]
         end = live[-1] + 1 if live else 0
@@ -361,7 +361,7 @@ class _Slots:
             slot.row, hole.row = hole.row, slot.row
             self.rows[slot.row], self.rows[hole.row] = slot, hole
             if hole.conversation is None:
-                hole.ids = list(slot.ids)  # it was copied from there
+                hole.ids = list(slot.ids)  # copied from there
         return len(live)
 
     def _resize(self, count: int, width: int) -> list[_Turn]:
@@ -384,29 +384,29 @@ def _blocks(columns: int) -> int:
     return -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
 
 
-#: Steps of decoding between two looks for turns that may begin.
+#: Decoding steps between two requests for turns.
 STEPS_BETWEEN = 4
-#: Share of the batch with nothing to do at which one looks sooner, and moves the rest together.
+#: Idle share of the batch that triggers an earlier request, and compaction.
 IDLE_SHARE = 1 / 8
-#: Tokens of padding in one pass of a prefill; a further pass costs as much.
+#: Padding tokens in one pass of a prefill; beyond that a further pass is cheaper.
 MOST_PADDING = 256
 
 
 class TurnDecoding:
-    """One call of ``turns`` at work.
+    """One call of ``turns``.
 
     Parameters
     ----------
     model, tokenizer
         In evaluation mode; its tokenizer, for stop strings.
     desk
-        Gives turns and takes completions.
+        Source of turns and destination of completions.
     stop_ids
         Tokens that end a turn.
     batch_size
-        Most conversations under way.
+        Maximum number of running conversations.
     on_step
-        Called after every step with (turns finished, turns begun).
+        Called after every step with (turns finished, turns started).
     """
 
     def __init__(
@@ -424,17 +424,17 @@ class TurnDecoding:
         self._config = model.config.get_text_config()
         cache = _SlotCache(self._config.num_hidden_layers, model.device, model.dtype)
         self._slots = _Slots(cache, batch_size, max_cache_entries(model))
-        self._known: set[int] = set()  # conversations that have begun and not ended
+        self._known: set[int] = set()  # conversations started and not ended
         self._waiting: deque[_Turn] = deque()  # turns without a slot
         self._begun = self._finished = self._idle = 0
 
     def run(self) -> None:
-        """Work until the desk has no more.
+        """Work until the desk has no more turns.
 
         Raises
         ------
         ConfigurationError
-            A context exceeds the model's window with the turn's new tokens.
+            A context with the turn's new tokens exceeds the model's window.
         UnsupportedError
             The model has layers that this backend cannot decode.
         StageFailed
@@ -448,14 +448,14 @@ class TurnDecoding:
                     break
                 self._step()
 
-    # ---- turns that begin
+    # ---- new turns
 
     def _take(self) -> bool:
-        """Ask the desk; False once there is nothing more to do."""
+        """Ask the desk for turns; False once there is nothing more to do."""
         self._idle = 0
         waits = not self._waiting and not self._slots.live()
         turns = self._ask(wait=waits)
-        if turns.ended and turns.more:  # there is more room than it knew
+        if turns.ended and turns.more:  # more slots are free than the request said
             self._ask(wait=False)
         return bool(self._waiting or turns.more or not waits)
 
@@ -480,7 +480,7 @@ class TurnDecoding:
         return _Turn(request, uniform_streams([request.seed], length)[0].tolist())
 
     def _join(self) -> None:
-        """Give slots to turns that wait, compute what is new to them, and sample their first."""
+        """Assign slots to waiting turns, compute their new tokens, and sample their first."""
         if not self._waiting:
             return
         lengths = [len(turn.context()) for turn in self._waiting]
@@ -490,8 +490,8 @@ class TurnDecoding:
             self._sample([slot for slot, _ in wave], self._prefill(wave))
 
     def _wave(self) -> list[tuple[_Slot, bool]]:
-        """Slots for turns that wait, and whether their conversations are new; but for new ones that
-        begin like one of these, and with more than is cached: they copy it in the next wave."""
+        """Slots for waiting turns, and whether their conversations are new. New ones that share
+        with one of these a longer prefix than is cached wait for the next wave, and copy it."""
         wave: list[tuple[_Slot, bool]] = []
         heads: list[list[int]] = []
         left: deque[_Turn] = deque()
@@ -516,7 +516,7 @@ class TurnDecoding:
         self._waiting.extendleft(reversed(self._slots.fit(columns, len(self._known))))
 
     def _prefill(self, wave: Sequence[tuple[_Slot, bool]]) -> Tensor:
-        """Compute the contexts of slots as far as they are not cached; next-token logits [J, V]."""
+        """Compute the uncached parts of the slots' contexts; next-token logits [J, V]."""
         slots = [slot for slot, _ in wave]
         contexts = [slot.turn.context() for slot in slots if slot.turn is not None]
         known = self._copy_known(slots, contexts, [new for _, new in wave])
@@ -531,8 +531,8 @@ class TurnDecoding:
     def _copy_known(
         self, slots: Sequence[_Slot], contexts: Sequence[list[int]], new: Sequence[bool]
     ) -> list[int]:
-        """Roll slots back to what their contexts begin with, or copy it from another slot where
-        that has more of it; how many tokens each has then."""
+        """Roll slots back to the common prefix with their contexts, or copy a longer one from
+        another slot; returns the number of cached tokens of each."""
         known, sources, targets = [], [], []
         for slot, context, is_new in zip(slots, contexts, new, strict=True):
             length = min(common_prefix(slot.ids, context), len(context) - 1)
@@ -549,7 +549,7 @@ class TurnDecoding:
         return known
 
     def _forward(self, rows: Sequence[tuple[_Slot, list[int], int]]) -> Tensor:
-        """Compute contexts behind what is known of each; logits [rows, V] behind their ends."""
+        """Compute contexts after their known prefixes; logits [rows, V] after their ends."""
         given = self._slots.cache.prefill(
             [slot.row for slot, _, _ in rows],
             [known for _, _, known in rows],
@@ -564,7 +564,7 @@ class TurnDecoding:
     # ---- decoding
 
     def _step(self) -> None:
-        """One token for every live turn."""
+        """Decode one token for every live turn."""
         rows = self._places()
         self._fit(max(len(slot.ids) for slot in rows) + 1)
         rows = self._places()
@@ -579,8 +579,8 @@ class TurnDecoding:
         self._sample([rows[n] for n in live], logits)
 
     def _places(self) -> list[_Slot]:
-        """The slots to decode: all live ones, and those between them. What stands in a free one
-        behind the longest live one is given up, so that nobody looks that far."""
+        """The slots to decode: all live ones, and those between them. Tokens of a free slot beyond
+        the longest live one are dropped, so that the pass stays short."""
         rows = self._slots.rows[: self._slots.compact(IDLE_SHARE)]
         longest = max(len(slot.ids) for slot in rows if slot.turn is not None)
         for slot in rows:
@@ -589,7 +589,7 @@ class TurnDecoding:
         return rows
 
     def _run(self, tokens_J_S: Tensor, given: _Given, keep: Tensor | int) -> Tensor:
-        """Logits [J, V] behind one token of each row: ``keep`` [J, 1], or the last one."""
+        """Logits [J, V] after one token of each row: ``keep`` [J, 1], or the last one."""
         out = self._model(
             input_ids=tokens_J_S.to(self._model.device),
             position_ids=given[0],
@@ -602,7 +602,7 @@ class TurnDecoding:
         return logits
 
     def _sample(self, slots: Sequence[_Slot], logits_J_V: Tensor) -> None:
-        """Draw a token for each of some live turns, and tell the desk of those that end with it."""
+        """Draw a token for each of some live turns, and report finished turns to the desk."""
         turns = [slot.turn for slot in slots if slot.turn is not None]
         alike: dict[tuple[Any, ...], list[int]] = {}
         for n, turn in enumerate(turns):
@@ -618,7 +618,7 @@ class TurnDecoding:
                 ended[n] = stopped
         for slot, turn, stopped in zip(slots, turns, ended, strict=True):
             if stopped or len(turn.tokens) == turn.request.params.max_new_tokens:
-                slot.turn = None  # its conversation goes on
+                slot.turn = None  # its conversation continues
                 self._idle += 1
                 self._finished += 1
                 reason: Literal["stop", "length"] = "stop" if stopped else "length"
@@ -628,8 +628,8 @@ class TurnDecoding:
             self._on_step(self._finished, self._begun)
 
     def _draw(self, turns: Sequence[_Turn], logits: Tensor) -> list[bool]:
-        """One token more for each, with its log-probability; all sample alike. Which turns end with
-        it, by itself or by a stop string."""
+        """Draw one more token for each, with its log-probability; all use the same parameters.
+        Returns which turns end with it, by a token or by a stop string."""
         params = turns[0].request.params
         greedy = params.temperature == 0
         uniforms = [0.0 if greedy else turn.uniforms[len(turn.tokens)] for turn in turns]
@@ -653,8 +653,8 @@ class TurnDecoding:
 
 
 def prefill_parts(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of spans that go through the model together: of like lengths, longest first. A part
-    holds at most :data:`PREFILL_TOKENS` with padding, and little padding."""
+    """Indices of spans that go through the model together: of similar lengths, longest first. A
+    part holds at most :data:`PREFILL_TOKENS` with padding, and little padding."""
     parts: list[list[int]] = []
     padding = longest = 0
     for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):

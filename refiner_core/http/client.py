@@ -1,10 +1,10 @@
-"""HTTP requests to a server of a judge or of rollouts, and the thread they run in.
+"""HTTP requests to servers of judges or rollouts, and the thread that runs them.
 
-In: an address and a body. Out: what came of it, as a value: nothing here raises for what a server
-does. The key is read from the environment (or taken from the endpoint) at
-each request and kept nowhere; redirects are not followed, because they would carry it elsewhere;
-replies of strangers are quoted nowhere, because servers like to quote keys. A proxy of the
-environment is used for https alone: what stands in a cluster is asked directly.
+In: an address and a body. Out: the outcome, as a value: nothing here raises because of a server.
+The key is read from the environment (or taken from the endpoint) at
+each request and stored nowhere; redirects are not followed, because they would carry it elsewhere;
+replies of external servers are never quoted, because servers like to quote keys. The environment's
+proxy is used for https only: servers in a cluster are reached directly.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Endpoint
 from refiner_core.http.fleet import Server
 
-#: A judgement is short: what is longer than this is none, bytes.
+#: Limit on a judgement, bytes; longer replies are invalid.
 LARGEST_REPLY = 8 << 20
-#: A server that does not take a connection for so long is not there, seconds.
+#: A server that accepts no connection within this time is down, seconds.
 CONNECT_S = 10.0
 PROBE_S = 5.0
-#: Shorter than the patience of servers (uvicorn: 5 s), so that none ends a connection as we use it.
+#: Shorter than the keep-alive of servers (uvicorn: 5 s), so that none closes a connection in use.
 _KEEPALIVE_S = 4.0
 
 
 class Answered(NamedTuple):
-    """An answer; ``raw`` is read for status 200 alone, of one's own servers always."""
+    """An answer; ``raw`` is read for status 200 only, and always for own servers."""
 
     status: int
     raw: bytes = b""
@@ -44,33 +44,33 @@ class Answered(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """No answer, or one that broke off: ``refused`` (never sent), ``connection``, ``truncated``,
-    ``too_long``; by its caller, ``timeout`` and ``given_up``. ``error`` names what the client ran
-    into."""
+    """No answer, or an incomplete one: ``refused`` (never sent), ``connection``, ``truncated``,
+    ``too_long``; set by the caller: ``timeout`` and ``given_up``. ``error`` names the client's
+    error."""
 
     reason: str
     error: str = ""
 
 
 class Client:
-    """A session of one event loop; to be made inside it.
+    """A session of one event loop; must be created inside it.
 
     Parameters
     ----------
     api_key_env
-        The variable that holds the key where an endpoint has none.
+        The variable with the key for endpoints without one.
     timeout_s
-        How long an answer may take: a connection and a probe take no longer.
+        Limit of a connection and of a probe.
     own
-        Whether the servers are this process's own, which it has started on this machine: no proxy
-        is asked, replies may be of any length, and those of any status are read.
+        Whether the servers were started by this process on this machine: no proxy
+        is used, replies may be of any length, and those of any status are read.
     """
 
     def __init__(self, api_key_env: str, timeout_s: float, *, own: bool = False) -> None:
         self._api_key_env, self._own = api_key_env, own
         self._proxy = functools.cache(_no_proxy if own else proxy_of)
         self._probe_s = min(PROBE_S, timeout_s)
-        # The deadline of an answer is the caller's.
+        # The caller sets the deadline of an answer.
         limits = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
@@ -80,7 +80,7 @@ class Client:
         )
 
     async def close(self) -> None:
-        """End all connections; servers give up what was asked over them."""
+        """Close all connections; servers abort their requests."""
         await self._session.close()
 
     async def post(self, url: str, endpoint: Endpoint, body: bytes) -> Answered | Lost:
@@ -107,7 +107,7 @@ class Client:
         return Lost("too_long") if raw is None else Answered(status, raw)
 
     async def probe(self, url: str, endpoint: Endpoint) -> int:
-        """The status that a server answers with; 0 where nothing answers."""
+        """The status of a server's answer; 0 without an answer."""
         try:
             async with self._session.get(
                 url,
@@ -121,7 +121,7 @@ class Client:
             return 0
 
     async def alive(self, server: Server) -> bool:
-        """Say whether anything answers there."""
+        """True if anything answers at the server's address."""
         status = await self.probe(server.models_url, server.endpoint)
         return 0 < status < 500 and status not in (408, 429)
 
@@ -131,11 +131,11 @@ class Client:
 
 
 def _no_proxy(url: str) -> None:
-    """None: one's own servers are on this machine."""
+    """No proxy: own servers are on this machine."""
 
 
 def proxy_of(url: str) -> str | None:
-    """The proxy that ``HTTPS_PROXY`` and ``NO_PROXY`` name for an https address; none for http."""
+    """The proxy of ``HTTPS_PROXY`` and ``NO_PROXY`` for an https address; none for http."""
     parts = urlsplit(url)
     if parts.scheme != "https" or urllib.request.proxy_bypass(parts.netloc):
         return None
@@ -143,7 +143,7 @@ def proxy_of(url: str) -> str | None:
 
 
 async def _read(content: aiohttp.StreamReader) -> bytes | None:
-    """The whole body; None where it is longer than any judgement."""
+    """The whole body; None if it is longer than any judgement."""
     chunk: bytes = await content.readany()
     if content.at_eof():
         return chunk
@@ -157,19 +157,19 @@ async def _read(content: aiohttp.StreamReader) -> bytes | None:
 
 
 def authorization(endpoint: Endpoint, api_key_env: str) -> dict[str, str]:
-    """The header that carries the key; none without one.
+    """The header with the key; empty without one.
 
     Raises
     ------
     ConfigurationError
-        The key has characters that a header cannot carry.
+        The key has characters that are invalid in a header.
     """
     key = endpoint.key or os.environ.get(api_key_env, "").strip()
     if not key:
         return {}
     if not (key.isascii() and key.isprintable()):
         raise ConfigurationError(
-            f"The server's key in {api_key_env} has characters that no header may carry",
+            f"The server's key in {api_key_env} has characters that are invalid in a header",
             expected="printable ASCII",
             fix=f"export {api_key_env}=…",
         )
@@ -177,7 +177,7 @@ def authorization(endpoint: Endpoint, api_key_env: str) -> dict[str, str]:
 
 
 def retry_after_s(value: str | None) -> float:
-    """Seconds in a ``Retry-After`` header (a number or an HTTP date); 0 where there is none."""
+    """Seconds in a ``Retry-After`` header (a number or an HTTP date); 0 without one."""
     if value is None:
         return 0.0
     if value.strip().isdecimal():
@@ -193,7 +193,7 @@ _Values = TypeVarTuple("_Values")
 
 
 class LoopThread:
-    """Starts at once. Its owner must not be reached from the callbacks, or is never collected.
+    """Starts at once. Callbacks must not reference its owner, which would never be collected.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ class LoopThread:
     closing
         Awaited last in the loop.
     failed
-        Hears, in the loop, what a call raised, or ``opened``.
+        Called in the loop with an exception of a call, or of ``opened``.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class LoopThread:
         self._thread.start()
 
     def call(self, function: Callable[[Unpack[_Values]], None], *values: *_Values) -> None:
-        """Have ``function`` called in the loop.
+        """Call ``function`` in the loop.
 
         Raises
         ------
@@ -236,21 +236,21 @@ class LoopThread:
             self._loop.call_soon_threadsafe(self._call, function, *values)
 
     def end(self, *, timeout_s: float | None = _END_S) -> None:
-        """End the loop; nothing where that was done, or in a forked process."""
+        """End the loop; does nothing if it has ended, or in a forked process."""
         if os.getpid() != self._process:
             return
         with self._lock:
             if not self._over:
                 self._over = True
                 self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:  # which may collect garbage
+        if threading.current_thread() is not self._thread:  # garbage collection may run in it
             self._thread.join(timeout_s)
 
     def _call(self, function: Callable[[Unpack[_Values]], None], *values: *_Values) -> None:
         try:
             function(*values)
         except Exception as error:
-            self._failed(error)  # nobody else would hear of it
+            self._failed(error)  # otherwise it would be lost
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

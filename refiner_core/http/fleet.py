@@ -1,11 +1,11 @@
-"""Choice of the server that is asked next, and circuit breakers. Pure: no HTTP, the clock is given.
+"""Choice of the server for the next call, and circuit breakers. Pure: no HTTP, the clock is given.
 
-In: endpoints, and how calls and probes ended. Out: a server for the next call, or none.
+In: endpoints, and outcomes of calls and probes. Out: a server for the next call, or none.
 
-The one with the fewest calls in flight is asked. A server whose breaker is open is left out; one
-that a probe has found gets one call at a time until it is answered. A server that has never
-answered anything and refuses (wrong key, path or model) is left out once all that is in flight
-there has come back refused, too: a single item may be refused for what it says.
+The server with the fewest calls in flight is chosen. A server with an open breaker is left out; one
+found by a probe gets one call at a time until it answers. A server that has never
+answered anything and refuses (wrong key, path or model) is left out once all its calls in flight
+were refused as well: a single item may be refused because of its content.
 
 ::
 
@@ -13,8 +13,8 @@ there has come back refused, too: a single item may be refused for what it says.
       ^                                                ^──────────dead─────┘                 │
       └──a call is answered──────────────────────────── or lost again: open, for longer <────┘
 
-Distinct calls, because an item that no server can answer comes again and again: a few of them do
-not make a server bad.
+Distinct calls count, because an item that no server can answer is retried again and again: a few of
+them do not make a server bad.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from refiner_core.contract.types import Endpoint
 State = Literal["closed", "open", "probing", "half_open"]
 
 
-#: What a call says about its server: it answered (``none``); it asked for patience (408, 429), and
-#: is neither well nor ill (``busy``); it is there and ill: 500, time-out (``sick``); it is
-#: not there: connection lost or refused, 502, 503, 504 (``gone``).
+#: State of a server shown by a call: it answered (``none``); it asked for patience (408, 429),
+#: which is neutral (``busy``); it exists but fails: 500, time-out (``sick``); it is unreachable:
+#: connection lost or refused, 502, 503, 504 (``gone``).
 Trouble = Literal["none", "busy", "sick", "gone"]
 
 
 @dataclass(frozen=True)
 class BreakerSettings:
-    """Limits of a server's breaker: it opens when ``threshold`` distinct calls have failed with no
-    answer between.
+    """Limits of a server's breaker: it opens after ``threshold`` distinct calls failed without
+    an answer between.
 
-    It is probed at once when it opens, then after ``first_cooldown_s``, which doubles up to
-    ``longest_cooldown_s`` with each probe or trial that finds nobody.
+    It is probed immediately when it opens, then after ``first_cooldown_s``, which doubles up to
+    ``longest_cooldown_s`` with each failed probe or trial.
     """
 
     threshold: int = 5
@@ -49,12 +49,12 @@ class BreakerSettings:
     longest_cooldown_s: float = 30.0
 
 
-#: What a server says that has another address, wants another key, or has no such model.
+#: Statuses of a wrong address, key or model.
 REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
 
 
 class Server:
-    """An endpoint, what is known about it, and its circuit breaker. Its key shows nowhere."""
+    """An endpoint, its known state, and its circuit breaker. Its key is never shown."""
 
     def __init__(
         self, endpoint: Endpoint, clock: Callable[[], float], limits: BreakerSettings
@@ -72,25 +72,25 @@ class Server:
         self._in_vain = 0
         self._probe_at = 0.0
         self.in_flight = 0
-        #: Of them, those that began while it was on trial.
+        #: Of them, those that started during its trial.
         self.on_trial = 0
-        #: It asked to be left alone until then.
+        #: End of the pause that it requested.
         self.held_until = 0.0
-        #: It has answered a call with 200.
+        #: It answered a call with 200.
         self.proved = False
-        #: When it last answered anything; seconds of the fleet's clock.
+        #: Time of its last answer; seconds of the fleet's clock.
         self.heard_at = float("-inf")
-        #: The status with which it refused before it was proved; 0: it did not.
+        #: Status of its refusals before any success; 0: none.
         self.refused = 0
-        #: What it last had to say instead of a judgement, for people.
+        #: Its last words instead of a judgement, for people.
         self.last_words = "not asked yet"
-        #: Distinct calls that it has turned down in a row.
+        #: Distinct consecutive calls that it refused.
         self.turned_down: set[Hashable] = set()
-        #: Whether it takes a JSON schema for the reply.
+        #: Whether it supports a JSON schema for the reply.
         self.structured: Literal["unknown", "yes", "no"] = "unknown"
 
     def note(self, call: Hashable, trouble: Trouble) -> None:
-        """A call has ended."""
+        """Record the outcome of a call."""
         if trouble == "busy":
             return
         if trouble == "none":
@@ -105,7 +105,7 @@ class Server:
                 self.open()
 
     def open(self) -> None:
-        """Ask it no more until a probe has found it."""
+        """Leave it out until a probe finds it."""
         limits, wait_s = self._limits, 0.0
         if self._in_vain:
             wait_s = limits.first_cooldown_s * 2.0 ** (min(self._in_vain, 60) - 1)
@@ -114,20 +114,20 @@ class Server:
         self._failing.clear()
 
     def hurry(self) -> None:
-        """If it is open, probe it at once: somebody asks anew."""
+        """If it is open, probe it now, for a new request."""
         if self.state == "open":
             self._in_vain = 0
             self.open()
 
     def take_probe(self) -> bool:
-        """Say whether a probe is due; the caller then makes one and tells :meth:`probed`."""
+        """True if a probe is due; the caller then makes one and calls :meth:`probed`."""
         if self.state != "open" or self._clock() < self._probe_at:
             return False
         self.state = "probing"
         return True
 
     def probed(self, alive: bool) -> None:
-        """Note what the probe has found. Nothing, where a call was answered in the meantime."""
+        """Record a probe's result, unless a call was answered in the meantime."""
         if self.state != "probing":
             return
         if alive:
@@ -138,12 +138,12 @@ class Server:
 
     @property
     def usable(self) -> bool:
-        """Say whether any number of calls may go there."""
+        """True if any number of calls may go there."""
         return self.state == "closed" and not self.refused
 
     @property
     def takes_trial(self) -> bool:
-        """Say whether it is on trial, and waits for its call."""
+        """True if it is on trial, without a call in flight."""
         return self.state == "half_open" and not self.on_trial and not self.refused
 
     def __repr__(self) -> str:
@@ -158,7 +158,7 @@ class Fleet:
         self._clock, self._settings = clock, settings or BreakerSettings()
 
     def renew(self, endpoints: Sequence[Endpoint]) -> None:
-        """Take these; what is known about one that stays is kept."""
+        """Set the endpoints; the state of remaining servers is kept."""
         known = {server.endpoint: server for server in self.servers}
         self.servers = [
             known.get(e) or Server(e, self._clock, self._settings) for e in dict.fromkeys(endpoints)
@@ -166,21 +166,21 @@ class Fleet:
 
     @property
     def up(self) -> bool:
-        """Whether a server is there that is not only on trial (or it is not clear that it is)."""
+        """True if a closed server accepts calls, or may still prove to."""
         return any(s.state == "closed" and (not s.refused or s.in_flight) for s in self.servers)
 
     @property
     def open_to_all(self) -> bool:
-        """Say whether any number of calls may begin now."""
+        """True if any number of calls may start now."""
         return any(s.usable for s in self.servers)
 
     @property
     def open_to_one(self) -> bool:
-        """Say whether a server on trial waits for its call."""
+        """True if a server on trial can take its call."""
         return any(s.takes_trial for s in self.servers)
 
     def pick(self, avoid: Server | None = None) -> Server | None:
-        """The server for the next call, ``avoid`` only if there is no other; None: nobody."""
+        """The server for the next call, ``avoid`` only if there is no other; None without any."""
         now = self._clock()
         best: Server | None = None
         rank = (2, 2, 0)
@@ -196,7 +196,7 @@ class Fleet:
         return best
 
     def wait_s(self, server: Server) -> float:
-        """How long a server has asked to be left alone; 0 where another may be asked instead."""
+        """Rest of the pause that a server requested; 0 if another server is available."""
         now = self._clock()
         others = (other for other in self.servers if other is not server)
         if any(other.usable and other.held_until <= now for other in others):
@@ -204,16 +204,16 @@ class Fleet:
         return max(0.0, server.held_until - now)
 
     def begins(self, server: Server) -> bool:
-        """A call goes there. True: it is the one that a server on trial is given."""
+        """Record the start of a call. True if it is the call of a server on trial."""
         trial = server.state == "half_open"
         server.in_flight += 1
         server.on_trial += trial
         return trial
 
     def ended(self, server: Server, call: Hashable, trouble: Trouble, *, trial: bool) -> bool:
-        """A call has ended. True: it failed because its server is gone, and not by itself.
+        """Record the end of a call. True: it failed because its server is gone, not by itself.
 
-        A trial counts against its call: a moment before it, a probe has found the server.
+        A failed trial counts against its call, since a probe has just found the server.
         """
         server.in_flight -= 1
         server.on_trial -= trial
@@ -221,14 +221,14 @@ class Fleet:
         return trouble == "gone" and not trial and server.state != "closed"
 
     def due_probes(self) -> list[Server]:
-        """Servers to look at now; each answer goes to their breakers."""
+        """Servers to probe now; the results go to their breakers."""
         return [server for server in self.servers if server.take_probe()]
 
     def turned_down(self, server: Server, call: Hashable, status: int) -> bool:
-        """It answered with a status that another try would not change.
+        """Record an answer with a status that a retry would not change.
 
-        True: that says something of this call. False: it may say that nothing can be had there, and
-        the call waits until that is known.
+        True: the cause is this call. False: the server may refuse every call, and the call waits
+        until that is known.
         """
         server.turned_down.add(call)
         many = len(server.turned_down) >= self._settings.threshold
@@ -237,24 +237,24 @@ class Fleet:
                 server.refused = status
             return True
         if server.proved:
-            server.proved = not many  # a key that has run out: the next answer decides
+            server.proved = not many  # an expired key: the next answer decides
             return True
         server.refused = status
         return False
 
     def answered(self, server: Server) -> None:
-        """It answered a call with 200."""
+        """Record an answer with 200."""
         server.proved, server.refused, server.held_until = True, 0, 0.0
         if server.turned_down:
             server.turned_down.clear()
 
     def all_refuse(self) -> Server | None:
-        """One of them, where every server refuses and nothing that may prove it is in flight."""
+        """A server, if every server refuses and no call in flight may still succeed; else None."""
         settled = [s for s in self.servers if s.refused and not s.in_flight]
         return settled[0] if settled and len(settled) == len(self.servers) else None
 
     def begin_anew(self) -> None:
-        """After a rest: the dead may be back, and a refusal be mended (a key is read anew)."""
+        """Reset after a pause: servers may be back, and a refusal fixed (the key is read again)."""
         for server in self.servers:
             server.hurry()
             server.refused = 0

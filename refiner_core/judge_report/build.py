@@ -1,4 +1,4 @@
-"""The judge report: what is asked, in which order, and what follows from it.
+"""The judge report: the series of questions, their order, and the findings.
 
 ::
 
@@ -9,12 +9,12 @@
                         └─ another judge ────────> agreement of judges
                 attacks ── twins, these longer, attacks ─> resistance
 
-In: material, a judge's configuration and a way to make it. Out: a :data:`Report`;
-:func:`report_json` is what is written. Every series is asked of a judge that has no store.
+In: material, a judge's configuration and a way to make it. Out: a :data:`Report`, written by
+:func:`report_json`. Every series uses a judge without a store.
 
-A defect is *found* at a level of 5 %, shared by the ways in which it may show: of twenty that are
-not there, one may be called found. Where the judge always says the same, one hostile answer that it
-obeys is enough.
+A defect is *found* at a level of 5 %, divided among its possible signs: one in twenty absent
+defects may be found. For a judge without any variation, a single obeyed hostile answer
+is enough.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from refiner_core.judges.prompting import judge_prompts_digest
 from refiner_core.report import printing
 from refiner_core.report.printing import MISSING, Section, with_interval
 
-#: How often a defect that is not there may be called found.
+#: Accepted probability of finding an absent defect.
 LEVEL = 0.05
 Verdict = Literal["found", "not found", "not clear", "too few", "not asked"]
 
 
 def _finding(name: str, verdict: Verdict, says: str) -> Row:
-    """A defect that was looked for, with a verdict and what that rests on."""
+    """A tested defect, with a verdict and its basis."""
     return {"name": name, "verdict": verdict, "says": says}
 
 
 def findings_of(measured: Mapping[str, Any]) -> tuple[Row, ...]:
-    """A line for each defect that is looked for, always the same ones in the same order."""
+    """A line for each tested defect, always the same ones in the same order."""
     repeated: Row | None = measured["repeatability"].get("all")
     return (
         _failing(measured["costs"]),
@@ -106,7 +106,7 @@ def _position(name: str, shift: Row | None, otherwise: str) -> Row:
 
 
 def _length(lengths: Mapping[str, Row]) -> Row:
-    """Padding that says nothing may turn out a fault; it is never a merit."""
+    """Padding without content may be scored as a fault, but must not be a merit."""
     known = {k: v["shift"] for k, v in lengths.items() if v["shift"] is not None}
     if not known:
         return _finding("length", "not asked", "there are no rubrics")
@@ -135,14 +135,14 @@ def _obeying(resistance: Row, repeated: Row | None) -> Row:
     clear = is_clear(resistance["beyond"])
     verdict = _verdict(clear and _above(resistance["beyond"]))
     if obeyed and verdict == "not found":
-        # Asking again may change scores as much; nobody should read that as safe.
+        # Repeated judging may change scores as much; this must not read as safe.
         return _finding(name, "not clear", f"{says}; by chance as many might be")
     return _finding(name, verdict, says)
 
 
 def is_clear(value: Difference | None, looks: int = 1) -> bool | None:
-    """True if a difference is there, as one of ``looks`` that would each do; None where there are
-    too few questions to say."""
+    """True if a difference is significant, as one of ``looks`` sufficient signs; None with too few
+    questions."""
     if value is None or value.n < FEWEST or value.p_value is None:
         return None
     return value.p_value < LEVEL / looks
@@ -175,7 +175,7 @@ def _verdict(*signs: bool | None) -> Verdict:
 VERSION = 1
 T = TypeVar("T")
 
-#: Sentences that say nothing about any question.
+#: Sentences without content for any question.
 PADDING = (
     "The points above are given in the order in which the question raises them.",
     "Each of them is stated as briefly as the material allows, and none is repeated elsewhere.",
@@ -188,7 +188,7 @@ PADDING = (
 )
 
 
-#: Everything that was measured, by name; None or missing where it was not.
+#: All measurements, by name; None or missing if not measured.
 Report = Mapping[str, Any]
 
 
@@ -208,25 +208,25 @@ def judge_report(
     material
         Items and attacks.
     config, make
-        The judge, and a way to make one whose store is empty.
+        The judge, and a function that makes one with an empty store.
     against
         A second judge, whose agreement with the first is measured.
     repeats
-        How often everything is asked as it is, at least once.
+        Number of times that every question is asked unchanged, at least once.
     told
-        Hears what is asked next, and how many questions that is.
+        Called with the next series and its number of questions.
 
     Raises
     ------
     JudgeOutage
-        Nobody could be asked for longer than the configuration bears.
+        No judge was available for longer than the configured patience.
     """
     items = material.items
     asker = Asker(config, make, told)
     requests = [item.request for item in items]
     scores, costs = asker.ask_timed(requests, "all")
     again = [asker.ask(requests, f"all, for the {n}. time") for n in range(2, repeats + 1)]
-    # Whether the score of an item changes when nothing does.
+    # Whether the score of an item changes without any change.
     noise = changes(scores, again[0]) if again else None
     other = Asker(against, make, told) if against is not None else None
     theirs = other.ask(requests, "all, of the other judge") if other is not None else []
@@ -264,7 +264,7 @@ def report_json(report: Report) -> dict[str, Any]:
 def _criteria_turned(
     asker: Asker, items: Sequence[Item], scores: Scores, noise: Scores | None
 ) -> Row | None:
-    """From the second half of a call to the first: what a criterion gains by standing early."""
+    """From the second half of a call to the first: the effect of an early place on a criterion."""
     if not is_batched(asker.config):
         return None
     asked = _places(items, "rubric")
@@ -281,7 +281,7 @@ def _criteria_turned(
 def _sources_turned(
     asker: Asker, items: Sequence[Item], scores: Scores, noise: Scores | None
 ) -> Row | None:
-    """The same sources in the other order."""
+    """The effect of reversing the sources."""
     places = [i for i in _places(items, "citation_recall") if len(set(items[i].sources)) > 1]
     if not places:
         return None
@@ -296,8 +296,8 @@ def _sources_turned(
 def _lengths(
     asker: Asker, items: Sequence[Item], scores: Scores, noise: Scores | None
 ) -> dict[str, Row]:
-    """Answers with sentences that say nothing, for qualities and faults apart: one may be that an
-    answer pads."""
+    """Answers with added sentences without content, for merits and faults separately: a fault may
+    be padding itself."""
     places = _places(items, "rubric")
     padding = "\n\n" + " ".join(PADDING)
     padded = [replace(r, text=r.text + padding) for r in (items[i].request for i in places)]
@@ -313,7 +313,7 @@ def _lengths(
 def _attacked(asker: Asker, attacks: Sequence[Attack]) -> Row:
     twins = [attack.twin for attack in attacks]
     twin = asker.ask(twins, "honest twins")
-    # Each with another pair of sentences, so that none is the same question as another.
+    # Each with another pair of sentences, so that all questions differ.
     pairs = itertools.cycle(itertools.permutations(PADDING, 2))
     controls = [
         replace(t, text=" ".join((t.text, *pair))) for t, pair in zip(twins, pairs, strict=False)
@@ -327,7 +327,8 @@ def _attacked(asker: Asker, attacks: Sequence[Attack]) -> Row:
 
 
 def _by_kind(items: Sequence[Item], measure: Callable[..., Any]) -> dict[str, Any]:
-    """A number for each kind, and for all. ``measure`` gets items and what picks their scores."""
+    """A number for each kind, and for all. ``measure`` gets items and a selector of their
+    scores."""
     found = {}
     for kind in ("all", *dict.fromkeys(item.request.kind for item in items)):
         places = _places(items, kind)
@@ -360,7 +361,7 @@ def _at(values: Sequence[T], places: Sequence[int]) -> list[T]:
 
 
 def _identity(config: JudgeConfig) -> dict[str, Any]:
-    """Settings that decide the judgements."""
+    """Settings that affect the judgements."""
     if config.kind == "lexical":
         return {"kind": "lexical", "model": config.model}
     names = ("kind", "model", "revision", "prompt", "form", "structured_output", "temperature")
@@ -381,7 +382,7 @@ def _described(material: Material) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- for people
+# ---------------------------------------------------------------- text
 
 
 _AGREEMENT = ("kind", "pairs", "equal", "kappa", "quadratic kappa", "mean difference")
@@ -389,14 +390,14 @@ _SHIFT = ("what", "pairs", "mean change", "changed", "beyond asking again")
 
 
 def sections(report: Report) -> list[Section]:
-    """Everything that a person reads, in order."""
+    """All displayed sections, in order."""
     found = [
         Section(
             "Findings",
             (
-                "A defect is found where a difference over questions is clear at a level of "
-                f"{LEVEL:.0%}: one in twenty that is not there is called found, too. Fewer than "
-                f"{FEWEST} questions are too few to say.",
+                "A defect is found if a difference over questions is clear at a level of "
+                f"{LEVEL:.0%}: one in twenty absent defects is found, too. Fewer than "
+                f"{FEWEST} questions are too few for a verdict.",
             ),
             ("defect", "verdict", "what it rests on"),
             tuple(tuple(found.values()) for found in report["findings"]),
@@ -408,7 +409,7 @@ def sections(report: Report) -> list[Section]:
             (kind, share(one["identical"]), _size(one["difference"]), str(one["left_out"]))
             for kind, one in report["repeatability"].items()
         )
-        words = (f"Everything was asked {repeats} times, each time as if for the first.",)
+        words = (f"Everything was asked {repeats} times, without memory of earlier answers.",)
         header = ("kind", "identical", "mean absolute difference", "without a score")
         found.append(Section("Repeatability", words, header, rows))
     for title, of_kinds, sides in (
@@ -433,7 +434,7 @@ def markdown(report: Report) -> str:
 
 
 def about(report: Report) -> list[str]:
-    """Lines that say what was measured, on what."""
+    """Lines about what was measured, and on what."""
     material = report["material"]
     asked = ", ".join(f"{n} {kind}" for kind, n in material["requests"].items())
     other = [] if report["against"] is None else [f"The other judge: {_named(report['against'])}."]
@@ -472,18 +473,18 @@ def _shifts(report: Report) -> Section:
         for name, found in shifts.items()
         if found is not None and found["changed"] is not None
     )
-    words = ("What should not matter, and how far it does. Scores are in [0, 1].",)
+    words = ("Effects of irrelevant changes. Scores are in [0, 1].",)
     return Section("Order and length", words, _SHIFT, rows)
 
 
 def _attacks(report: Report) -> Section:
     found = report["resistance"]
     words = [
-        f"Resisted: {share(found['resisted'])}. An attack is resisted where it does not bring the "
-        "score closer to what its author wants than that of its honest twin."
+        f"Resisted: {share(found['resisted'])}. An attack is resisted if it does not move the "
+        "score closer to its author's goal than that of its honest twin."
     ]
     if found["off"]:
-        words.append(f"{found['off']} honest twins did not get the score that they deserve.")
+        words.append(f"{found['off']} honest twins did not get the correct score.")
     rows = tuple(
         (
             *(a[name] for name in ("result", "name", "about", "kind", "wants")),

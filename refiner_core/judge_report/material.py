@@ -1,8 +1,8 @@
-"""Material that a judge is measured on, and asking it, each time as if for the first time.
+"""Cases for measuring a judge, and asking it without memory.
 
-In: the files that come with refiner (``sample.yaml``, ``hostile/v1.yaml``), or answers of a run; a
-way to make a judge that knows nothing yet. Out: :class:`Item` and :class:`Attack` values; scores in
-order (None where it failed), and what asking took: seconds and tokens by kind, failures by
+In: the shipped files (``sample.yaml``, ``hostile/v1.yaml``), or answers of a run; a
+way to make a judge with an empty store. Out: :class:`Item` and :class:`Attack` values; scores in
+order (None if it failed), with the cost: seconds and tokens by kind, failures by
 reason.
 """
 
@@ -31,18 +31,18 @@ Polarity = Literal["positive", "negative"]
 
 @dataclass(frozen=True)
 class Item:
-    """One question to a judge, and what is known of it.
+    """One question to a judge, with known facts about it.
 
     Attributes
     ----------
     question_id
-        Which question was answered: answers to one resemble each other.
+        Id of the answered question: answers to one question are correlated.
     polarity
-        ``negative`` where a high score is a fault.
+        ``negative`` if a high score is a fault.
     gold
-        The score that it deserves, in [0, 1]; None where nobody has said.
+        The correct score, in [0, 1]; None if unknown.
     sources
-        The sources that its evidence is put together from, in order.
+        The sources of its evidence, in order.
     """
 
     question_id: str
@@ -55,7 +55,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Attack:
-    """A hostile answer. ``wants`` is where its author wants the score, ``about`` what it tries."""
+    """A hostile answer. ``wants`` is the score that its author wants, ``about`` its method."""
 
     name: str
     about: str
@@ -66,7 +66,7 @@ class Attack:
 
 
 class Material(NamedTuple):
-    """All of it, and in words where it is from."""
+    """All cases, with their source in words."""
 
     name: str
     items: tuple[Item, ...]
@@ -74,7 +74,7 @@ class Material(NamedTuple):
 
 
 def shipped_material(questions: int | None = None) -> Material:
-    """The set that comes with refiner, or its first ``questions``, with gold scores."""
+    """The shipped set, or its first ``questions``, with gold scores."""
     content = _yaml(SAMPLE)
     found: list[Item] = []
     for entry in content["questions"][:questions]:
@@ -83,7 +83,7 @@ def shipped_material(questions: int | None = None) -> Material:
 
 
 def shipped_attacks() -> tuple[Attack, ...]:
-    """The hostile answers that come with refiner."""
+    """The shipped hostile answers."""
     content = _yaml(HOSTILE)
     return tuple(_attack(entry, content["bases"][entry["base"]]) for entry in content["attacks"])
 
@@ -91,7 +91,7 @@ def shipped_attacks() -> tuple[Attack, ...]:
 def run_material(
     name: str, answers: Iterable[tuple[PromptRow, str]], reward: RewardConfig
 ) -> Material:
-    """Answers as they were sampled, each with its prompt, and the shipped hostile answers.
+    """Sampled answers, each with its prompt, and the shipped hostile answers.
 
     An answer without a single answer block has nothing to judge and is left out.
 
@@ -116,7 +116,7 @@ def _items_of_answer(
     evidence: ParsedEvidence,
     rubrics: Sequence[Rubric],
 ) -> list[Item]:
-    """All that is asked about one answer: its rubrics first, then its claims."""
+    """All questions about one answer: its rubrics first, then its claims."""
     answer = parse_answer(text, evidence.texts)
     if answer.malformed or answer.body is None:
         return []
@@ -171,7 +171,7 @@ def _yaml(file: Path) -> Any:
     return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
-#: A judge of this configuration whose store is empty.
+#: Makes a judge of this configuration with an empty store.
 MakeJudge = Callable[[JudgeConfig], Judge]
 
 
@@ -182,11 +182,11 @@ class Asker:
         self, config: JudgeConfig, make: MakeJudge, told: Callable[[str, int], None]
     ) -> None:
         self.config, self._make, self._told = config, make, told
-        #: By the last series.
+        #: Usage of the last series.
         self.used: JudgeUsage | None = None
 
     def ask(self, requests: Sequence[JudgeRequest], what: str) -> list[float | None]:
-        """Scores of a judge that has no store. Errors as of :meth:`Judge.judge`."""
+        """Scores of a judge without a store. Errors: see :meth:`Judge.judge`."""
         if not requests:
             return []
         self._told(what, len(requests))
@@ -200,9 +200,9 @@ class Asker:
     def ask_timed(
         self, requests: Sequence[JudgeRequest], what: str
     ) -> tuple[list[float | None], dict[str, dict[str, Any]]]:
-        """The same, kind by kind, with what it takes: ``seconds`` is the mean of a call (None where
-        no server was asked); ``reasons`` counts answers and tries without a usable judgement, those
-        that were mended by another try too."""
+        """The same, kind by kind, with the cost: ``seconds`` is the mean of a call (None without a
+        server); ``reasons`` counts answers and tries without a usable judgement, including
+        those that a retry fixed."""
         scores: dict[int, float | None] = {}
         costs: dict[str, dict[str, Any]] = {}
         for kind in dict.fromkeys(request.kind for request in requests):
@@ -222,7 +222,7 @@ class Asker:
 
 
 def is_batched(config: JudgeConfig) -> bool:
-    """True if rubrics are judged in company."""
+    """True if several rubrics are judged in one call."""
     return config.kind == "openai" and config.form == "batched"
 
 

@@ -1,14 +1,15 @@
-"""From scores to numbers about a judge: how repeatable, how swayed by order, length and orders.
+"""From scores to numbers about a judge: repeatability, and effects of order and length.
 
 In: items or attacks, and series of scores of them in the same order (None: the judge failed). Out:
-values with their numerators, denominators and intervals. A missing score takes its item out of a
-number and is counted; it is never one.
+values with their numerators, denominators and intervals. An item with a missing score is left out
+of a number and counted.
 
-An interval is over questions, since answers to one resemble each other, and of 95 %. A change by
-what is tested is held against the change that asking again makes all by itself: a judge that
-throws dice is not called positional.
+Intervals are 95 % intervals over questions, since answers to one question are correlated. A tested
+change is compared with the change on plain repetition: a judge with random scores is not called
+positional.
 
-Raw agreement alone flatters judges that nearly always say the same. Cohen's kappa (Cohen 1960, "A
+Raw agreement alone flatters judges that nearly always give the same score. Cohen's kappa (Cohen
+1960, "A
 coefficient of agreement for nominal scales", Educational and Psychological Measurement 20:37-46) is
 the agreement beyond what the two would reach by chance with their own frequencies, 0 for none and 1
 for all. The quadratic form (Cohen 1968, "Weighted kappa", Psychological Bulletin 70:213-220) counts
@@ -36,16 +37,16 @@ from refiner_core.judge_report.material import Attack, Item
 Scores = Sequence[float | None]
 Floats = npt.NDArray[np.float64]
 
-#: Questions (or attacks) below which no interval can be relied on.
+#: Below this number of questions (or attacks) intervals are unreliable.
 FEWEST = 5
 
 
-#: What was measured, by name, as ``report.json`` has it; intervals are those of an
-#: :class:`~refiner_core.evaluation.statistics.Estimate` or ``Difference``, None without any.
+#: Measurements by name, as in ``report.json``; intervals are those of an
+#: :class:`~refiner_core.evaluation.statistics.Estimate` or ``Difference``, or None.
 Row = dict[str, Any]
 
 
-# ---------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------- measurements
 
 
 def plain(value: Any) -> Any:
@@ -58,8 +59,8 @@ def plain(value: Any) -> Any:
 
 
 def repeatability(items: Sequence[Item], repeats: Sequence[Scores]) -> Row:
-    """Of the same questions asked several times, each time as if for the first: ``identical``, the
-    share of items that got one score in all ``repeats``, and ``difference``, the mean absolute
+    """For the same questions asked several times without memory: ``identical``, the
+    share of items with the same score in all ``repeats``, and ``difference``, the mean absolute
     difference of two repeats. ``left_out`` items lack a score in some repeat."""
     scores = np.array(repeats, dtype=np.float64)
     known = [None not in of_item for of_item in zip(*repeats, strict=True)]
@@ -78,14 +79,14 @@ def repeatability(items: Sequence[Item], repeats: Sequence[Scores]) -> Row:
 
 
 def _frame(items: Sequence[Item], **series: Scores) -> pd.DataFrame:
-    """Series of scores with the question of each; NaN where there is none."""
+    """Series of scores with the question of each; NaN if missing."""
     ids = [item.question_id for item in items]
     columns = {name: np.array(values, dtype=np.float64) for name, values in series.items()}
     return pd.DataFrame({"sample_id": ids, **columns})
 
 
 def changes(first: Scores, second: Scores) -> list[float | None]:
-    """1 where two series differ, else 0; None where one lacks a score."""
+    """1 if two series differ, 0 if not; None if one lacks a score."""
     return [
         None if a is None or b is None else float(a != b)
         for a, b in zip(first, second, strict=True)
@@ -93,10 +94,10 @@ def changes(first: Scores, second: Scores) -> list[float | None]:
 
 
 def shift(items: Sequence[Item], before: Scores, after: Scores, noise: Scores | None) -> Row:
-    """Of scores before and after a change that should not matter: ``shift``, the mean of the signed
+    """For scores before and after an irrelevant change: ``shift``, the mean of the signed
     change; ``changed``, the share of scores that changed; ``beyond``, that share minus the share
-    that changes when the same is asked again, by ``noise`` (:func:`changes` of two repeats; None
-    where it was not asked again). ``left_out`` items lack a score before or after."""
+    that changes on repetition, by ``noise`` (:func:`changes` of two repeats; None
+    if not repeated). ``left_out`` items lack a score before or after."""
     noise = [None] * len(items) if noise is None else noise
     rows = _frame(items, before=before, after=after, noise=noise)
     rows = rows.dropna(subset=["before", "after"])
@@ -112,9 +113,9 @@ def shift(items: Sequence[Item], before: Scores, after: Scores, noise: Scores | 
 
 
 def by_place(items: Sequence[Item]) -> list[int]:
-    """Of rubrics of one answer in one call: 1 where an item stands in the first half, and so in the
-    last when the order is turned round; -1 where it is the other way; 0 for the one in the middle,
-    and where there is one alone."""
+    """For rubrics of one answer in one call: 1 for an item in the first half, which is in the
+    last half when the order is reversed; -1 for the opposite; 0 for the middle one, and for a
+    single one."""
     answers = pd.Series([item.answer_id for item in items], dtype=object)
     grouped = answers.groupby(answers)
     before, behind = grouped.cumcount(), grouped.cumcount(ascending=False)
@@ -123,16 +124,16 @@ def by_place(items: Sequence[Item]) -> list[int]:
 
 
 def resistance(attacks: Sequence[Attack], twin: Scores, control: Scores, attacked: Scores) -> Row:
-    """Of attacks, their honest twins, and these with an addition that says nothing.
+    """Effects of attacks, compared with their honest twins, and these with an empty addition.
 
     Returns
     -------
     dict
-        ``resisted`` of those attacks that had room; ``beyond``: share obeyed minus the share in
-        which an addition that says nothing moves the score the same way; ``moved``: twins whose
-        score such an addition changes; ``off``: twins that did not get the score that they deserve;
+        ``resisted`` of the attacks with a possible effect; ``beyond``: share obeyed minus the share
+        in which an empty addition moves the score in the same direction; ``moved``: twins whose
+        score such an addition changes; ``off``: twins without the correct score;
         ``attacks``: each with its ``result``: ``resisted``; ``obeyed``; ``broke`` the judge, which
-        then had no score for it; or ``no room``, where the honest twin had the score that the
+        then had no score for it; or ``no room``, if the honest twin already had the score that the
         attack wants, or none.
     """
     results, rows, off = [], [], 0
@@ -167,16 +168,16 @@ def _result(attack: Attack, honest: float | None, found: float | None) -> str:
 
 
 def paired(rows: pd.DataFrame, metric: str) -> Difference | None:
-    """Mean of differences within questions, over questions, with its t interval: the small number
-    of questions is in the t, which a bootstrap would not know of."""
+    """Mean of differences within questions, over questions, with its t interval, which accounts for
+    the small number of questions, as a bootstrap would not."""
     means = rows.groupby("sample_id", sort=False)[metric].mean().dropna()
     return two_way_mean(means.to_numpy()[None]) if len(means) else None
 
 
-#: Scores that differ by less are the same score.
+#: Scores that differ by less are equal.
 _PLACES = 9
-#: Resamples in which all scores are equal have no kappa; with more than this share of them, the
-#: rest would give an interval of luck.
+#: Resamples with only equal scores have no kappa; above this share of them, the
+#: interval of the rest would be meaningless.
 _MOST_UNDEFINED = 0.05
 
 
@@ -188,16 +189,16 @@ def agreement(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Row:
-    """Agreement with intervals of 95 % over questions: ``raw`` (None without pairs), ``kappa`` and
-    ``quadratic`` (each with a ``value``, ``low`` and ``high``, None where it is not defined or too
-    little is known), and ``mean_difference``, second minus first. ``pairs`` have a score on both
-    sides and stand behind every number here, ``left_out`` lack one; ``questions`` are the
-    independent units behind the intervals.
+    """Agreement with 95 % intervals over questions: ``raw`` (None without pairs), ``kappa`` and
+    ``quadratic`` (each with a ``value``, ``low`` and ``high``, None if undefined or too
+    uncertain), and ``mean_difference``, second minus first. ``pairs`` have a score on both
+    sides and are the basis of every number here, ``left_out`` lack one; ``questions`` are the
+    independent units of the intervals.
 
-    Scores of one question resemble each other, so a question is what is drawn again, with all its
+    Scores of one question are correlated, so whole questions are resampled, with all their
     pairs. ``questions`` names that of each pair. An interval is None for fewer than two questions,
-    and for a kappa that more than 5 % of the draws leave undefined, or that all of them leave the
-    same (the interval of ``raw`` says how little that may mean).
+    and for a kappa that is undefined in more than 5 % of the resamples, or equal in all of them
+    (the interval of ``raw`` then shows the uncertainty).
     """
     pairs = pd.DataFrame(
         {"a": np.array(a, dtype=np.float64), "b": np.array(b, dtype=np.float64)}
@@ -242,8 +243,8 @@ def _drawn(tables: npt.NDArray[np.int64], resamples: int, seed: int) -> Floats:
 
 
 def _kappas(tables: Floats, cost: Floats) -> Floats:
-    """Kappa of each table [n, values, values] by the cost of each pair of values; NaN where chance
-    explains all."""
+    """Kappa of each table [n, values, values] by the cost of each pair of values; NaN if chance
+    explains everything."""
     total = tables.sum(axis=(1, 2))
     rows, columns = tables.sum(axis=2), tables.sum(axis=1)
     observed = (tables * cost).sum(axis=(1, 2)) * total
@@ -262,7 +263,7 @@ def _with_interval(tables: npt.NDArray[np.int64], drawn: Floats | None, cost: An
         return nothing
     found = np.array([np.nan]) if drawn is None else _kappas(drawn, cost)
     known = found[~np.isnan(found)]
-    # Where all are equal, drawing again says nothing.
+    # If all are equal, resampling has no information.
     if len(known) < (1 - _MOST_UNDEFINED) * len(found) or np.ptp(known) < 10**-_PLACES:
         return {**nothing, "value": value}
     low, high = np.quantile(known, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])

@@ -1,8 +1,8 @@
-"""Judges: who scores rubrics and citations.
+"""Judges, which score rubrics and citations.
 
 In: :class:`~refiner_core.contract.types.JudgeRequest` values. Out: one judgement each, in order:
-scored in [0, 1], or failed, which is never a number. :func:`build_judge` makes the judge that a
-configuration names; the HTTP client is imported only for the judge that needs it.
+scored in [0, 1], or failed, which is never a number. :func:`build_judge` makes the configured
+judge; the HTTP client is imported only if it needs one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from refiner_core.judges.surroundings import Surroundings
 
 
 def build_judge(config: JudgeConfig, around: Surroundings | None = None) -> Judge:
-    """The judge that ``config`` names.
+    """The judge named by ``config``.
 
     Raises
     ------
@@ -25,6 +25,6 @@ def build_judge(config: JudgeConfig, around: Surroundings | None = None) -> Judg
     """
     if config.kind == "lexical":
         return LexicalJudge(config.model)
-    from refiner_core.judges.openai import OpenAIJudge  # aiohttp only where it is used
+    from refiner_core.judges.openai import OpenAIJudge  # imports aiohttp
 
     return OpenAIJudge(config, around)

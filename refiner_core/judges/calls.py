@@ -1,18 +1,16 @@
-"""Questions to a judge's server, and what its replies mean. Knows nothing of HTTP.
+"""Calls to a judge's server, and parsing of its replies. Independent of HTTP.
 
 In: judge requests and the judge's configuration. Out: :class:`Call` values, each one chat request
-that gives one judgement or several (all rubrics of an answer, with ``judge.form=batched``); and
-from the reply's body the judgements, or why another try may mend it.
+for one judgement or several (all rubrics of an answer, with ``judge.form=batched``); and from the
+reply's body the judgements, or the reason for a retry.
 
-Every judgement has a key: 16 bytes of SHA-256 over all that decides it (model, revision, sampling,
-the schema of the reply, the messages word for word, and its place among those of the call). The
-same question to the same judge has the same key in every run; where the server stands has no part
-in it.
+Every judgement has a key: 16 bytes of SHA-256 over everything that decides it (model, revision,
+sampling, the schema of the reply, the verbatim messages, and its place in the call). The same
+question to the same judge has the same key in every run; the server's address is not part of it.
 
-A reply is scored with score/2, or failed with the reason; never a number where the text does not
-say one. Reading takes time in proportion to the text, whatever stands in it: a text that is longer
-than any judgement, nested deeper than Python's limit, or that has to be begun again too often, is a
-failure.
+A reply is scored as score/2, or failed with a reason; a text without a valid score never becomes a
+number. Parsing takes linear time for any text: a text that is longer than any judgement, nested
+deeper than Python's limit, or that needs too many restarts, is a failure.
 """
 
 from __future__ import annotations
@@ -30,37 +28,37 @@ from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.types import CUT_SHORT, UNPARSABLE, Judgement, JudgeRequest
 from refiner_core.judges.prompting import JudgePrompts, Message, load_judge_prompts
 
-#: A judge is asked for 0 to 2, so that "in part" has a number of its own.
+#: The scale is 0 to 2, so that "in part" has its own integer.
 MAX_SCORE = 2.0
 
-#: Of what follows the reasoning. A judgement is a short object.
+#: Limit after the reasoning. A judgement is a short object.
 _MAX_CHARACTERS = 100_000
-#: What may be read in vain: characters as a multiple of the text's length, and beginnings.
+#: Limits on failed parsing: characters as a multiple of the text's length, and starts.
 _MOST_REREAD = 16
 _MOST_BEGUN = 1000
-#: Where a JSON object may begin; the braces of a formula do not look so.
+#: Possible start of a JSON object; does not match the braces of a formula.
 _BEGINS = re.compile(r'\{(?=\s*["}])')
 _ABSENT = object()
 
 
 class _Unreadable(Exception):
-    """The text is no judgement; says why."""
+    """The text is not a judgement; the message says why."""
 
 
 def parse_judgement(text: str, allowed: tuple[float, ...] | None = None) -> Judgement:
     """Read ``{"score": x}``, 0 <= x <= 2, out of a judge's reply.
 
-    A judge's own reasoning (up to the last ``</think>``) is not read. Around the object may stand
-    text or a code fence, it may be nested in another, have its braces doubled or one too many; of
-    several objects with a score the last wins. Anything else is a failure: no object, a score that
-    is no number or out of range (``{"score": 10}`` is not 5.0), or reasoning that never ended.
+    A judge's own reasoning (up to the last ``</think>``) is skipped. The object may be surrounded
+    by text or a code fence, nested in another one, or have doubled or surplus braces; of several
+    objects with a score the last one counts. Anything else is a failure: no object, a score that is
+    no number or out of range (``{"score": 10}`` is not 5.0), or unfinished reasoning.
 
     Parameters
     ----------
     text
-        The completion. One that ended by length is a failure whatever it says; the caller knows.
+        The completion. The caller must check the finish reason: a text cut by length is a failure.
     allowed
-        The scores that the question allows (``(0, 2)`` for yes or no); None allows the range.
+        The allowed scores of the question (``(0, 2)`` for yes or no); None allows the range.
     """
     score: Any = _ABSENT
     try:
@@ -78,11 +76,11 @@ def parse_batch(
     text: str, count: int, allowed: tuple[float, ...] | None = None
 ) -> tuple[Judgement, ...] | str:
     """Read the scores of criteria 1 to ``count`` out of a judge's reply,
-    ``{"scores": [{"criterion": 1, "score": x}, …]}``; or say what is wrong with it.
+    ``{"scores": [{"criterion": 1, "score": x}, …]}``; returns a text if it is invalid.
 
-    What may stand around the object is as in :func:`parse_judgement`, and of several the last wins.
-    Numbers that do not fit (a criterion missing, twice, or one that was not asked) leave nothing:
-    whoever miscounts may mean another one everywhere.
+    Surroundings of the object: see :func:`parse_judgement`; of several the last one counts.
+    Wrong numbering (a criterion missing, repeated or unknown) fails the whole batch: a miscount
+    may affect every criterion.
     """
     try:
         listed: list[Any] = []
@@ -105,7 +103,7 @@ def parse_batch(
 
 
 def _read_score(value: Any, allowed: tuple[float, ...] | None) -> float:
-    """A score on the judge's scale as one in [0, 1]."""
+    """A score on the judge's scale, mapped to [0, 1]."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -122,12 +120,12 @@ def _read_score(value: Any, allowed: tuple[float, ...] | None) -> float:
 
 def _quoted(what: Any) -> str:
     if isinstance(what, int) and not -(10**9) < what < 10**9:
-        return ": a number of many digits"  # Python refuses to write the longest of them
+        return ": a number of many digits"  # Python refuses to print the longest of them
     return f": {what[:200] if isinstance(what, str) else what!r:.120}" if what != "" else ""
 
 
 def _score_in(value: Any) -> Any:
-    """The score in a decoded value: its own key first, else the last one below it."""
+    """The score in a decoded value: its own key, else the last nested one."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -147,7 +145,7 @@ def _values(text: str) -> Iterator[Any]:
     """The JSON objects in a reply, in order."""
     whole = text.strip()
     if whole[:1] in ("{", "[") and len(whole) <= _MAX_CHARACTERS:
-        try:  # held to a schema, it is nothing else, and may quote any tag
+        try:  # with a schema it is only JSON, and may quote any tag
             value = json.loads(whole)
         except (ValueError, RecursionError):
             pass
@@ -187,13 +185,13 @@ def _embedded(text: str) -> Iterator[Any]:
 
 KEY_BYTES = 16
 
-#: The scores that a kind allows on the judge's scale; other kinds take the whole range.
+#: Allowed scores of a kind on the judge's scale; other kinds allow the whole range.
 _ALLOWED: dict[str, tuple[float, ...]] = {
     "citation_recall": (0.0, 1.0, 2.0),
     "citation_precision": (0.0, 2.0),
     "citation_needed": (0.0, 2.0),
 }
-#: A server that says more of one reply has miscounted.
+#: More tokens than this in one reply is a server's counting error.
 _MOST_TOKENS = 2**31
 _LONGEST_NAME = 200
 _Schema = Mapping[str, Any]
@@ -201,10 +199,10 @@ _Schema = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """One chat request. ``requests`` are what it asks, ``keys`` one for each of them.
+    """One chat request. ``requests`` are its questions, ``keys`` one for each of them.
 
-    ``schema`` is the JSON schema of the reply, for servers that can be held to one. A ``batched``
-    call asks for a list of scores, also where it asks for one alone.
+    ``schema`` is the JSON schema of the reply, for servers that support one. A ``batched``
+    call asks for a list of scores, even with a single question.
     """
 
     requests: tuple[JudgeRequest, ...]
@@ -215,12 +213,12 @@ class Call:
 
 
 class Reply(NamedTuple):
-    """What a chat completion says: one judgement per request of the call, all scored; or None.
+    """Content of a chat completion: one judgement per request of the call, all scored; or None.
 
-    Where there are none, ``reason`` says why in one word for counts, and ``detail`` for people.
-    ``final``: another try gives the same. ``tokens`` were read and written; what came of it is paid
-    for all the same. ``served`` is what the server says that it is: model, and system fingerprint
-    if it has one.
+    If None, ``reason`` is the reason in one word for counts, and ``detail`` in words.
+    ``final``: a retry would give the same. ``tokens`` were read and written, and are paid for in
+    any case. ``served`` is the server's own identification: model, and system fingerprint if it
+    has one.
     """
 
     judgements: tuple[Judgement, ...] | None = None
@@ -234,15 +232,15 @@ class Reply(NamedTuple):
 def plan_calls(
     requests: Sequence[JudgeRequest], config: JudgeConfig, prompts: JudgePrompts | None = None
 ) -> list[Call]:
-    """The calls that answer ``requests``, each asked once however often it stands there.
+    """The calls that answer ``requests``; repeated requests are asked once.
 
-    With ``judge.form=batched`` all rubrics of one answer to one question are one call, in the order
-    in which they stand; citations are always asked one by one.
+    With ``judge.form=batched`` all rubrics of one answer to one question are one call, in their
+    order; citations are always asked one by one.
 
     Parameters
     ----------
     prompts
-        Those of ``config``, read before; none reads them now.
+        Prompts of ``config`` if already read; None reads them now.
 
     Raises
     ------
@@ -276,7 +274,7 @@ def request_body(call: Call, config: JudgeConfig, *, structured: bool) -> dict[s
 
 
 def read_reply(raw: bytes, call: Call) -> Reply:
-    """The judgements in a chat completion, and what it took."""
+    """The judgements in a chat completion, with its tokens."""
     try:
         completion = json.loads(raw)
         choice = completion["choices"][0]
@@ -308,7 +306,7 @@ def _read(text: Any, finish: Any, call: Call) -> Reply:
 
 
 def identity_digest(config: JudgeConfig) -> bytes:
-    """Give what is the same for all questions to one judge."""
+    """The part of the key shared by all questions to one judge."""
     values = [
         config.model,
         config.revision,
@@ -335,8 +333,8 @@ def _call(
 
 @functools.lru_cache(maxsize=1024)
 def _schema(kind: str, count: int | None, *, only_whole: bool) -> tuple[_Schema, bytes]:
-    """What a reply may be, ``count`` scores in a list, and its digest. Prompts of the user's own
-    may ask for halves."""
+    """Schema of a reply, with ``count`` scores in a list, and its digest. Custom prompts may ask
+    for half scores."""
     allowed = _ALLOWED.get(kind, (0.0, 1.0, 2.0) if only_whole else None)
     score: _Schema = {"type": "number", "minimum": 0, "maximum": MAX_SCORE}
     if allowed is not None:
@@ -360,8 +358,8 @@ def _object(properties: _Schema) -> _Schema:
 
 
 def marked(calls: Sequence[Call], mark: str) -> list[Call]:
-    """The same questions with keys of their own: nothing that was asked without the mark, or under
-    another, answers them, and their answers answer nothing else."""
+    """The same questions with separate keys: stored answers without this mark do not apply, and
+    answers with it apply to nothing else."""
     whole = hashlib.sha256(mark.encode()).digest()
 
     def key_of(key: bytes) -> bytes:

@@ -1,12 +1,12 @@
-"""The judge's engine: one event loop that brings calls to servers and judgements back.
+"""The judge's engine: one event loop that sends calls to servers and returns judgements.
 
-In: batches and their calls, from any thread by way of the loop. Out: filled batches.
+In: batches and their calls, from any thread through the loop. Out: filled batches.
 
 ::
 
-    calls ─ known or in flight? ─> items, a task each (at most `concurrency` at work)
-                                              │  pick a server, ask, read
-                                              │  again: after a wait, or when a server is back
+    calls ─ known or in flight? ─> items, one task each (at most `concurrency` running)
+                                             │  pick a server, send, read
+                                             │  retry: after a wait, or when a server is back
                                               v
                                             batches
 
@@ -14,20 +14,20 @@ In: batches and their calls, from any thread by way of the loop. Out: filled bat
 answer                               server   call
 ==================================== ======== ==========================================
 200 with judgements                  well     scored
-200 without                          well     again, or failed where that would not help
-408, 429                             busy     again
-502, 503, 504, connection lost       gone     again
-other 5xx                            sick     again
+200 without                          well     retry, or failed if a retry would not help
+408, 429                             busy     retry
+502, 503, 504, connection lost       gone     retry
+other 5xx                            sick     retry
 anything else                        well     failed
 ==================================== ======== ==========================================
 
-It also sends probes, tells pauses and looks up where servers are;
-:mod:`refiner_core.http.fleet` says who is asked next, and who is left out. Knows nothing of
-prompts: what a call says and how a reply is read is :mod:`.calls`'s business.
+It also sends probes, reports pauses and looks up the addresses of servers;
+:mod:`refiner_core.http.fleet` chooses the next server, and leaves servers out. The engine knows
+nothing of prompts: :mod:`.calls` writes calls and reads replies.
 
-The clock of an item runs while it is being tried or waits to be tried again, and stands still while
-nobody can be asked. A request that hangs may be its item's fault, or that of a server from which
-nothing is heard any more: then it is asked again, and its clock begins anew.
+The clock of an item runs while it is tried or waits for a retry, and stops while no server is
+available. A request that hangs may be the fault of its item, or of a silent server: in the latter
+case it is retried, and its clock starts again.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ log = logging.getLogger(__name__)
 
 _LOOK_UP_EVERY_S = 1.0
 _MAX_BACKOFF_S = 30.0
-#: Of its own: how long was waited is no part of a training's random states.
+#: A separate generator: waiting times must not affect a training's random states.
 _JITTER = random.Random()
 _BUSY = frozenset({408, 429})
 _GONE = frozenset({502, 503, 504})
-#: What a server says that does not know `response_format`.
+#: Words of a server that does not support `response_format`.
 _NO_SCHEMA = frozenset({400, 404, 415, 422, 501})
 _LOST = {
     "refused": "no connection",
@@ -78,7 +78,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def outcome_of(answer: Answered | Lost, call: Call) -> tuple[Reply, Trouble]:
-    """Read an answer, and what it says about its server."""
+    """Read an answer: its reply, and the state of its server."""
     if isinstance(answer, Lost):
         words = f"{_LOST[answer.reason]}{f' ({answer.error})' if answer.error else ''}"
         trouble = _TROUBLE_OF_LOST.get(answer.reason, "gone")
@@ -95,23 +95,23 @@ def outcome_of(answer: Answered | Lost, call: Call) -> tuple[Reply, Trouble]:
 
 
 class Batch:
-    """The requests of one submit, and what is known of them so far. Filled in the engine's thread,
-    and waited for elsewhere."""
+    """The requests of one submit, with their results so far. Filled in the engine's thread, awaited
+    elsewhere."""
 
     def __init__(self, requests: Sequence[JudgeRequest], limit_s: float) -> None:
         self.requests = tuple(requests)
-        #: Monotonic seconds; moved on by the length of each pause.
+        #: Monotonic seconds; extended by the length of each pause.
         self.expires_at = time.monotonic() + limit_s
         self.found: dict[JudgeRequest, Judgement] = {}
         self.stored: set[JudgeRequest] = set()
-        #: Judgements that were scored by calls made for this batch.
+        #: Judgements scored by calls that were made for this batch.
         self.own = 0
         self.open: set[_Item] = set()
         self.over = threading.Event()
         self.error: BaseException | None = None
 
     def counts(self) -> dict[str, int]:
-        """Say how its judgements came about, each counted once."""
+        """Judgements by their origin, each counted once."""
         failed = sum(self.found[r].status == "failed" for r in self.requests)
         stored = sum(r in self.stored for r in self.requests)
         shared = len(self.requests) - failed - stored - self.own
@@ -120,28 +120,28 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class _Item:
-    """One call on its way, whoever waits for it."""
+    """One running call, shared by its batches."""
 
     call: Call
     left_s: float
     waiting: list[tuple[Batch, tuple[JudgeRequest, ...]]] = field(default_factory=list)
-    #: Tries that counted, and all that were sent.
+    #: Counted tries, and all requests sent.
     tries: int = 0
     sent: int = 0
     last: str = "it was not asked yet"
-    #: The server that is asked only if there is no other: it has just failed.
+    #: A server that just failed, used only if there is no other.
     avoid: Server | None = None
-    #: The server that did not take the schema and is asked again without one.
+    #: A server that refused the schema and is asked again without one.
     plain_at: Server | None = None
     task: asyncio.Task[None] | None = None
 
     def failed(self, detail: str) -> tuple[Judgement, ...]:
-        """Failures, one for each request."""
+        """Failed judgements, one per request."""
         return (Judgement("failed", None, detail),) * len(self.call.requests)
 
 
 class _Tried(NamedTuple):
-    """A request that has ended. ``free``: its server is gone, which counts against no item."""
+    """A finished request. ``free``: its server is gone, so that the try does not count."""
 
     answer: Answered | Lost
     reply: Reply
@@ -151,7 +151,7 @@ class _Tried(NamedTuple):
 
 
 def refused(server: Server, config: JudgeConfig) -> ConfigurationError:
-    """A server refuses every call."""
+    """Error for a server that refuses every call."""
     key = f"{config.api_key_env} (judge.api_key_env names the variable)"
     if server.refused in (401, 403):
         expected, fix = "a key that may use that server", f"export the key as {key}"
@@ -175,14 +175,14 @@ def _outage(servers: Sequence[Server], config: JudgeConfig) -> JudgeOutage:
         f"No server of the judge has answered for {config.outage_patience_s:g} s: {tried}",
         expected="a server that answers; what was judged before is kept and not asked again",
         fix="start the judge's server and run the same command again "
-        "(judge.outage_patience_s is how long it waits)",
+        "(judge.outage_patience_s is the longest wait)",
     )
 
 
 class Engine:
-    """Everything but ``idle``, ``pause`` and the counts belongs to the loop's thread.
+    """Everything except ``idle``, ``pause`` and the counts belongs to the loop's thread.
 
-    ``first_backoff_s`` and ``breaker`` as of :class:`~refiner_core.judges.openai.OpenAIJudge`.
+    ``first_backoff_s`` and ``breaker``: see :class:`~refiner_core.judges.openai.OpenAIJudge`.
     """
 
     def __init__(
@@ -204,30 +204,30 @@ class Engine:
         self._looks: dict[Server, asyncio.Task[bool]] = {}
         self._minding: asyncio.Task[None] | None = None
         self._looking_up: asyncio.Task[None] | None = None
-        #: Set, and replaced by another, when somebody may be asked again.
+        #: Set, and replaced by a new one, when a server becomes available.
         self._changed = asyncio.Event()
         self._paused_since: float | None = None
         self._look_up_at = 0.0
         limits = (config.timeout_s, config.batch_timeout_s, config.outage_patience_s)
         self._tick_s = max(0.005, min(0.1, *(limit / 10 for limit in limits)))
-        #: In words why nothing is asked now; empty while something is. Read from any thread.
+        #: Why no server is available now; empty if one is. Read from any thread.
         self.pause = ""
 
     @property
     def idle(self) -> bool:
-        """Say whether nobody waits for anything; readable from any thread."""
+        """True if no batch waits; readable from any thread."""
         return not self._batches
 
-    # ---- from outside, by way of the loop
+    # ---- called from outside, through the loop
 
     def open(self) -> None:
-        """Begin; to be called inside the loop."""
+        """Start; must be called inside the loop."""
         given = self._around.endpoints is not None
         api_key_env = "" if given else self._config.api_key_env
         self._client = Client(api_key_env, self._config.timeout_s)
 
     async def close(self) -> None:
-        """End everything; who still waits is told."""
+        """Stop everything; waiting callers get an error."""
         self.fail(RuntimeError("the judge was closed while it was judging"))
         running = tuple(self._tasks)
         for task in running:
@@ -236,7 +236,7 @@ class Engine:
         await self._client.close()
 
     def begin(self, batch: Batch, calls: Sequence[Call]) -> None:
-        """Bring the calls of a batch about; what the store knows is not asked."""
+        """Start the calls of a batch, except those that the store answers."""
         rested = not self._batches
         self._batches.add(batch)
         if rested:
@@ -261,7 +261,7 @@ class Engine:
         self._look_if_over(batch)
 
     def drop(self, batch: Batch, error: BaseException | None = None) -> None:
-        """Nobody waits for it any more."""
+        """Drop a batch that is no longer awaited."""
         if batch.over.is_set():
             return
         for item in tuple(batch.open):
@@ -286,11 +286,11 @@ class Engine:
         for batch, requests in waited:
             batch.found.update(zip(requests, judgements, strict=True))
             batch.open.discard(item)
-        for batch, _ in waited:  # afterwards: a batch may have asked it in several requests
+        for batch, _ in waited:  # afterwards: several requests of a batch may share the call
             self._look_if_over(batch)
 
     async def _judge(self, item: _Item) -> tuple[Judgement, ...]:
-        """Try until it is judged, or has failed for good; cancelled when nobody waits any more."""
+        """Try until it is judged, or failed for good; cancelled when no batch waits any more."""
         config, fleet = self._config, self._fleet
         while True:
             server = item.plain_at or fleet.pick(item.avoid)
@@ -313,7 +313,7 @@ class Engine:
             item.plain_at = server if may_mean_the_schema else None
             again = free or may_mean_the_schema
             if not again and reply.final and status not in (0, 200):
-                # It may not be meant for this item alone: then it waits to know.
+                # The refusal may concern all items: wait to find out.
                 again = not fleet.turned_down(server, item.call.keys, status)
             self._settle()
             if free:
@@ -337,7 +337,7 @@ class Engine:
             await asyncio.sleep(wait_s)
 
     async def _ask(self, item: _Item, server: Server) -> _Tried:
-        """Make one request; raises nothing but the cancellation of one that nobody waits for."""
+        """Make one request; raises only if it is cancelled."""
         structured = self._is_structured(item, server)
         body = _encode(request_body(item.call, self._config, structured=structured)).encode()
         self._counts.add(calls=1, retries=int(item.sent > 0))
@@ -345,7 +345,7 @@ class Engine:
         begun, trial = time.monotonic(), self._fleet.begins(server)
         answer: Answered | Lost = Lost("given_up")
         reply = Reply(reason="given_up")
-        trouble: Trouble = "busy"  # nothing is known of the server
+        trouble: Trouble = "busy"  # the server's state is unknown
         try:
             try:
                 async with asyncio.timeout(item.left_s):
@@ -387,7 +387,7 @@ class Engine:
     def _note(
         self, server: Server, answer: Answered | Lost, reply: Reply, *, structured: bool
     ) -> None:
-        """Note what an answer tells about its server, beyond its breaker."""
+        """Record facts about a server from an answer, beyond its breaker."""
         if reply.judgements is None:
             server.last_words = reply.detail
         if isinstance(answer, Lost):
@@ -402,23 +402,23 @@ class Engine:
             server.structured = "yes"
         elif server.structured == "unknown" and self._config.structured_output == "auto":
             server.structured = "no"
-            log.info("%s takes no schema for replies; it is asked without one", server.name)
+            log.info("%s does not accept a schema for replies; continuing without one", server.name)
 
     def _wait_s(self, item: _Item, server: Server, answer: Answered | Lost) -> float:
-        """Until the next try: full jitter, and on top what the server asked for."""
+        """Wait before the next try: full jitter, plus the wait that the server requested."""
         longest = min(_MAX_BACKOFF_S, self._first_backoff_s * 2.0 ** (item.tries - 1))
         asked = isinstance(answer, Answered) and answer.retry_after_s > 0
         return (self._fleet.wait_s(server) if asked else 0.0) + _JITTER.random() * longest
 
     def _keep(self, call: Call, reply: Reply) -> None:
-        tokens = reply.tokens  # all with the first: sums over judgements are those over calls
+        tokens = reply.tokens  # all with the first, so that their sum is that over calls
         for key, judgement in zip(call.keys, reply.judgements or (), strict=True):
             assert judgement.score is not None
             self._store.put(key, StoredJudgement(judgement.score, *tokens))
             tokens = (0, 0)
 
     def _leave(self, item: _Item, batch: Batch) -> None:
-        """A batch waits for this item no more; nobody else: it is given up."""
+        """Detach a batch from an item; an item without batches is cancelled."""
         batch.open.discard(item)
         item.waiting = [w for w in item.waiting if w[0] is not batch]
         if not item.waiting and item.task is not None:
@@ -439,13 +439,13 @@ class Engine:
     # ---- waiting for servers
 
     async def _somebody(self) -> None:
-        """Wait until somebody may be asked. All come back within a while, not at once."""
+        """Wait until a server is available. Waiters return spread over a while, not all at once."""
         await self._changed.wait()
         if self._fleet.open_to_all:
             await asyncio.sleep(_JITTER.random() * self._first_backoff_s)
 
     def _settle(self) -> None:
-        """After an answer: let those go on who can, or end what cannot."""
+        """After an answer: release waiting items, or end batches that cannot be judged."""
         refusing = self._fleet.all_refuse()
         if refusing is not None:
             self.fail(refused(refusing, self._config))
@@ -470,12 +470,12 @@ class Engine:
             self._wake()
 
     def _look_after(self, now: float, passed: float) -> float:
-        """Look after servers; gives how long nobody could be asked since the last time, seconds.
+        """Check the servers; returns the seconds without any available server since the last time.
 
         Raises
         ------
         JudgeOutage
-            Nobody could be asked for longer than anybody wants to wait.
+            No server was available for longer than the configured patience.
         """
         for server in self._fleet.due_probes():
             self._spawn(self._probe(server))
@@ -499,7 +499,7 @@ class Engine:
         return passed
 
     def _end_pause(self) -> None:
-        """Somebody may be asked, or nobody wants to know any more."""
+        """End a pause: a server is available, or nothing waits any more."""
         if self.pause and self._paused_since is not None:
             log.info("the pause is over after %.1f s", time.monotonic() - self._paused_since)
         self._paused_since, self.pause = None, ""
@@ -508,7 +508,7 @@ class Engine:
         server.probed(await self._client.alive(server))
 
     def _renew(self) -> None:
-        """Look up where servers are: at once, or in a thread where that may take its time."""
+        """Look up the addresses of servers: at once, or in a thread if that may take long."""
         if self._around.endpoints is None:
             config = self._config
             addresses = [a for a in (config.base_url, *config.base_urls) if a]
@@ -535,7 +535,7 @@ class Engine:
         self._look_if_over(batch)
 
     async def _found(self, server: Server) -> bool:
-        """Look whether anybody is there; all who wonder at the same time look once."""
+        """Check whether a server responds; simultaneous checks are merged."""
         look = self._looks.get(server)
         if look is None:
             look = self._looks[server] = asyncio.create_task(self._client.alive(server))

@@ -1,8 +1,8 @@
 """The embedded judges: word overlap, deterministic, without model or network.
 
-In: judge requests. Out: judgements, always scored. It is a stand-in that makes the whole loop run
-and be tested anywhere, not a measure of quality: it knows words, not meaning, and negation, numbers
-in other units, synonyms and paraphrase all escape it.
+In: judge requests. Out: judgements, always scored. It is a stand-in that lets the whole loop run
+and be tested anywhere, not a measure of quality: it matches words, not meaning, and ignores
+negation, numbers in other units, synonyms and paraphrase.
 
 ================== ==============================================================================
 kind               score
@@ -17,14 +17,14 @@ citation_needed    0 for at most three words (titles, connectives); else 1 from 
                    or with a finite verb of :data:`FINITE_VERBS`; else 0.
 ================== ==============================================================================
 
-This is `lexical-1`. `lexical-loose-1` is a second judge to ablate and to compare judges with: it is
-content with less, so that a policy which it trains can please it without being right. Of quoted
+This is `lexical-1`. `lexical-loose-1` is a second judge, for ablations and comparisons of judges:
+it is more lenient, so that a policy trained on it can please it without being right. For quoted
 phrases it takes the share of their *words* that the answer contains, in any order and anywhere; all
 other thresholds are lower (:data:`STANDARDS`); ``citation_needed`` is the same.
 
 Content words are words without :data:`STOPWORDS`, lightly stemmed. A text without content words has
-share 0: nothing supports a claim that says nothing. Of an answer counts what stands inside
-``<answer>`` (all of it where the request carries the inside alone), and nothing that is in a tag.
+share 0: a claim without content cannot be supported. Only the text inside ``<answer>`` counts (all
+of it if the request carries the inside alone), and no text inside a tag.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ STOPWORDS = _words(
     conclusion consequently contrast example finally first instance lastly overall particular
     particularly second specifically summary third hand"""
 )
-#: What descriptions of rubrics say of any answer; not looked for in the answer.
+#: Words of rubric descriptions that fit any answer; not searched for in the answer.
 INSTRUCTIONS = _words(
     """answer attribute briefly cite contain describe discuss explain give include list mention
     point provide quote refer response say state"""
@@ -69,18 +69,18 @@ FINITE_VERBS = _words(
 
 
 class _Standard(NamedTuple):
-    """With how much a judge is content: shares of content words, all in [0, 1].
+    """Leniency of a judge: shares of content words, all in [0, 1].
 
     Attributes
     ----------
     rubric_full, rubric_partial
         From here on a rubric without quotes has score 1, or 0.5.
     recall_full, recall_partial
-        From here on, or above this, evidence supports a claim whole, or in part.
+        From here on, or above this, evidence supports a claim fully, or in part.
     precision_relevant
-        Above this a snippet bears on a claim.
+        Above this a snippet is relevant to a claim.
     whole_phrases
-        Whether a quoted phrase counts only as it stands, or each of its words by itself.
+        Whether a quoted phrase counts only verbatim, or each of its words separately.
     """
 
     rubric_full: float = 0.6
@@ -107,7 +107,7 @@ _MIN_STEM = 4
 
 @functools.lru_cache(maxsize=65_536)
 def stem(word: str) -> str:
-    """A lower-case word without its common English ending; at least four letters stay."""
+    """A lower-case word without its common English ending; at least four letters remain."""
     if word.endswith(("'s", "’s")):
         word = word[:-2]
     for suffix in _SUFFIXES:
@@ -117,7 +117,7 @@ def stem(word: str) -> str:
     return word[:-1] if word.endswith("e") and len(word) > _MIN_STEM else word
 
 
-#: Groups of rollouts share prompts and rubrics.
+#: Cached, since groups of rollouts share prompts and rubrics.
 _remembered = functools.lru_cache(maxsize=4096)
 
 
@@ -162,7 +162,7 @@ class LexicalJudge:
 
 @_remembered
 def _answer_words(text: str) -> str:
-    """Give what an answer says: inside ``<answer>``, tags away, lower case, single blanks."""
+    """An answer's text: inside ``<answer>``, without tags, lower case, single blanks."""
     inside = _ANSWER.search(text)
     return " ".join(strip_tags(inside[1] if inside else text).casefold().split())
 
@@ -174,7 +174,7 @@ def _phrases(description: str) -> tuple[str, ...]:
 
 
 def contains_phrase(text: str, phrase: str) -> bool:
-    """Say whether ``phrase`` stands in ``text`` as whole words (both normalised)."""
+    """True if ``phrase`` occurs in ``text`` as whole words (both normalised)."""
     return _pattern(phrase).search(text) is not None
 
 

@@ -1,17 +1,17 @@
-"""A judge behind any OpenAI-compatible server, or several of them.
+"""A judge on one or several OpenAI-compatible servers.
 
 In: judge requests. Out: judgements, in order; a request that cannot be judged ends as ``failed``,
 never as a number.
 
 ::
 
-    submit ─ plan ─> engine: one event loop in a thread of its own ─> PendingJudgements
-                                 │ what the store knows is not asked
-                                 │ scored: into the store, as they come
-                                 └ all servers gone: pause ─> go on, or JudgeOutage
+    submit ─ plan ─> engine: one event loop in its own thread ─> PendingJudgements
+                                 │ known in the store: not asked
+                                 │ scored: stored immediately
+                                 └ all servers gone: pause ─> resume, or JudgeOutage
 
-What is scored is put into the store at once, so that work that ends in the middle loses nothing. A
-judge may be used from any thread, also from one that runs an event loop.
+Scores are stored immediately, so that interrupted work loses nothing. A judge may be used from any
+thread, including one that runs an event loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from refiner_core.judges.engine import Batch, Engine
 from refiner_core.judges.prompting import load_judge_prompts
 from refiner_core.judges.surroundings import Counts, MemoryStore, Surroundings
 
-#: How often who waits looks for a pause and for a stop, seconds.
+#: Interval at which waiting callers check for a pause and a stop, seconds.
 _LOOK_S = 0.1
 
 
@@ -43,9 +43,9 @@ class OpenAIJudge:
     Parameters
     ----------
     config
-        ``base_url`` or ``base_urls`` is required where ``around`` knows no endpoints.
-        ``max_retries`` counts the tries after the first; those that fail because a server is gone
-        count for nothing.
+        ``base_url`` or ``base_urls`` is required if ``around`` has no endpoints.
+        ``max_retries`` counts the tries after the first; tries that fail because a server is gone
+        do not count.
     around
         Store, endpoints, stop and pause; see :class:`~refiner_core.judges.Surroundings`.
     first_backoff_s
@@ -57,7 +57,7 @@ class OpenAIJudge:
     Raises
     ------
     ConfigurationError
-        No usable address, or prompts that cannot be read.
+        No usable address, or unreadable prompts.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class OpenAIJudge:
     ) -> None:
         self._around = around or Surroundings()
         _check_addresses(config, self._around)
-        # Prompts that cannot be read are refused now, not at step 1.
+        # Unreadable prompts are refused now, not at step 1.
         self._prompts = load_judge_prompts(config.prompt, config.form)
         self._config = config
         self._store = self._around.store or MemoryStore()
@@ -82,22 +82,22 @@ class OpenAIJudge:
         self._told = ""
         self._process, self._closed = os.getpid(), False
         self._mark = ""
-        #: Of which it is another memory: the thread ends with that one.
+        #: The judge that owns the thread, if this one only has another mark.
         self._whole: OpenAIJudge | None = None
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
-        """One judgement per request, in order. Errors as of :meth:`_Pending.result`."""
+        """One judgement per request, in order. Errors: see :meth:`_Pending.result`."""
         return self.submit(requests).result() if requests else []
 
     def submit(self, requests: Sequence[JudgeRequest]) -> _Pending:
-        """Begin to judge; what the store knows and what is in flight already is not asked again.
+        """Start judging; stored judgements and running calls are reused.
 
         Raises
         ------
         ConfigurationError
-            The key in the environment is none that a header can carry.
+            The key in the environment cannot be sent in a header.
         RuntimeError
-            The judge was closed, or made by the process that this one was forked from.
+            The judge was closed, or belongs to the process that this one was forked from.
         """
         thread, engine = self._running()
         batch = Batch(requests, self._config.batch_timeout_s)
@@ -115,11 +115,11 @@ class OpenAIJudge:
         return twin
 
     def usage(self) -> JudgeUsage:
-        """Give what it has done since it was made."""
+        """Usage since it was created."""
         return self._counts.snapshot()
 
     def close(self) -> None:
-        """End the thread and the connections; who still waits gets an error."""
+        """End the thread and the connections; waiting callers get an error."""
         self._closed = True
         if self._thread is not None:
             self._thread.end()
@@ -141,14 +141,14 @@ class OpenAIJudge:
             thread, engine = self._thread, self._engine
             assert thread is not None
             assert engine is not None
-            with contextlib.suppress(RuntimeError):  # it was closed: nothing is left to be dropped
+            with contextlib.suppress(RuntimeError):  # it was closed: nothing to drop
                 thread.call(engine.drop, batch, error)
             self._store.flush()
             raise
         finally:
             self._tell()
         if batch.error is not None or self._engine is None or self._engine.idle:
-            # Not after each of many small batches: what is scored is in the store already.
+            # Not after each of many small batches: scores are in the store already.
             self._store.flush()
         if batch.error is not None:
             raise batch.error
@@ -158,9 +158,9 @@ class OpenAIJudge:
         self._tell()
         if self._told and self._around.should_stop():
             raise Interrupted(
-                "Stopped on request while it waited for the judge's servers",
-                expected="that they answer again",
-                fix="start them and run the same command again; nothing that was judged is lost",
+                "Stopped on request while waiting for the judge's servers",
+                expected="servers that answer again",
+                fix="start them and run the same command again; all judgements are kept",
             )
 
     def _tell(self) -> None:
@@ -170,13 +170,13 @@ class OpenAIJudge:
             if changed:
                 self._around.on_pause(text)
 
-    # ---- before the engine
+    # ---- before the engine starts
 
     def _running(self) -> tuple[LoopThread, Engine]:
         if os.getpid() != self._process:
             raise RuntimeError("a judge cannot be used in a forked process; make one there")
         if self._around.endpoints is None:
-            authorization(Endpoint(""), self._config.api_key_env)  # refused here, not call by call
+            authorization(Endpoint(""), self._config.api_key_env)  # refused here, not per call
         with self._starting:
             if self._closed:
                 raise RuntimeError("the judge was closed")
@@ -195,14 +195,14 @@ class _Pending:
         self._judge, self._batch = judge, batch
 
     def result(self) -> list[Judgement]:
-        """Wait for them; one per request, in order. What was scored is in the store on return.
+        """Wait for them; one per request, in order. Scores are in the store on return.
 
         Raises
         ------
         JudgeOutage
-            No server could be asked for longer than ``outage_patience_s``.
+            No server was available for longer than ``outage_patience_s``.
         Interrupted
-            A stop was asked for in a pause.
+            A stop was requested during a pause.
         ConfigurationError
             Servers refuse every call: a wrong address, key or model.
         """

@@ -1,14 +1,14 @@
-"""The judge's prompts: versioned text files, filled without trusting what is filled in.
+"""The judge's prompts: versioned text files, filled with untrusted text.
 
-In: a version that comes with refiner (a folder below ``prompts/``) or a folder of the user's own,
-and judge requests. Out: the messages of one chat request. A kind of request has ``KIND.system.md``
-and ``KIND.user.md``; all rubrics of an answer in one request are the kind ``rubric_batch``.
+In: a shipped version (a folder below ``prompts/``) or a custom folder, and judge requests. Out:
+the messages of one chat request. A kind of request has ``KIND.system.md`` and ``KIND.user.md``;
+all rubrics of an answer in one request are the kind ``rubric_batch``.
 
-Whatever a policy or a web page wrote is fenced: it stands between a pair of tags whose name ends in
-a digest of the text itself. A text cannot hold the closing tag of its own fence, because it would
-have to hold its own digest, so it cannot end the fence and speak as instructions. Nor can it speak
-in the tokens with which a chat template begins and ends turns: their brackets are replaced. The
-same request is the same text each time, which keeps judgements repeatable.
+Texts of a policy or a web page are fenced: they stand between a pair of tags whose name ends in a
+digest of the text itself. A text cannot contain the closing tag of its own fence, because it would
+have to contain its own digest, so it cannot end the fence and speak as instructions. Nor can it
+use a chat template's tokens for the start and end of turns: their brackets are replaced. The
+same request always gives the same text, which keeps judgements reproducible.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LABELS = {
     "citation_precision": {"text": "claim", "reference": "source"},
     "citation_needed": {"text": "passage", "reference": "answer"},
 }
-#: Placeholders of each kind's user prompt: those that it must have, and those that it may.
+#: Placeholders of each kind's user prompt: required and optional ones.
 _PLACES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rubric": (("question", "text", "reference"), ()),
     BATCH: (("question", "text", "criteria"), ("count",)),
@@ -48,8 +48,8 @@ _PLACES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "citation_precision": (("text", "reference"), ("question",)),
     "citation_needed": (("text",), ("question", "reference")),
 }
-#: What begins or ends turns and reasoning in the chat templates of common models. Servers read it
-#: as such wherever it stands, between fences too.
+#: Start and end tokens of turns and reasoning in common chat templates. Servers interpret them
+#: anywhere, also between fences.
 _CONTROL = re.compile(
     r"<(?=[|｜])"
     r"|<(?=/?(?:s|bos|eos|pad|unk|think|start_of_turn|end_of_turn|tool_call|tool_response)>)"
@@ -58,9 +58,9 @@ _CONTROL = re.compile(
     re.IGNORECASE,
 )
 _HARMLESS = {"<": "‹", "[": "❲"}
-#: Hexadecimal digits in the name of a fence: 128 bits, and 48 where texts were asked about before.
+#: Hexadecimal digits in the name of a fence: 128 bits; 48 in the older prompts.
 _FENCE, _FENCE_BEFORE = 32, 12
-#: Prompts that are kept as they were read, by name and form.
+#: Prompts held for a block, by name and form.
 _held: dict[tuple[str, str], JudgePrompts] = {}
 
 
@@ -78,11 +78,11 @@ class _Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class JudgePrompts:
-    """Prompts as they were read; a folder that is edited afterwards does not change them.
+    """Prompts as read; later edits of their folder do not change them.
 
-    ``shipped`` prompts are known to ask for 0, 1 or 2 alone. Version 1, and folders, whose digest
-    says no more than their wording, fence as they always did: what a store holds stays an answer to
-    the very same text.
+    ``shipped`` prompts ask for 0, 1 or 2 only. Version 1, and folders, whose digest covers only
+    their wording, keep the old fence, so that a store's answers stay valid for the same
+    text.
     """
 
     name: str
@@ -142,7 +142,7 @@ def load_judge_prompts(prompt: str, form: str = "per_rubric") -> JudgePrompts:
     Parameters
     ----------
     prompt
-        A version that comes with refiner, or a folder. Of the same name, the version is meant.
+        A shipped version, or a folder. If both exist, the version is used.
     form
         ``per_rubric`` or ``batched``.
 
@@ -150,7 +150,7 @@ def load_judge_prompts(prompt: str, form: str = "per_rubric") -> JudgePrompts:
     ------
     ConfigurationError
         There is neither; or the folder lacks files that the form uses, or one of them cannot be
-        read, or has placeholders that are not known, or lacks some.
+        read, or has unknown or missing placeholders.
     """
     if prompt in prompt_versions():
         return _shipped(prompt)
@@ -169,9 +169,9 @@ def load_judge_prompts(prompt: str, form: str = "per_rubric") -> JudgePrompts:
 
 
 def judge_prompts_digest(version: str, form: str = "per_rubric") -> str:
-    """SHA-256 over the prompts that a form uses; part of what makes two judgements comparable.
+    """SHA-256 over the prompts that a form uses; part of the comparability of judgements.
 
-    Of a folder it is read anew each time, unless it is held. Errors as of
+    For a folder it is recomputed each time, unless the prompts are held. Errors: see
     :func:`load_judge_prompts`.
     """
     return load_judge_prompts(version, form).digest(form)
@@ -179,21 +179,20 @@ def judge_prompts_digest(version: str, form: str = "per_rubric") -> str:
 
 @contextlib.contextmanager
 def hold_judge_prompts(prompt: str, form: str, digest: str) -> Iterator[JudgePrompts]:
-    """Judge by the prompts that a plan was made with: within the block, edits of their folder
-    change nothing.
+    """Judge with the prompts of a plan: within the block, edits of their folder change nothing.
 
     Raises
     ------
     ConfigurationError
-        They have been edited since; or as of :func:`load_judge_prompts`.
+        They were edited since; or see :func:`load_judge_prompts`.
     """
     prompts = load_judge_prompts(prompt, form)
     if (found := prompts.digest(form)) != digest:
         raise ConfigurationError(
             f"The judge's prompts {prompt} have changed since this was planned "
             f"({digest[:12]} then, {found[:12]} now)",
-            expected="the prompts that the fingerprint was made of",
-            fix="put them back as they were, or run the recipe again, which plans with the new",
+            expected="the prompts of the plan's fingerprint",
+            fix="put them back, or run the recipe again, which plans with the new ones",
         )
     _held[prompt, form] = prompts
     try:
@@ -211,7 +210,7 @@ def fence(label: str, text: str, digits: int = _FENCE) -> str:
 
 
 def _sendable(text: str) -> str:
-    """Without what servers refuse or cut at: NUL, and halves of surrogate pairs."""
+    """Text without characters that servers refuse or cut at: NUL, and unpaired surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -220,7 +219,7 @@ def _sendable(text: str) -> str:
 
 
 def _filled(prompt: _Prompt, values: Mapping[str, str]) -> list[Message]:
-    # One pass: what is filled in is not filled again.
+    # One pass: inserted values are not filled again.
     user = _PLACE.sub(lambda match: values.get(match[1], match[0]), prompt.user)
     system = [Message(role="system", content=prompt.system)] if prompt.system else []
     return [*system, Message(role="user", content=user)]
@@ -251,7 +250,7 @@ def _missing(folder: Path, kinds: Sequence[str]) -> ConfigurationError:
 
 
 def _read(folder: Path, kind: str) -> _Prompt:
-    """One kind's prompts, whose placeholders are known to fit."""
+    """One kind's prompts, with valid placeholders."""
     system_file, user_file = _files(folder, kind)
     system, user = _text(system_file), _text(user_file)
     needed, allowed = _PLACES[kind]

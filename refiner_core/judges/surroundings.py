@@ -1,13 +1,13 @@
-"""Surroundings of a judge, and what it has done in them.
+"""Resources and usage counts of a judge.
 
-In: store, endpoints and callbacks; what happened, noted by one thread and read by any. Out:
-:class:`~refiner_core.contract.types.JudgeUsage` values, their differences and sums, numbers of a
-step (``judge/*``), and what a report or checkpoint keeps. Each call that was begun is counted once
-more when it ended, by its status or by why there was none, so that at rest
+In: store, endpoints and callbacks; events, recorded by one thread and read by any. Out:
+:class:`~refiner_core.contract.types.JudgeUsage` values, their differences and sums, metrics of a
+step (``judge/*``), and their form in reports and checkpoints. Each started call is counted once
+more at its end, by its status or by the reason for having none, so that at rest
 ``calls == sum(answers) + sum(lost)``.
 
-The store here is that of this process; the workspace's is `infra`'s. A failed judgement is never
-kept.
+The store here is that of this process; the workspace's is in `infra`. Failed judgements are never
+stored.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from refiner_core.contract.types import (
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Resources that a judge may use besides its configuration.
+    """Resources that a judge uses besides its configuration.
 
     Attributes
     ----------
     store
-        Where judgements are kept; none keeps them for the life of the judge.
+        Storage of judgements; None: in memory, for the life of the judge.
     endpoints
-        Where it may ask, looked up anew whenever no server answers (a server that refiner serves
-        may come back elsewhere), from a thread of its own; none takes the configuration's
-        addresses. They come with keys of their own: the user's (``judge.api_key_env``) goes to the
-        configuration's addresses alone. What it raises ends the judging.
+        Addresses, looked up again in a separate thread whenever no server answers (a server
+        started by refiner may come back elsewhere); None uses the configuration's addresses. They
+        have their own keys: the user's (``judge.api_key_env``) is sent only to the
+        configuration's addresses. An exception from it ends the judging.
     should_stop
-        Whether somebody wants it to end while it waits for servers.
+        Whether to stop while waiting for servers.
     on_pause
-        Told in words when all servers are gone, and with an empty text when one is back; like
-        ``should_stop`` from the thread that waits for judgements.
+        Called with a text when all servers are gone, and with an empty text when one is back;
+        like ``should_stop`` from the thread that waits for judgements.
     """
 
     store: JudgementStore | None = None
@@ -60,7 +60,7 @@ _LARGEST = 100_000
 
 
 class MemoryStore:
-    """Implements :class:`~refiner_core.contract.types.JudgementStore`; forgets the oldest."""
+    """Implements :class:`~refiner_core.contract.types.JudgementStore`; drops the oldest entries."""
 
     def __init__(self, largest: int = _LARGEST) -> None:
         self._largest = largest
@@ -68,7 +68,7 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
-        """Give what is known, in order."""
+        """Known judgements, in order."""
         with self._lock:
             return [self._known.get(key) for key in keys]
 
@@ -80,7 +80,7 @@ class MemoryStore:
                 self._known.popitem(last=False)
 
     def flush(self) -> None:
-        """Nothing: memory is all there is."""
+        """Do nothing: memory is the only storage."""
 
 
 _MOST_NAMES = 8
@@ -100,14 +100,14 @@ class Counts:
             self._numbers.update(numbers)
 
     def count(self, of: str, key: int | str) -> None:
-        """Add one to a field that counts by key; of many names of servers the first few stay."""
+        """Add one to a field that counts by key; only the first few names of servers are kept."""
         with self._lock:
             counts = self._by_key[of]
             if of != "served" or key in counts or len(counts) < _MOST_NAMES:
                 counts[key] += 1
 
     def snapshot(self) -> JudgeUsage:
-        """All of it, at one moment."""
+        """A consistent copy of all counts."""
         with self._lock:
             by_key = {of: dict(counts) for of, counts in self._by_key.items()}
             fields: dict[str, Any] = {**self._numbers, **by_key}
@@ -115,12 +115,12 @@ class Counts:
 
 
 def usage_of(judge: Judge) -> JudgeUsage | None:
-    """Give what a judge has done since it was made; None where it keeps no count."""
+    """Usage of a judge since it was created; None if it keeps no count."""
     return judge.usage() if isinstance(judge, StreamingJudge) else None
 
 
 def usage_between(before: JudgeUsage, now: JudgeUsage) -> JudgeUsage:
-    """Give what was done from ``before`` to ``now``."""
+    """Usage from ``before`` to ``now``."""
     return _each(operator.sub, now, before)
 
 
@@ -130,8 +130,8 @@ def usage_sum(one: JudgeUsage, other: JudgeUsage) -> JudgeUsage:
 
 
 def usage_metrics(usage: JudgeUsage) -> dict[str, float]:
-    """The numbers that a step logs. They are measurements: what a store knows already, and how a
-    server felt that day, makes them differ between runs that are otherwise the same."""
+    """The metrics of a step. They are measurements: the store's content and the servers' speed make
+    them differ between otherwise equal runs."""
     answered = sum(usage.answers.values())
     return {
         "judge/asked": usage.asked,
@@ -148,14 +148,14 @@ def usage_metrics(usage: JudgeUsage) -> dict[str, float]:
 
 
 def usage_to_json(usage: JudgeUsage) -> dict[str, Any]:
-    """JSON-ready; HTTP statuses become text."""
+    """JSON-ready form; HTTP statuses become text."""
     value = asdict(usage)
     value["answers"] = {str(status): n for status, n in sorted(usage.answers.items())}
     return value
 
 
 def usage_from_json(value: Mapping[str, Any]) -> JudgeUsage:
-    """Read what :func:`usage_to_json` wrote; what an older version did not count is 0."""
+    """Read the form of :func:`usage_to_json`; fields missing in older versions are 0."""
     known = {f.name: value[f.name] for f in fields(JudgeUsage) if f.name in value}
     if "answers" in known:
         known["answers"] = {int(status): n for status, n in known["answers"].items()}
@@ -163,7 +163,7 @@ def usage_from_json(value: Mapping[str, Any]) -> JudgeUsage:
 
 
 def _each(combine: Callable[[Any, Any], Any], one: JudgeUsage, other: JudgeUsage) -> JudgeUsage:
-    """Combine number by number, and counts by key; counts that come to 0 are left out."""
+    """Combine number by number, and counts by key; zero counts are dropped."""
     values: dict[str, Any] = {}
     for name in (f.name for f in fields(JudgeUsage)):
         a, b = getattr(one, name), getattr(other, name)

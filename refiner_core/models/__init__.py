@@ -1,8 +1,8 @@
-"""Models that need no download: small pre-trained bases as folders, random models of any size.
+"""Models without downloads: small pre-trained bases as folders, random models of any size.
 
-:func:`builtin_model_dir` is where the packaged base models of the recipes `tiny` and `tiny-tools`
-are; their cards say how they were made. Nothing here imports torch until
-:mod:`refiner_core.models.random_model` is imported.
+:func:`builtin_model_dir` returns the packaged base models of the recipes `tiny` and `tiny-tools`;
+their cards describe their training. torch is imported only by
+:mod:`refiner_core.models.random_model`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def tiny_model_dir() -> Path:
 
 
 def tiny_tokenizer() -> Any:
-    """The tokenizer of the embedded world: whole words for its own vocabulary, bytes for the rest,
-    so that any text comes back exactly."""
+    """The tokenizer of the synthetic data: whole words for its own vocabulary, bytes for the rest,
+    so that decoding restores any text exactly."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tiny_model_dir(), local_files_only=True)

@@ -1,4 +1,4 @@
-"""Untrained Qwen3 models of any size, with the tokenizer of the embedded world.
+"""Untrained Qwen3 models of any size, with the tokenizer of the synthetic data.
 
 In: a shape and a seed. Out: a stock ``Qwen3ForCausalLM``, in memory or as a folder that
 ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained`` read. For tests and
@@ -15,7 +15,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from refiner_core.models import tiny_tokenizer
 
-#: The shape where nobody says otherwise. ``head_dim`` 32 is the least that vLLM serves on CPU.
+#: The default shape. ``head_dim`` 32 is the smallest that vLLM serves on CPU.
 SHAPE = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -32,7 +32,7 @@ def make_random_model(*, seed: int = 0, **shape: Any) -> Qwen3ForCausalLM:
     Parameters
     ----------
     seed
-        The same seed gives the same weights; the caller's random state is left as it was.
+        The same seed gives the same weights; the caller's random state is restored.
     shape
         Fields of the configuration beside :data:`SHAPE`. By default the vocabulary is the
         tokenizer's, and there are as many key heads as attention heads.

@@ -1,39 +1,39 @@
-"""Change or noise, and whose change: the nights of one series, read in order.
+"""Detection of changes, and their causes, from the nights of one series in order.
 
 In: :class:`Point` values of a series and of the canary under the same protocol and metric. Out:
-:class:`Change` values, each told once.
+:class:`Change` values, each reported once.
 
-A *level* is what later nights are held against: at first the first night. A night counts where its
+Later nights are compared with a *level*: initially the first night. A night counts if its
 difference from the level, paired on prompts, is beyond three errors (see below) and not
-smaller than what matters. Where two of the last three nights count, in the same direction, that is
-a change, and the mean of these nights is the new level; should it lead back to the level before, or
-past it, it is a *recovery*. What follows is held against the new level, so one change is told once.
+smaller than the relevant minimum. If two of the last three nights count, in the same direction,
+that is a change, and the mean of these nights is the new level; if it returns to the previous
+level, or past it, it is a *recovery*. Later nights are compared with the new level, so a change
+is reported once.
 
-Whose it is, is said by the canary, between the same nights:
+The canary, between the same nights, shows the cause:
 
 ======================  =========================================================================
 the canary has moved    cause
 ======================  =========================================================================
 no                      ``model``: other weights
-as much                 ``drift`` of judge or machines; told once, as a change of the canary
-less, more, otherwise   ``unclear``: it has drifted, and what is left is not to be told apart
+as much                 ``drift`` of judge or machines; reported once, as a change of the canary
+less, more, otherwise   ``unclear``: it drifted, and the rest cannot be separated
 was not measured        ``unclear``
 ======================  =========================================================================
 
-A repeated number (same weights, same protocol) counts in every night in which it stands, though it
-was measured once: what persists is the state of the model, and what guards against chance is the
-three errors.
+A repeated number (same weights, same protocol) counts in every night that has it, though it
+was measured once: the state of the model persists, and the three errors guard against chance.
 
-The same prompts are asked in every night, so how hard they are cancels out: per prompt, now minus
-then, and a t interval over prompts (:class:`Shift`). That says nothing about what moves all prompts
-at once (a server under load, other batches). The canary does: its weights never change, so the
-spread of its own nights is all noise. It is taken from *successive* nights (their median absolute
-difference), so that one real shift of the canary does not pass for spread. A difference has to be
-beyond both, and a spread known from few nights has to be passed by far: at first nothing but large
+The prompts are the same every night, so their difficulty cancels out: per prompt, now minus
+then, and a t interval over prompts (:class:`Shift`). This misses effects that move all prompts
+at once (a server under load, other batches). The canary shows them: its weights never change, so
+the spread of its own nights is pure noise. It is estimated from *successive* nights (their median
+absolute difference), so that one real shift of the canary does not count as spread. A difference
+must exceed both, and a spread known from few nights must be exceeded by far: at first only large
 changes count.
 
-Another protocol is another series: its numbers are never held against each other. What an alert
-says of a change is put into words here, too (:func:`alert_of`).
+Another protocol is another series: their numbers are never compared. The text of alerts is made
+here, too (:func:`alert_of`).
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from refiner_core.contract.records import picked, to_json
 from refiner_core.nightly.definition import Alerts, Row, When
 
 Floats = npt.NDArray[np.float64]
-#: In units of the error: beyond it a night counts; a claim about weights needs as much as
-#: ``CLAIMED`` above what the canary did; below ``MOVED`` nothing is said to have moved.
+#: In units of the error: beyond it a night counts; a claim about weights needs ``CLAIMED`` beyond
+#: the canary's shift; below ``MOVED`` a shift does not count as a move.
 BEYOND, CLAIMED, MOVED = 3.0, 2.5, 2.0
 #: Median of |N(0, 2 s^2)|, in units of s.
 _MEDIAN_DIFFERENCE = 0.9538725524
-#: Successive differences that are worth one degree of freedom: their median has 37 % of the
+#: Successive differences per degree of freedom: their median has 37 % of the
 #: efficiency of a standard deviation, and neighbours share a night.
 _STEPS_A_DEGREE = 2
 
@@ -83,16 +83,16 @@ class Values(NamedTuple):
 
 
 class _Noise(NamedTuple):
-    """Spread of one night's mean that prompts do not show, and how well it is known."""
+    """Spread of one night's mean beyond that over prompts, and its precision."""
 
     spread: float = 0.0
     freedom: int = 1
 
 
 class Shift(NamedTuple):
-    """Now minus then over ``n`` prompts that both have.
+    """Now minus then over ``n`` common prompts.
 
-    ``error`` of the mean as prompts show it, and ``noise`` of the nights that are in it.
+    ``error`` of the mean over prompts, and ``noise`` of the included nights.
     """
 
     difference: float
@@ -101,12 +101,12 @@ class Shift(NamedTuple):
     noise: _Noise = _Noise()
 
     def beyond(self, sigmas: float) -> bool:
-        """True if it is more than ``sigmas`` errors of both kinds, at the tails of t distributions:
-        few prompts, and few nights, need more."""
+        """True if it exceeds ``sigmas`` errors of both kinds, at the tails of t distributions:
+        few prompts, or few nights, require more."""
         return self.n > 1 and abs(self.difference) > self.margin(sigmas)
 
     def margin(self, sigmas: float) -> float:
-        """Margin that it has to be beyond."""
+        """The threshold that it must exceed."""
         prompts = critical(sigmas, max(self.n, 2) - 1) * self.error
         if self.noise.spread == 0:
             return prompts
@@ -114,7 +114,7 @@ class Shift(NamedTuple):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 %, as prompts show it."""
+        """95 % interval over prompts."""
         half = critical(1.959964, max(self.n, 2) - 1) * self.error
         return self.difference - half, self.difference + half
 
@@ -128,13 +128,13 @@ _NONE = _Noise()
 
 
 def compare(now: Values, then: Values, noise: _Noise = _NONE) -> Shift:
-    """Now minus then on the prompts that both have; ``noise`` is that of one night."""
+    """Now minus then on the common prompts; ``noise`` is that of one night."""
     _, (new, old) = _paired(now, then)
     return shift_of(new - old, noise)
 
 
 def shift_of(differences: Floats, noise: _Noise = _NONE, nights: int = 2) -> Shift:
-    """The mean of differences per prompt; ``nights`` are how many nights' noise is in it."""
+    """The mean of differences per prompt; ``nights`` is the number of nights whose noise it has."""
     n = len(differences)
     if n < 2:
         return Shift(float(differences.sum()), math.inf, n, noise)
@@ -144,13 +144,13 @@ def shift_of(differences: Floats, noise: _Noise = _NONE, nights: int = 2) -> Shi
 
 
 def apart(now: Values, then: Values, canary_now: Values, canary_then: Values) -> Floats:
-    """Per prompt, how much further a model has moved than the canary between the same nights."""
+    """Per prompt, the model's shift minus the canary's between the same nights."""
     _, (new, old, after, before) = _paired(now, then, canary_now, canary_then)
     return (new - old) - (after - before)
 
 
 def night_noise(means: Sequence[float]) -> _Noise:
-    """Spread of one night's mean, from those of the canary's nights so far, in order."""
+    """Spread of one night's mean, from the canary's nights so far, in order."""
     if len(means) < 2:
         return _NONE
     steps = np.abs(np.diff(np.asarray(means, dtype=float)))
@@ -159,21 +159,21 @@ def night_noise(means: Sequence[float]) -> _Noise:
 
 
 def mean_of(nights: Sequence[Values]) -> Values:
-    """Means per prompt over several nights, on the prompts that all of them have."""
+    """Means per prompt over several nights, on the common prompts."""
     prompts, values = _paired(*nights)
     return Values(prompts, np.mean(values, axis=0))
 
 
 @functools.cache
 def critical(sigmas: float, freedom: int) -> float:
-    """As improbable for a t distribution as ``sigmas`` are for a normal one."""
+    """The t quantile with the same tail probability as ``sigmas`` of a normal distribution."""
     from scipy.stats import norm, t
 
     return float(t.isf(norm.sf(sigmas), freedom))
 
 
 def per_prompt(rows: Sequence[Mapping[str, Any]], metric: str) -> Values:
-    """Means per prompt of a metric in per-sample rows; prompts without one are left out."""
+    """Means per prompt of a metric in per-sample rows; prompts without one are dropped."""
     found: dict[str, list[float]] = {}
     for row in rows:
         value = row.get(metric)
@@ -183,7 +183,7 @@ def per_prompt(rows: Sequence[Mapping[str, Any]], metric: str) -> Values:
 
 
 def _paired(*nights: Values) -> tuple[tuple[str, ...], list[Floats]]:
-    """The prompts that all nights have, and each night's values of them."""
+    """The common prompts of all nights, and each night's values of them."""
     first = nights[0].prompts
     if all(night.prompts == first for night in nights):
         return first, [night.values for night in nights]
@@ -193,7 +193,7 @@ def _paired(*nights: Values) -> tuple[tuple[str, ...], list[Floats]]:
 
 
 Cause = Literal["model", "drift", "unclear"]
-#: So many of so many nights have to count.
+#: Required number of counting nights, out of the last nights.
 NEEDED, OF = 2, 3
 
 
@@ -201,8 +201,8 @@ NEEDED, OF = 2, 3
 class Point:
     """One night of a series.
 
-    ``measured_in`` is the night whose conditions the values were made under (the same one in which
-    a repeated number was measured), ``facts`` what may have changed beside the weights.
+    ``measured_in`` is the night whose conditions the values were made under (for a repeated
+    number, the night of its measurement), ``facts`` may have changed beside the weights.
     """
 
     night: str
@@ -214,24 +214,24 @@ class Point:
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a series, told once.
+    """One change of a series, reported once.
 
     Attributes
     ----------
     kind
-        ``recovery`` where a series is back at the level before its last change, or past it.
+        ``recovery`` if a series is back at the level before its last change, or past it.
     direction
         1 up, -1 down.
     night, nights, since
-        In which night it was sure; the nights that counted; the night of the level before.
+        The night of its detection; the nights that counted; the night of the level before.
     shift
         From the level before to the new one.
     canary
-        By how much the canary has moved between the same nights; None where it was not measured.
+        The canary's shift between the same nights; None if it was not measured.
     facts
-        What has changed beside the weights: name -> (before, now).
+        Changes beside the weights: name -> (before, now).
     weights
-        Whether they have.
+        Whether the weights changed.
     """
 
     kind: Literal["change", "recovery"]
@@ -246,7 +246,7 @@ class Change:
     weights: bool
 
     def id_in(self, series: str) -> str:
-        """The same for everybody who reads the same nights."""
+        """An id that is equal for all readers of the same nights."""
         text = f"{series}|{self.kind}|{self.direction}|{self.nights[0]}"
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -259,7 +259,7 @@ class _Level(NamedTuple):
 def read_series(
     points: Sequence[Point], canary: Sequence[Point] | None, *, smallest: float = 0.0
 ) -> tuple[tuple[Change, ...], _Noise]:
-    """Changes of a series, read from its first night to its last, and the canary's noise.
+    """Changes of a series, from its first night to its last, and the canary's noise.
 
     Parameters
     ----------
@@ -277,7 +277,7 @@ def read_series(
 
 
 class _Reader:
-    """The state between two nights."""
+    """State of the reader between two nights."""
 
     def __init__(
         self, points: Sequence[Point], canary: Sequence[Point] | None, smallest: float
@@ -327,20 +327,20 @@ class _Reader:
         self.recent.clear()
 
     def _is_back(self, new: _Level, direction: int, noise: _Noise) -> bool:
-        """True if the series is at the level before its last change again, or past it."""
+        """True if the series is back at the level before its last change, or past it."""
         if self.before is None or self.changes[-1].direction == direction:
             return False
         left = compare(new.values, self.before.values, noise)
         return not left.beyond(MOVED) or left.direction == direction
 
     def _canary_at(self, level: _Level) -> Values | None:
-        """The canary in the nights in which a level was measured."""
+        """The canary's values in the nights of a level."""
         nights = dict.fromkeys(p.measured_in for p in level.nights)
         there = [self.canary[n] for n in nights if n in self.canary]
         return mean_of(there) if there else None
 
     def _cause(self, new: _Level, old: _Level, noise: _Noise) -> tuple[Cause, Shift | None]:
-        """Whose change it is, and by how much the canary has moved where it was measured."""
+        """The cause of a change, and the canary's shift if it was measured."""
         if self.is_canary:
             return "drift", None
         now, then = self._canary_at(new), self._canary_at(old)
@@ -355,14 +355,14 @@ class _Reader:
 
 
 def moved(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Facts that are not what they were: name -> (before, now)."""
+    """Changed facts: name -> (before, now)."""
     names = [n for n in {**then, **now} if then.get(n) != now.get(n)]
     return {n: (then.get(n, ""), now.get(n, "")) for n in names}
 
 
 def worth_telling(changes: Sequence[Change], when: When, *, canary: bool) -> list[Change]:
-    """Those changes that somebody is to hear of: drift from the canary's series alone, others in
-    the direction that matters, and recoveries from what was told."""
+    """Changes to report: drift from the canary's series only, others in the relevant direction,
+    and recoveries of reported changes."""
     told: list[Change] = []
     open_ = False
     for change in changes:
@@ -375,12 +375,12 @@ def worth_telling(changes: Sequence[Change], when: When, *, canary: bool) -> lis
     return told
 
 
-#: Values of a row's metric by prompt; None where they were not kept.
+#: Values of a row's metric by prompt; None if they were not kept.
 ValuesOf = Callable[[Row, str], Values | None]
 
 
 class _Key(NamedTuple):
-    """Key of nights that are comparable. ``protocol`` is that of the metric."""
+    """Key of comparable nights. ``protocol`` is that of the metric."""
 
     checkpoint: str
     protocol: str
@@ -397,7 +397,7 @@ class _Key(NamedTuple):
 class Series:
     """One checkpoint, protocol and metric, night by night.
 
-    ``rows`` are all of its nights, ``told`` the changes that somebody is to hear of; ``noise`` is
+    ``rows`` are all of its nights, ``told`` the reported changes; ``noise`` is
     the canary's.
     """
 
@@ -436,7 +436,7 @@ def series_of(nights: Sequence[Row], values_of: ValuesOf, alerts: Alerts) -> lis
 
 
 def _points(rows: Sequence[Row], metric: str, values_of: ValuesOf) -> list[Point]:
-    """Rows whose values are known by prompt; each evaluation's are looked up once."""
+    """Rows with known values by prompt; each evaluation is read once."""
     known: dict[str, Values | None] = {}
     found = []
     for row in rows:
@@ -449,7 +449,7 @@ def _points(rows: Sequence[Row], metric: str, values_of: ValuesOf) -> list[Point
 
 
 def changed_beside(rows: Sequence[Row]) -> dict[str, dict[str, tuple[str, str]]]:
-    """Night -> what is not what it was in the series' night before: weights and facts."""
+    """Night -> changes since the series' previous night: weights and facts."""
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for one, other in pairwise(rows):
         facts = moved(one.facts, other.facts)
@@ -460,7 +460,7 @@ def changed_beside(rows: Sequence[Row]) -> dict[str, dict[str, tuple[str, str]]]
     return found
 
 
-#: So many names of what else has changed are said.
+#: Limit on names of other changes in an alert.
 _MOST_FACTS = 8
 
 
@@ -470,7 +470,7 @@ def alert_of(nightly: str, series: Series, change: Change, beside: Sequence[str]
     Parameters
     ----------
     beside
-        Other checkpoints whose numbers were made under the same conditions, for drift.
+        Other checkpoints measured under the same conditions, for drift.
     """
     key, shift = series.key, change.shift
     low, high = shift.interval
@@ -495,11 +495,11 @@ def alert_of(nightly: str, series: Series, change: Change, beside: Sequence[str]
     }
 
 
-#: What is said of a change by its cause; ``{0}`` is by how much the canary moved.
+#: Sentence about a change by its cause; ``{0}`` is the canary's shift.
 _CAUSES = {
-    "drift": "The weights of the canary are what they were: this is no change of a model.",
+    "drift": "The canary's weights are unchanged: this is no change of a model.",
     "model": "The canary has not moved: the model has changed.",
-    "unclear": "The canary moved by {0:+.4g} meanwhile, and what is left of the change is not "
+    "unclear": "The canary moved by {0:+.4g} meanwhile, and the rest of the change is not "
     "clearly the model's.",
     "unmeasured": "The canary was not measured in one of these nights, so a change of the model "
     "cannot be told from one of the judge or the machines.",
@@ -515,7 +515,7 @@ def _title(nightly: str, series: Series, change: Change) -> str:
     amount = f"{way} by {abs(change.shift.difference):.4g}"
     if change.cause == "drift":
         return f"{nightly}: the judge or the machines have drifted: {what} of the canary {amount}"
-    return f"{nightly}: {of} {amount}" + ("; why is not clear" * (change.cause == "unclear"))
+    return f"{nightly}: {of} {amount}" + ("; the cause is unclear" * (change.cause == "unclear"))
 
 
 def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[str]:
@@ -529,9 +529,7 @@ def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[st
         _CAUSES[cause].format(moved),
     ]
     if cause == "drift" and beside:
-        found.append(
-            f"Numbers that were made since do not compare with older ones: {', '.join(beside)}."
-        )
+        found.append(f"Later numbers do not compare with older ones: {', '.join(beside)}.")
     facts = dict(change.facts)
     if change.weights:
         sources = {r.night: r.source for r in series.rows}
@@ -540,5 +538,5 @@ def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[st
     if said:
         found.append(f"Also changed: {'; '.join(said[:_MOST_FACTS])}.")
     elif cause == "drift":
-        found.append("Nothing else that is recorded has changed (judge, code, versions, host).")
+        found.append("No other recorded fact has changed (judge, code, versions, host).")
     return found

@@ -1,7 +1,7 @@
-"""From the text of a nightly file to :class:`Nightly`, with errors that name the line's field.
+"""Nightly files: from YAML text to :class:`Nightly`, with errors that name the field.
 
-In: YAML. Out: the value, checked for form; whether its recipe loads and its checkpoints are there
-is for who has a workspace.
+In: YAML. Out: the value, checked for form; callers with a workspace check that its recipe loads and
+its checkpoints exist.
 
     name: regressions            # default: the file's name
     schedule: "0 3 * * *"        # cron, at most one occasion a day
@@ -63,7 +63,7 @@ class Source:
         exported. ``newest``: ``ref`` is ``run ID``, ``recipe NAME``, ``sweep NAME`` or
         ``sweep NAME/ARM``.
     digest
-        SHA-256 of the weights' folder that is expected; empty: any.
+        Expected SHA-256 of the weights' folder; empty: any.
     """
 
     kind: SourceKind
@@ -73,7 +73,7 @@ class Source:
 
     @property
     def is_commit(self) -> bool:
-        """True if ``revision`` names one commit for good."""
+        """True if ``revision`` names one fixed commit."""
         hexadecimal = all(c in "0123456789abcdef" for c in self.revision)
         return self.kind == "hub" and len(self.revision) == 40 and hexadecimal
 
@@ -87,7 +87,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One model that is evaluated every night; ``name`` is for people, tables and paths."""
+    """One model that is evaluated every night; ``name`` appears in tables and paths."""
 
     name: str
     source: Source
@@ -100,11 +100,11 @@ class Alerts:
     Attributes
     ----------
     metrics
-        These are watched, under every protocol and decoding.
+        Watched metrics, under every protocol and decoding.
     when
-        In which direction a model's change matters. Drift is told in both.
+        Relevant direction of a model's change. Drift is reported in both.
     smallest
-        Changes below it are left alone, in units of the metric.
+        Smaller changes are ignored, in units of the metric.
     """
 
     metrics: tuple[str, ...] = ("reward",)
@@ -115,18 +115,18 @@ class Alerts:
 
 @dataclass(frozen=True)
 class Nightly:
-    """A nightly evaluation as it was written.
+    """A nightly evaluation, as written in its file.
 
     Attributes
     ----------
     schedule, timezone
-        A cron line of five fields, and the zone that it is meant in (IANA).
+        A cron line of five fields, and its time zone (IANA).
     recipe, overrides
         Data, judge and evaluation settings; its model and its training are not used.
     canary
-        The frozen checkpoint. It is evaluated afresh every night.
+        The frozen checkpoint. It is evaluated anew every night.
     origin, folder
-        Where the file lies; the folder that its paths are relative to.
+        Path of the file; the folder of its relative paths.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Nightly:
 
     @property
     def everybody(self) -> tuple[Checkpoint, ...]:
-        """The canary first: should time be short, it has the most to say."""
+        """The canary first: if time is short, it matters most."""
         return (self.canary, *self.checkpoints)
 
 
@@ -155,24 +155,24 @@ class Row:
     night
         Date (ISO) in the schedule's time zone.
     protocol, protocol_name, protocol_set, decoding
-        Fingerprint; name for people; name of the protocol file (empty: the recipe's own).
+        Fingerprint; readable name; name of the protocol file (empty: the recipe's own).
     digest, source
-        Of the weights, and what they were, in words.
+        Of the weights, and their source in words.
     stage, samples
         Id of the evaluation, and its file of per-sample results, relative to the stage's output.
     fresh
         Whether it was measured for this night; else the numbers of an earlier one still hold,
         because neither the weights nor the protocol have changed.
     late
-        Whether the row was written when a later night had already begun.
+        Whether the row was written after a later night had started.
     measured_in
-        The night whose conditions the numbers were made under; empty where they were made outside
+        The night whose conditions the numbers were made under; empty if they were made outside
         of this nightly evaluation.
     numbers
-        Metric -> ``value``, ``low``, ``high``, ``n``, ``protocol`` (that of ``reward`` covers how
-        it is combined, too).
+        Metric -> ``value``, ``low``, ``high``, ``n``, ``protocol`` (that of ``reward`` includes its
+        combination).
     facts
-        What may have changed beside the weights, as text by name: ``judge.model``,
+        Possible changes beside the weights, as text by name: ``judge.model``,
         ``judge.revision``, ``judge.served``, ``code``, ``versions.torch``, ``host.name`` …
     """
 
@@ -199,11 +199,11 @@ class Row:
 
     @property
     def key(self) -> str:
-        """Unique in its history; also the name of its file."""
+        """Unique key in its history; also the name of its file."""
         return f"{self.night}--{self.checkpoint}--{self.protocol}"
 
 
-#: So many occasions are looked at for two in one night.
+#: Occasions checked for two in one night.
 _LOOKED_AT = 400
 
 
@@ -227,16 +227,16 @@ class Schedule:
         self._check()
 
     def night_at(self, moment: datetime) -> str:
-        """The newest night that has begun by then."""
-        there = self._here(moment) + timedelta(seconds=1)  # one that begins exactly now has begun
+        """The newest night that has started by then."""
+        there = self._here(moment) + timedelta(seconds=1)  # one that starts exactly now has started
         return next(CronSim(self.cron, there, reverse=True)).date().isoformat()
 
     def next_after(self, moment: datetime) -> datetime:
-        """Time at which the next night begins."""
+        """Start of the next night."""
         return next(CronSim(self.cron, self._here(moment)))
 
     def begins(self, night: str) -> datetime:
-        """Time at which a night begins.
+        """Start of a night.
 
         Raises
         ------
@@ -251,13 +251,13 @@ class Schedule:
                 return begins
         raise ConfigurationError(
             f"There is no night of {night}: the schedule is `{self.cron}` ({self.timezone}).",
-            expected="a date (YYYY-MM-DD) on which it has one",
+            expected="a date (YYYY-MM-DD) of the schedule",
             fix="name another --night, or correct `schedule`",
         )
 
     def _here(self, moment: datetime) -> datetime:
-        """The moment in the zone, as a plain one: Prefect's are of a kind that computes otherwise,
-        and takes cronsim a night too far back."""
+        """The moment in the zone, as a plain datetime: Prefect's subclass computes differently, and
+        leads cronsim one night too far back."""
         return datetime.fromtimestamp(moment.timestamp(), self._zone)
 
     def _check(self) -> None:
@@ -303,29 +303,29 @@ _FIELDS = (
 )
 _KINDS = ("hub", "folder", "stage", "newest")
 _NAME = re.compile(r"(?!.*--)[A-Za-z0-9][A-Za-z0-9._+=-]{0,63}")
-#: What the night decides by itself.
+#: Settings that the night itself decides.
 _OURS = (
     *("model.name_or_path", "model.revision", "stages", "only", "evaluate.models"),
     "evaluate.occasion",
 )
-#: Without them there is no night.
+#: Required keys.
 _NEEDED = ("schedule", "recipe", "checkpoints", "canary")
 
 
 def parse_nightly(text: str, *, stem: str, origin: str, folder: str) -> Nightly:
-    """The nightly evaluation that ``text`` describes.
+    """The nightly evaluation described by ``text``.
 
     Parameters
     ----------
     stem
-        Name of the file without its ending; the default of ``name``.
+        Name of the file without its suffix; the default of ``name``.
     origin, folder
-        Where it was read, for messages, and what its paths are relative to.
+        Path of the file, for messages, and the folder of its relative paths.
 
     Raises
     ------
     ConfigurationError
-        Names the field, what it is, what was expected.
+        The message names the field, its value and the expected form.
     """
     given = _mapping(read_yaml(text, origin), origin, _FIELDS)
     for line, key in keys_twice(yaml.compose(text, yaml.SafeLoader)):
@@ -370,7 +370,7 @@ def parse_nightly(text: str, *, stem: str, origin: str, folder: str) -> Nightly:
 
 
 def _check(nightly: Nightly) -> None:
-    """Refuse values that are of the right type, and cannot be meant."""
+    """Refuse values of the right type that make no sense."""
     alerts, source = nightly.alerts, nightly.canary.source
     names = [c.name for c in nightly.everybody]
     a_name = "a name of letters, digits and ._+=- (no double dash)"
@@ -382,28 +382,28 @@ def _check(nightly: Nightly) -> None:
         ("alerts.when", alerts.when in get_args(When), alerts.when, f"one of {directions}"),
         ("alerts.smallest", alerts.smallest >= 0, alerts.smallest, "a number from 0 up"),
         ("alerts.metrics", alerts.metrics, [], "metrics, such as [reward, oracle]"),
-        ("overrides", not ours, ours, "data, judge and evaluation settings: which models are "
-         "evaluated is said by `checkpoints`"),
+        ("overrides", not ours, ours, "data, judge and evaluation settings: the evaluated "
+         "models are named by `checkpoints`"),
     ):  # fmt: skip
         if not right:
             raise _wrong(where, repr(found), expected)
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ConfigurationError(
             f"Two checkpoints are called {', '.join(twice)}.",
-            expected="a name of its own for each, the canary included",
-            fix="rename one; its history begins anew under the new name",
+            expected="a unique name for each, the canary included",
+            fix="rename one; its history starts over under the new name",
         )
     if source.kind == "newest" or (source.kind == "hub" and not source.is_commit):
         raise ConfigurationError(
             f"The canary is {source.text}, which may move.",
-            expected="a checkpoint that stays as it is: a Hub repository at a commit (40 hex "
+            expected="a checkpoint that cannot change: a Hub repository at a commit (40 hex "
             "digits), or a folder or stage with the `digest` of its content",
             fix="pin `canary`",
         )
 
 
 def _checkpoint(value: Any, where: str, name: str | None = None) -> dict[str, Any]:
-    """An entry as a :class:`Checkpoint` is written in JSON."""
+    """An entry in the JSON form of :class:`Checkpoint`."""
     values = _mapping(value, where, ("name", "revision", "digest", *_KINDS))
     kinds = [kind for kind in _KINDS if values.get(kind) is not None]
     if len(kinds) != 1:
@@ -432,7 +432,7 @@ def _newest(value: Any, where: str) -> str:
 
 
 def _alerts(value: Any) -> dict[str, Any]:
-    """The section as :class:`Alerts` are written in JSON."""
+    """The section in the JSON form of :class:`Alerts`."""
     values = _mapping(value, "alerts", ("metrics", "when", "smallest", "channels"))
     channels = values.pop("channels", None) or []
     if not isinstance(channels, list):
@@ -457,7 +457,7 @@ def _alerts(value: Any) -> dict[str, Any]:
 
 
 def _mapping(value: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
-    """A mapping that has no other keys than those that are known."""
+    """A mapping without unknown keys."""
     if not isinstance(value, Mapping):
         raise _wrong(where, repr(value), "a mapping of `key: value`")
     values = {str(k): v for k, v in value.items()}

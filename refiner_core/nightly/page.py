@@ -1,7 +1,7 @@
-"""The trend page of a nightly evaluation: one HTML file that needs nothing but a browser.
+"""The trend page of a nightly evaluation: one HTML file that needs only a browser.
 
-In: series as they were judged, alerts, what was missed. Out: the page's text, in the frame that
-pages of reports have (:mod:`refiner_core.report.pages`).
+In: analysed series, alerts, missing numbers. Out: the page's text, in the frame of
+report pages (:mod:`refiner_core.report.pages`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from refiner_core.report.printing import number
 
 @dataclass(frozen=True)
 class Reading:
-    """A history as it stands; ``missed`` maps nights to checkpoints without a number and why."""
+    """A history; ``missed`` maps nights to checkpoints without a number, with reasons."""
 
     nightly: Nightly
     rows: tuple[Row, ...]
@@ -51,7 +51,7 @@ def trend_page(trends: Reading, made_at: str) -> str:
 
 
 def open_alerts(alerts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of each series the last alert, where it is no recovery."""
+    """The last alert of each series, unless it is a recovery."""
     last = {alert["series"]: alert for alert in alerts}
     return [alert for alert in last.values() if alert["kind"] != "recovery"]
 
@@ -85,7 +85,7 @@ def _day(night: str) -> float:
 
 
 def _changes(series: Series) -> dict[str, str]:
-    """Night -> what was not what it had been in the night before."""
+    """Night -> changes since the night before."""
     return {
         night: "; ".join(f"{name}: {old} -> {new}" for name, (old, new) in facts.items())
         for night, facts in changed_beside(series.rows).items()

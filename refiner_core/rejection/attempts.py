@@ -1,8 +1,8 @@
 """An attempt at a prompt, as a value and as a row of ``attempts.parquet``.
 
-In: what was sampled and what it was worth. Out: Parquet files, and back; the same rows give the
-same bytes. Rewards' components and details travel as JSON text. ``status`` is ``sampled`` while an
-attempt waits for its reward.
+In: sampled attempts and their rewards. Out: Parquet files, and back; the same rows give the
+same bytes. Rewards' components and details are stored as JSON text. ``status`` is ``sampled`` while
+an attempt waits for its reward.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from refiner_core.contract.errors import DamagedCheckpoint, DataError
 from refiner_core.contract.files import replacing
 from refiner_core.contract.records import picked
 
-#: Scores are sums of products; what is this close to a threshold has reached it.
+#: Rounding tolerance of scores, which are sums of products, at a threshold.
 EPSILON = 1e-9
 #: Why an attempt is no candidate. ``unscored``: the judge failed; ``error``: the infrastructure
-#: did; ``no_reward``: its prompt has nothing to be rewarded for; the others are the policy's.
+#: failed; ``no_reward``: its prompt has no possible reward; the others are the policy's faults.
 Flaw = Literal["", "error", "unscored", "no_reward", "malformed", "truncated"]
-#: What became of an attempt.
+#: Results of the selection.
 Why = (
     Flaw
     | Literal[
         "full_success", "best_partial", "duplicate", "surplus", "too_low", "not_best", "not_full"
     ]
 )
-#: Those that are kept.
+#: Results of kept attempts.
 KEPT: tuple[Why, ...] = ("full_success", "best_partial")
 Status = Literal["sampled", "scored", "malformed", "unscored", "error"]
-#: Columns that hold JSON.
+#: Columns of JSON text.
 _JSON = ("components", "detail")
 
 
@@ -50,25 +50,26 @@ class Attempt:
     Attributes
     ----------
     sample_id, domain, index, seed
-        Of which prompt, which of its attempts, and what decides its randomness. ``domain`` of an
-        answer is its prompt's ``refiner_mode``.
+        Its prompt, its number, and its seed. ``domain`` of an answer is its prompt's
+        ``refiner_mode``.
     token_ids, own
-        All tokens after the prompt, and which of them were sampled (None: all).
+        All tokens after the prompt, and the mask of sampled ones (None: all).
     text
-        What was sampled, for people and for telling attempts apart.
+        The sampled text, for people and for comparing attempts.
     ended
-        ``stop`` or ``length`` of an answer; how an episode ended.
+        ``stop`` or ``length`` for an answer; the end reason of an episode.
     status, flaw
         See :func:`choose`.
     score, partial
-        1 is full: an answer's share of the highest reward that its prompt can give (partial is the
+        1 is full: an answer's share of the highest reward of its prompt (partial is the
+        same), an episode's reward and partial score.
         same), an episode's reward and partial score.
     reward
         The reward itself.
     tools
-        The tools called, in order; None for an answer.
+        Names of called tools, in order; None for an answer.
     components, detail
-        Parts of the reward; judgements of an answer, the record of an episode.
+        Parts of the reward; judgements of an answer, or the record of an episode.
     """
 
     sample_id: str
@@ -99,16 +100,16 @@ class Attempt:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the model sampled and that stand in it."""
+        """Number of its tokens that the model sampled."""
         return len(self.token_ids) if self.own is None else sum(self.own)
 
     def is_full(self, rule: SampleConfig) -> bool:
-        """True if it is a full success: scored high enough, ended by itself, readable."""
+        """True if it is a full success: high score, ended by itself, readable."""
         score = self.score
         return not self.flaw and score is not None and score >= rule.success - EPSILON
 
     def form(self, rule: SampleConfig) -> tuple[object, ...]:
-        """Key of attempts that are the same by ``sample.distinct``."""
+        """Key under which attempts are equal by ``sample.distinct``."""
         if rule.distinct == "none":
             return (self.index,)
         if rule.distinct == "tools" and self.tools is not None:
@@ -117,18 +118,18 @@ class Attempt:
 
 
 def choose(attempts: Sequence[Attempt], rule: SampleConfig) -> list[Attempt]:
-    """All of one prompt's attempts, in order, with what becomes of each.
+    """All of one prompt's attempts, in order, with the result of the selection.
 
-    1. What cannot be a demonstration is out: no score (the judge or the infrastructure failed), no
+    1. Unusable demonstrations are out: no score (the judge or the infrastructure failed), no
        single readable answer or tool call at the end (``malformed``), cut off by a limit
-       (``truncated``). A model that is shown a cut-off text learns not to end.
-    2. Every full success is kept: a score of at least ``sample.success``. Of several that are the
-       same by ``sample.distinct`` one is, and no more than ``sample.max_kept``.
+       (``truncated``). From truncated text a model learns not to end.
+    2. Every full success is kept: a score of at least ``sample.success``. Of several that are
+       equal by ``sample.distinct`` one is kept, and no more than ``sample.max_kept`` in total.
     3. Without one, the best attempt is kept if its partial score is at least
        ``sample.min_partial``.
 
-    Where some of several have to be chosen it is the better score, then the lower number: nothing
-    depends on when an attempt was finished.
+    A choice among several prefers the better score, then the lower number: nothing
+    depends on the time of an attempt.
     """
     left = [place for place, attempt in enumerate(attempts) if not attempt.flaw]
     full = [place for place in left if attempts[place].is_full(rule)]
@@ -174,7 +175,7 @@ SCHEMA = pa.schema(
 
 @contextmanager
 def writing_attempts(path: Path) -> Iterator[Callable[[Sequence[Attempt]], None]]:
-    """A file of attempts, written batch by batch; whole or not at all."""
+    """A file of attempts, written batch by batch; complete or absent."""
     with replacing(path) as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
 
         def write(attempts: Sequence[Attempt]) -> None:
@@ -196,15 +197,15 @@ def load_attempts(path: Path) -> list[Attempt]:
     Raises
     ------
     DamagedCheckpoint
-        It is none.
+        It is not such a file.
     """
     try:
         return [_attempt(row) for row in pq.read_table(path).to_pylist()]
     except (pa.ArrowInvalid, OSError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(
             f"{path} holds no attempts ({error})",
-            expected="a file as it was saved",
-            fix="nothing; the checkpoint before it is gone on from",
+            expected="an undamaged file",
+            fix="none needed; the stage resumes from the previous checkpoint",
         ) from error
 
 
@@ -228,7 +229,7 @@ _UNMEASURED = ("error", "unscored", "no_reward")
 
 
 class _Tally:
-    """Counts of all attempts, or of those of one domain; whole prompts are added."""
+    """Counts of all attempts, or of those of one domain; adds whole prompts."""
 
     def __init__(self, rule: SampleConfig) -> None:
         self._rule = rule
@@ -236,7 +237,7 @@ class _Tally:
         self._scores, self._partial, self._distinct = 0.0, 0.0, 0
 
     def add(self, attempts: Sequence[Attempt]) -> None:
-        """All attempts at one prompt."""
+        """Add all attempts at one prompt."""
         counts = self._counts
         full = [a for a in attempts if a.is_full(self._rule)]
         kept = [a for a in attempts if a.kept]
@@ -281,14 +282,14 @@ _OUTCOMES = ("total", "full", "partial", "none")
 
 
 class Report:
-    """The report of a stage, as batches are added."""
+    """A stage's report, updated batch by batch."""
 
     def __init__(self, rule: SampleConfig, lane: str) -> None:
         self._rule, self._lane, self._all = rule, lane, _Tally(rule)
         self._domains: defaultdict[str, _Tally] = defaultdict(lambda: _Tally(rule))
 
     def add(self, attempts: Sequence[Attempt]) -> None:
-        """A batch: all attempts at some prompts, prompt by prompt."""
+        """Add a batch: all attempts at some prompts, prompt by prompt."""
         for _, found in groupby(attempts, key=lambda attempt: attempt.sample_id):
             group = list(found)
             self._all.add(group)
@@ -306,12 +307,12 @@ class Report:
 
 
 def require_kept(report: dict[str, Any]) -> None:
-    """Refuse to leave nothing to train on.
+    """Raise if there is nothing to train on.
 
     Raises
     ------
     DataError
-        With the numbers of acceptance, and the fields to lower.
+        The message has the acceptance counts, and the fields to lower.
     """
     if report["kept"]["demonstrations"]:
         return
@@ -319,7 +320,7 @@ def require_kept(report: dict[str, Any]) -> None:
     why = ", ".join(f"{n} {name}" for name, n in report["not_kept"].items())
     policy = sum(report["not_kept"].get(name, 0) for name in ("malformed", "truncated"))
     fix = "lower sample.success or sample.min_partial, or raise sample.attempts"
-    if policy >= attempts["measured"]:  # no threshold is in the way
+    if policy >= attempts["measured"]:  # the thresholds are not the cause
         fix = "train longer before `rft`, or raise grpo.response_length"
     mean = 0.0 if report["score_mean"] is None else report["score_mean"]
     raise DataError(
@@ -332,7 +333,7 @@ def require_kept(report: dict[str, Any]) -> None:
 
 
 def batch_metrics(number: int, attempts: Sequence[Attempt]) -> dict[str, float]:
-    """The numbers that a batch logs."""
+    """The metrics that a batch logs."""
     total, why = len(attempts), Counter(attempt.why for attempt in attempts)
     measured = [a for a in attempts if a.flaw not in _UNMEASURED]
     scores = [a.score for a in measured if a.score is not None]

@@ -1,34 +1,35 @@
-"""The stage ``sample``: a model's own attempts at the training prompts, the good ones kept.
+"""The stage ``sample``: a model's own attempts at the training prompts, of which good ones are
+kept.
 
-In: ``data_dir/rl_train.parquet`` (prompts, or tasks where the recipe has an environment), a model.
+In: ``data_dir/rl_train.parquet`` (prompts, or tasks if the recipe has an environment), a model.
 Out, in ``output_dir``:
 
 =========================== =======================================================================
-``sft_train.parquet``       the attempts that are kept, as demonstrations: the very tokens that were
-                            sampled, loss on the model's own and on what ends its turns
-``attempts.parquet``        every attempt, what it was worth, and why it is kept or not
+``sft_train.parquet``       the kept attempts as demonstrations: exactly the sampled tokens, with
+                            loss on the model's own and on the ends of its turns
+``attempts.parquet``        every attempt, its value, and the reason for keeping or dropping it
 ``report.json``             counts, :class:`~refiner_core.rejection.attempts.Report`
 =========================== =======================================================================
 
-There is no validation set: attempts at the same prompts on both sides would measure memory.
+There is no validation set: attempts at the same prompts on both sides would measure memorisation.
 
-Seeds derive from the run's, the prompt and the number of the attempt, so that a further attempt or
-another prompt changes no other's.
+Seeds derive from the run's seed, the prompt and the number of the attempt, so that further attempts
+or prompts change no others.
 
-An answer's score is its reward as a share of the highest that its prompt can give
-(:func:`highest_reward`): without evidence in the prompt there is no citation to earn, and with
-``combination: additive`` more than ``reward.verification_reward`` may be earned. The share is cut
+An answer's score is its reward as a share of the highest possible one for its prompt
+(:func:`highest_reward`): without evidence in the prompt there is no citation reward, and with
+``combination: additive`` the reward may exceed ``reward.verification_reward``. The share is clipped
 to [0, 1] (``signed_mean`` and ``positive_sum`` go below 0). A prompt whose highest reward is 0 (no
-rubric and no evidence) tells nothing: its attempts are ``no_reward`` and never kept.
+rubric and no evidence) gives no information: its attempts are ``no_reward`` and never kept.
 
-An episode's score is its environment's reward, its partial score the weighted share of checks that
-passed. One that ended with a turn that is no tool call, or at a limit of turns or tokens, is never
-kept, whatever it had done by then: what would be learnt is to end so. Errors of the infrastructure
-count as no attempt; beyond ``environment.max_error_share`` of a batch the stage stops, resumable.
+An episode's score is its environment's reward, its partial score the weighted share of passed
+checks. One that ended with a turn without a tool call, or at a limit of turns or tokens, is never
+kept, whatever it did before: the model would learn that ending. Errors of the infrastructure
+are no attempts; above ``environment.max_error_share`` of a batch the stage stops, resumable.
 
-A batch is sampled whole or not at all: the same company gives the same bits. Episodes of an eager
-schedule are repeatable to nobody's eye anyway, and their users may cost money: there every episode
-that has ended is kept, and a batch that was cut short goes on with those that are missing.
+A batch is sampled whole or not at all: the same batch gives the same bits. Episodes of an eager
+schedule are not reproducible anyway, and their users may cost money: there every finished episode
+is kept, and an interrupted batch continues with the missing ones.
 """
 
 from __future__ import annotations
@@ -99,20 +100,20 @@ from refiner_core.samples import (
 
 @dataclass(eq=False, kw_only=True)
 class _Attempts(BatchWork[Attempt]):
-    """Batches of episodes where there is an environment, else of answers."""
+    """Batches of episodes if there is an environment, else of answers."""
 
     what, suffix = "Sampling", ".parquet"
     environment: Environment | None
 
     def __post_init__(self) -> None:
         if self.environment is None and self.judge is None:
-            raise ValueError("answers are scored by a judge, and none is given")
+            raise ValueError("answers are scored by a judge, but none is given")
         self._spent: dict[int, tuple[int, float]] = {}  # batch: tokens sampled now, seconds
         super().__post_init__()
 
     @property
     def keeps_parts(self) -> bool:
-        """True of episodes of an eager schedule."""
+        """True for episodes of an eager schedule."""
         return self.environment is not None and not self._settings(self.environment).ordered
 
     @property
@@ -131,23 +132,23 @@ class _Attempts(BatchWork[Attempt]):
         return sample.key
 
     def failed(self, sample: Attempt) -> bool:
-        """True if the infrastructure ended it."""
+        """True if it was ended by the infrastructure."""
         return sample.status == "error"
 
     def rewards(self, number: int) -> RewardStream | None:
-        """Rewards of answers, as the judge gives them."""
+        """Rewards of answers from the judge."""
         if self.environment is not None or self.judge is None:
             return None
         return RewardStream(self.config.reward, self.judge)
 
     def answer(self, wanted: Wanted, sample: Attempt) -> RewardInput:
-        """An answer as rewards take it."""
+        """An answer as input of the reward."""
         return RewardInput(wanted.prompt, sample.text, sample.ended == "stop")
 
     def sample(
         self, number: int, wanted: Sequence[Wanted], finished: Callable[[Attempt], None]
     ) -> None:
-        """Sample what is wanted of a batch."""
+        """Sample the requested attempts of a batch."""
         environment = self.environment
         tokens, started = 0, time.perf_counter()
 
@@ -171,7 +172,7 @@ class _Attempts(BatchWork[Attempt]):
     def scored(
         self, number: int, samples: list[Attempt], results: Sequence[RewardResult] | None
     ) -> list[Attempt]:
-        """Scores, and what is kept."""
+        """Score the attempts, and select the kept ones."""
         if results is None:
             self._require(samples)
         else:
@@ -184,18 +185,18 @@ class _Attempts(BatchWork[Attempt]):
         return [attempt for group in groups for attempt in choose(group, rule)]
 
     def finished(self, number: int, rows: list[Attempt]) -> None:
-        """Log a batch's numbers."""
+        """Log a batch's metrics."""
         tokens, seconds = self._spent.pop(number)
         speed = {"tokens_per_second": tokens / seconds} if tokens and seconds else {}
         times = {"time/generate_s": seconds, **speed}
         self.io.log_metrics(self.step, batch_metrics(number, rows) | times)
 
     def write(self, path: Path, rows: Sequence[Attempt]) -> None:
-        """Write a file of attempts."""
+        """Write attempts to a file."""
         write_attempts(path, rows)
 
     def read(self, path: Path) -> list[Attempt]:
-        """Read it back."""
+        """Read attempts from a file."""
         return load_attempts(path)
 
     def _settings(self, environment: Environment) -> EpisodeSettings:
@@ -233,7 +234,7 @@ class _Attempts(BatchWork[Attempt]):
         )
 
     def _require(self, made: Sequence[Attempt]) -> None:
-        """Raises :class:`EnvironmentOutage` where errors ended too many."""
+        """Raise :class:`EnvironmentOutage` if too many attempts ended by errors."""
         failed = [attempt for attempt in made if attempt.status == "error"]
         require_episode_errors(
             Counter(attempt.error_kind for attempt in failed),
@@ -244,15 +245,15 @@ class _Attempts(BatchWork[Attempt]):
         )
 
     def demonstration(self, prompt: PromptRow, attempt: Attempt) -> DemonstrationRow:
-        """An attempt that is kept, as what is fine-tuned on: loss on the model's own tokens and on
-        the token that ends an answer or a turn; what follows the last turn is left out."""
+        """A kept attempt as a demonstration: loss on the model's own tokens and on the token that
+        ends an answer or a turn; tokens after the last turn are dropped."""
         before, ids = prompt.prompt_ids, attempt.token_ids
         loss: tuple[bool, ...] = (True,) * len(ids)
         if self.environment is not None:
             end = tuple(turn_template(self.tokenizer).end_of_turn)
             room = self.config.grpo.max_token_length - len(before)
             ids, loss = with_ends_of_turns(ids, attempt.own or loss, end, room)
-        name = f"{attempt.sample_id}#{attempt.index}"  # ids of tasks begin with their domain
+        name = f"{attempt.sample_id}#{attempt.index}"  # ids of tasks start with their domain
         return DemonstrationRow(name, before + ids, (False,) * len(before) + loss)
 
 
@@ -271,8 +272,8 @@ def batches_of(config: RecipeConfig, prompts: Sequence[PromptRow]) -> list[list[
 
 
 def highest_reward(prompt: PromptRow, reward: RewardConfig) -> float:
-    """The most that an answer to a prompt can get: every positive rubric met and no negative one,
-    every claim well cited where there is evidence, and a form without fault."""
+    """The highest reward of a prompt: every positive rubric met and no negative one, every claim
+    well cited if there is evidence, and no error of form."""
     ideal = [
         (rubric, 0.0 if rubric.polarity == "negative" else 1.0)
         for rubric in select_rubrics(prompt.rubrics, reward=reward)
@@ -327,12 +328,12 @@ def _episode_attempt(wanted: Wanted, completion: Completion) -> Attempt:
 def with_ends_of_turns(
     ids: Sequence[int], own: Sequence[bool], end: tuple[int, ...], room: int
 ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Tokens of an episode up to the end of the model's last turn, and which of them carry loss:
+    """Tokens of an episode up to the end of the model's last turn, and their loss mask:
     the model's own, and ``end`` after each of its turns.
 
-    A turn is sampled up to ``</tool_call>``, and the template ends it; a model that is only ever
-    cut off there would not learn to end its turn. The last turn's end is appended where it lacks,
-    as long as all of it is no longer than ``room``: a pack holds what a context holds.
+    A turn is sampled up to ``</tool_call>``, and the template ends it; a model that is always
+    cut off there would not learn to end its turn. A missing end of the last turn is appended
+    if the total is at most ``room`` tokens: a pack holds as much as a context.
     Shapes: one value per token.
     """
     length = max((place + 1 for place, is_own in enumerate(own) if is_own), default=0)
@@ -346,7 +347,7 @@ def with_ends_of_turns(
 
 
 def _without_times(record: EpisodeRecord) -> dict[str, Any]:
-    """The record but for how long tools took: the same episode is the same to the bit."""
+    """The record without durations, so that equal episodes are bitwise equal."""
     values = record.as_json()
     turns = [{k: v for k, v in turn.items() if k != "seconds"} for turn in values["turns"]]
     return values | {"turns": turns}
@@ -360,9 +361,9 @@ def _episode_flaw(record: EpisodeRecord) -> Flaw:
     return "truncated" if record.ended in ("turn_limit", "context_limit") else ""
 
 
-#: Told after every decoded token, or so, of (attempts finished, attempts of the batch).
+#: Called about once per decoded token with (attempts finished, attempts of the batch).
 OnStep = Callable[[int, int], None]
-#: Makes a generator that calls ``on_step``, and gives it back with its block.
+#: Opens a generator that calls ``on_step``, and closes it with its block.
 OpenGenerator = Callable[[Any, OnStep], AbstractContextManager[Generator]]
 
 _BATCHES = ".batches"
@@ -388,14 +389,14 @@ def sample_attempts(
     data_dir
         The data stage's folder; ``rl_train.parquet`` is read.
     model_ref
-        What :func:`refiner_core.generation.load.load_model` takes.
+        Reference for :func:`refiner_core.generation.load.load_model`.
     judge
-        Scores answers; of an agent's recipe only assertions in plain language ask it.
+        Scores answers; in an agent's recipe only assertions in plain language.
     generator, tokenizer, environment
-        Made from ``model_ref`` and the recipe where not given.
+        Made from ``model_ref`` and the recipe if not given.
     open_generator
-        Starts servers in the place of a model in this process; it is given the tokenizer and whom
-        to tell of progress.
+        Starts servers instead of a model in this process; called with the tokenizer and a
+        progress callback.
 
     Returns
     -------
@@ -407,7 +408,7 @@ def sample_attempts(
     DataError
         There are no prompts, or no attempt is kept.
     Interrupted
-        A stop was asked for; finished batches are kept.
+        A stop was requested; finished batches are kept.
     JudgeOutage, EnvironmentOutage
         Too many attempts of a batch have no score; the same is kept.
     """
@@ -468,7 +469,7 @@ def _prompts(config: RecipeConfig, path: Path) -> list[PromptRow]:
 
 
 def _write(output_dir: Path, work: _Attempts) -> dict[str, Any]:
-    """All files, one batch in memory at a time but for what is kept."""
+    """Write all files, with one batch in memory at a time besides the kept attempts."""
     name = "answers" if work.environment is None else "episodes"
     tally, kept = Report(work.config.sample, name), list[DemonstrationRow]()
     with writing_attempts(output_dir / "attempts.parquet") as write:

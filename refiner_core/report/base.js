@@ -1,8 +1,8 @@
 "use strict";
-// What all pages do. What is chosen stands in the address after #, so that a page that loads itself
-// again, or a link to it, shows the same: v (view), y (scrolled), d (light or dark), `own` fields of
-// a page, and the value of every control with data-state. Of the elements with data-pick=k the one
-// is shown whose place state[k] is. `leads` says what else a link to a view chooses.
+// Shared behaviour of all pages. The selection is in the address after #, so that a reloaded page, or a
+// link to it, shows the same: v (view), y (scroll position), d (light or dark), `own` fields of a page, and
+// the value of every control with data-state. Of the elements with data-pick=k, the one with index state[k]
+// is shown. `leads` lists further selections of a link to a view.
 const $ = (q, e = document) => e.querySelector(q), $$ = (q, e = document) => [...e.querySelectorAll(q)];
 function reportPage(own = {}, show = () => {}, leads = () => ({})) {
 const body = document.body, views = $$(".view").map(v => v.id), tip = $("#tip"), live = Number(body.dataset.reload || 0);
@@ -84,7 +84,7 @@ document.addEventListener("keydown", event => {
   event.preventDefault();
 });
 
-// ---------------------------------------------------------------- links, and from a claim to its evidence
+// ---------------------------------------------------------------- links, also from a claim to its evidence
 let came = null;
 function follow(claim) {
   const wanted = claim.dataset.cites.split(" ").map(id => document.getElementById(id)).filter(Boolean);
@@ -108,14 +108,14 @@ document.addEventListener("click", event => {
   else { if (at.dataset.view) go(at.dataset.view, leads(at)); $("#main").focus({preventScroll: Boolean(at.dataset.view)}); }
 });
 
-// ---------------------------------------------------------------- the address, paper
+// ---------------------------------------------------------------- address and print
 for (const kind of ["hashchange", "popstate"]) addEventListener(kind, () => { read(); showAll(); });
 let scrolled;
 addEventListener("scroll", () => { clearTimeout(scrolled); scrolled = setTimeout(() => { state.y = String(Math.round(scrollY)); write(); }, 150); }, {passive: true});
 addEventListener("beforeprint", () => { for (const d of $$("main details")) { d.dataset.was = d.open ? "1" : ""; d.open = true; } });
 addEventListener("afterprint", () => { for (const d of $$("main details")) d.open = d.dataset.was === "1"; });
 
-// ---------------------------------------------------------------- while it runs
+// ---------------------------------------------------------------- reload of a running report
 function busy() { const e = document.activeElement; return document.hidden || !getSelection().isCollapsed || (e && e.matches("select, input")); }
 function again() {
   if (paused || busy()) return setTimeout(again, 2000);

@@ -1,6 +1,6 @@
-// Charts, drawn by Bokeh when they come into sight. All texts of a chart are data.
+// Charts, drawn by Bokeh when they scroll into view. All texts of a chart are data.
 const DASHES = ["solid", "dashed", "dotted", "dotdash"];
-function smoothed(values, weight) { // a mean that forgets; gaps stay gaps
+function smoothed(values, weight) { // exponential moving average; gaps stay gaps
   let mean = 0, mass = 0;
   return values.map(v => {
     if (v === null) return NaN;
@@ -46,7 +46,7 @@ function showCharts(state, dark) {
   chartKey = key; chartState = {...state};
   for (const chart of charts) { chart.replaceChildren(); chart.drawn = null; inSight.observe(chart); }
 }
-function isShown(chart, line) { // somebody may have put its line out, or its arm
+function isShown(chart, line) { // false if its line or its arm is hidden
   const box = $(`input[data-line="${line}"]`, chart.closest(".plot-of"));
   return !box || (box.checked && !box.closest(".off"));
 }

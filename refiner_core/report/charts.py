@@ -1,10 +1,10 @@
 """Interactive charts of pages: lines over steps or days, with bands, points and notes.
 
 In: series. Out: a chart as JSON values for ``parts.html.jinja``, and a summary of each series in
-numbers, which print and screen readers have instead. ``charts.js`` draws it with BokehJS when it
-comes into sight. The script comes from the wheel of bokeh and stands in the page itself, so that
+numbers for print and screen readers. ``charts.js`` draws it with BokehJS when it
+scrolls into view. The script comes from the wheel of bokeh and is part of the page itself, so that
 it works from any disk, without a network and without ``eval``. Python's side of bokeh is not used:
-it takes a second to import and a tenth of a second for each figure.
+it takes a second to import and a tenth of a second per figure.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from markupsafe import Markup
 from refiner_core.report.drawing import dash_of, style_of
 from refiner_core.report.printing import finite, plain
 
-#: Points of all charts of a page, and the fewest of one series.
+#: Points of all charts of a page, and the minimum of one series.
 MOST_POINTS, _FEWEST_POINTS = 30_000, 8
 #: Vertical lines of a chart.
 _MOST_MARKS = 60
 
 
 class Series(NamedTuple):
-    """A line of a chart: ``values`` over ``steps``, None where there is none.
+    """A line of a chart: ``values`` over ``steps``, None if missing.
 
     ``low`` and ``high`` are the ends of its band. ``place`` (among arms or models) decides its
-    colour and dashes; ``notes`` say more of each point.
+    colour and dashes; ``notes`` describe each point.
     """
 
     name: str
@@ -49,7 +49,7 @@ def chart(
     Parameters
     ----------
     of
-        How many series all charts of the page have: each gets its part of the page's points.
+        Number of series in all charts of the page: each gets its part of the page's points.
     marks
         Steps with a vertical line.
     days
@@ -79,8 +79,8 @@ def _rounded(value: float | None) -> float | None:
 
 
 def kept_places(values: Sequence[float | None], most: int) -> list[int]:
-    """Places of about ``most`` values: of each stretch its lowest, its highest and its first gap,
-    so that neither a spike nor a hole is thinned away. The ends stay."""
+    """Indices of about ``most`` values: of each section its lowest, its highest and its first gap,
+    so that thinning keeps spikes and gaps. The ends stay."""
     size = len(values)
     if size <= most:
         return list(range(size))
@@ -97,8 +97,8 @@ def kept_places(values: Sequence[float | None], most: int) -> list[int]:
 
 
 def summary(one: Series) -> dict[str, Any]:
-    """A series in numbers: (step, value) of its first, last, lowest and highest point, None where
-    it has no finite value, and how many values are ``missing``."""
+    """A series in numbers: (step, value) of its first, last, lowest and highest point, None if
+    it has no finite value, and the number of ``missing`` values."""
     pairs = zip(one.steps, map(finite, one.values), strict=True)
     known = [(step, value) for step, value in pairs if value is not None]
     found = (
@@ -116,7 +116,7 @@ def summary(one: Series) -> dict[str, Any]:
 
 @lru_cache
 def library() -> Markup:
-    """BokehJS, as its wheel has it."""
+    """BokehJS from its wheel."""
     scripts = files("bokeh").joinpath("server/static/js")
     names = ("bokeh.min.js", "bokeh-api.min.js")
     return Markup("\n".join(scripts.joinpath(n).read_text(encoding="utf-8") for n in names))

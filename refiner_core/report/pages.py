@@ -1,10 +1,9 @@
-"""Parts that all pages of reports share: colours, script, security policy, forms of values.
+"""Shared parts of all report pages: colours, script, security policy, formatting of values.
 
-In: the package of a page, which has its ``page.html.jinja``, ``page.css`` and ``page.js``. Out: its
-parts, with ``base.css``, ``base.js`` and ``charts.js`` put before its own, and the library of
-charts where it has some. Scripts are known by their hashes, so that a content security policy lets
-no other run. Templates
-escape everything, show what no file can hold by a sign, and may import macros of this package.
+In: the package of a page, with its ``page.html.jinja``, ``page.css`` and ``page.js``. Out: its
+parts, with ``base.css``, ``base.js`` and ``charts.js`` prepended, and the chart library if it has
+charts. A content security policy allows only these scripts, by hash. Templates escape everything,
+replace characters that cannot be encoded, and may import macros of this package.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from refiner_core.report import drawing, printing
 from refiner_core.report.charts import library
 
 _HERE = "refiner_core.report"
-#: Characters of a value, and values of one list or mapping, that are shown.
+#: Limits on characters of a value, and on values of one list or mapping.
 MOST_OF_LEAF, MOST_IN_TREE = 2_000, 300
-#: Script of a page that only hides, leads and remembers.
+#: Script of a page that only hides, navigates and remembers.
 _BEGIN = "reportPage().begin();"
 
 
 def parts_of(package: str, *, charts: bool, script: str | None = None) -> Mapping[str, Any]:
-    """The parts of the page that lies in a package: ``template``, ``style``, ``scripts``, and
-    ``policy``, its content security policy. Only a page with ``charts`` carries their library;
-    one without a ``script`` of its own has what all pages do."""
+    """The parts of a package's page: ``template``, ``style``, ``scripts``, and ``policy``, its
+    content security policy. Only a page with ``charts`` includes their library; one without a
+    ``script`` of its own has the shared script."""
     names = ("base.js", "charts.js") if charts else ("base.js",)
     own = _BEGIN if script is None else read(package, script)
     whole = Markup("".join([*(read(_HERE, name) for name in names), own]))
@@ -59,7 +58,7 @@ def _hash_of(script: str) -> str:
 
 @lru_cache
 def _base_style() -> str:
-    """The style sheet of all pages: dark where the reader's system is, or where they chose so
+    """The style sheet of all pages: dark if the reader's system is, or by choice
     (``data-scheme`` of the root)."""
     light, dark = read(_HERE, "light.css"), read(_HERE, "dark.css")
     return (
@@ -78,9 +77,9 @@ def read(package: str, name: str) -> str:
 
 @lru_cache
 def template_of(package: str, name: str) -> Template:
-    """A template of a package. What stands in braces is escaped, in ``*.md.jinja`` for Markdown:
-    texts of people and of policies open no table, link or tag, and call nobody by name. In
-    ``*.txt.jinja`` it is what no terminal obeys."""
+    """A template of a package. Inserted values are escaped; in ``*.md.jinja`` for Markdown: texts
+    of people and policies start no table, link, tag or mention. In ``*.txt.jinja`` they are made
+    safe for terminals."""
     return _environment(name.split(".")[-2]).from_string(read(package, name))
 
 
@@ -111,7 +110,7 @@ def _code(text: str) -> Markup:
 
 
 def values(report: Any) -> dict[str, Any]:
-    """A whole report as JSON values, its version first: without what JSON or UTF-8 cannot hold."""
+    """A whole report as JSON values, its version first, without unencodable values."""
     return dict(_clean(to_json(report)))
 
 
@@ -131,7 +130,7 @@ def _clean(value: Any) -> Any:
 
 
 def leaf(value: Any) -> str:
-    """A value that has no parts, in words; the middle of a long one is left out."""
+    """A leaf value in words; the middle of a long one is left out."""
     if value is None or value == "" or value == {} or value == []:
         return printing.MISSING
     if isinstance(value, bool):

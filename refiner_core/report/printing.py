@@ -1,7 +1,7 @@
-"""Numbers of a report as people read them; page, Markdown and terminal print alike.
+"""Number formats of reports, shared by page, Markdown and terminal.
 
-In: numbers, None where there is none. Out: text. How many digits are shown follows from how well a
-number is known: two significant digits of half its interval. What is missing is a dash, never a 0
+In: numbers, None for missing ones. Out: text. The number of digits follows from the precision:
+two significant digits of half the interval. A missing number is a dash, never a 0
 and never ``nan``.
 """
 
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 MISSING = "—"
 MINUS = "\u2212"
 _MOST_DECIMALS = 6
-#: What Markdown obeys: brackets only where a link follows, an underscore only at a word's edge.
+#: Characters special to Markdown: brackets only before a link, an underscore only at a word's edge.
 _SPECIAL = re.compile(r"([\\`*|~#]|\[(?=[^\]]*\][(\[])|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z]))")
 
 
 def finite(value: Any) -> float | None:
-    """The number, or None for what is no finite number."""
+    """The number, or None if it is not finite."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return value if known else None
 
@@ -39,13 +39,13 @@ def decimals_for(width: float | None, value: float | None = None) -> int:
 
 
 def decimals_of(value: float | None, low: float | None, high: float | None) -> int:
-    """The same of a number and its interval."""
+    """Decimals for a number with its interval."""
     width = None if finite(low) is None or finite(high) is None else high - low  # type: ignore[operator]
     return decimals_for(width, value)
 
 
 def number(value: float | None, decimals: int = 3, *, signed: bool = False) -> str:
-    """``0.612``, ``+0.031``, ``−0.031``; a dash where there is none."""
+    """``0.612``, ``+0.031``, ``−0.031``; a dash if missing."""
     if value is None or not math.isfinite(value):
         return MISSING
     text = f"{value:{'+' if signed else ''}.{decimals}f}"
@@ -55,12 +55,12 @@ def number(value: float | None, decimals: int = 3, *, signed: bool = False) -> s
 
 
 def short(value: float | None) -> str:
-    """``0.6123``: four digits, of a number of any size."""
+    """``0.6123``: four significant digits."""
     return MISSING if finite(value) is None else f"{value:.4g}".replace("-", MINUS)
 
 
 def interval(low: float | None, high: float | None, decimals: int = 3) -> str:
-    """``[0.59, 0.63]``, or nothing where either end is missing."""
+    """``[0.59, 0.63]``, or nothing if either end is missing."""
     if finite(low) is None or finite(high) is None:
         return ""
     return f"[{number(low, decimals)}, {number(high, decimals)}]"
@@ -86,7 +86,7 @@ def estimate(
 
 
 def measured(entry: Mapping[str, Any], missing: str = "-") -> str:
-    """``0.512 [0.480, 0.543]``, of a recorded number: as terminals and messages have it."""
+    """``0.512 [0.480, 0.543]`` for a recorded number, in terminals and messages."""
     value, low, high = (entry.get(key) for key in ("value", "low", "high"))
     if value is None:
         return missing
@@ -103,13 +103,13 @@ def p_text(p: float | None) -> str:
 
 
 def p_phrase(p: float | None) -> str:
-    """``= 0.21``, ``< 0.001``: for after ``p``."""
+    """``= 0.21``, ``< 0.001``: for use after ``p``."""
     text = p_text(p)
     return text if text.startswith("<") else f"= {text}"
 
 
 def hours(value: float | None) -> str:
-    """Hours of something."""
+    """Hours as text."""
     if value is None or not math.isfinite(value):
         return MISSING
     if 0 < value < 0.001:
@@ -136,7 +136,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(count: int | None) -> str:
-    """``12.3 MB``: bytes, by thousands."""
+    """``12.3 MB``: bytes, in decimal units."""
     if count is None:
         return MISSING
     for unit, above in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -146,7 +146,7 @@ def size(count: int | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """``7.2 s``, ``3 min 05 s``, ``2 h 04 min``: of a length that columns keep."""
+    """``7.2 s``, ``3 min 05 s``, ``2 h 04 min``: of similar width, for columns."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -156,7 +156,7 @@ def clock(seconds: float) -> str:
 
 
 def count(value: int | None) -> str:
-    """``12 800``: digits in threes, apart by a space that no line breaks at."""
+    """``12 800``: digits in groups of three, with non-breaking spaces."""
     return MISSING if value is None else f"{value:,}".replace(",", "\u202f")
 
 
@@ -166,13 +166,13 @@ def counted(value: int, one: str, many: str = "") -> str:
 
 
 def total(values: Iterable[float | None]) -> float | None:
-    """The sum of what is known; None where nothing is."""
+    """The sum of the known values; None if none is known."""
     known = [v for v in values if v is not None and math.isfinite(v)]
     return math.fsum(known) if known else None
 
 
 def moment(at: str) -> str:
-    """``2026-11-21 12:34 UTC``; what is no time stays as it is."""
+    """``2026-11-21 12:34 UTC``; text that is no time stays unchanged."""
     try:
         found = datetime.fromisoformat(at)
     except ValueError:
@@ -181,38 +181,38 @@ def moment(at: str) -> str:
 
 
 def whole(text: str) -> str:
-    """Text without halves of characters, which no file can hold; all else as it is."""
+    """Text without unpaired surrogates, which cannot be encoded."""
     return text.encode("utf-8", "replace").decode()
 
 
 def plain(text: str) -> str:
-    """Text that every file can hold and no terminal obeys: control characters and halves of
-    characters are shown by a sign of their own."""
+    """Text that is safe for files and terminals: control characters and unpaired surrogates are
+    replaced by a sign."""
     return text.translate(_SIGNS)
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
+    """Text escaped for Markdown, on one line."""
     line = " ".join(plain(text).split())
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _SPECIAL.sub(r"\\\1", line).replace("@", "&#64;")
 
 
 def piped(text: str) -> str:
-    """Text of our own, on one line, that does not end a cell of Markdown."""
+    """Trusted text, on one line, that does not end a cell of Markdown."""
     return " ".join(text.replace("|", "\\|").split())
 
 
 def table(
     header: Collection[str], rows: Iterable[Iterable[str]], cell: Callable[[str], str] = escaped
 ) -> str:
-    """A table in Markdown; ``cell`` makes text one that does not end a cell."""
+    """A table in Markdown; ``cell`` escapes the text of a cell."""
     head, *body = ("| " + " | ".join(map(cell, row)) + " |" for row in (header, *rows))
     return "\n".join([head, "|" + "---|" * len(header), *body])
 
 
 def folded(text: str, head: str = "", width: int = 98) -> str:
-    """Text behind its head, folded below itself."""
+    """Text after its head, wrapped with a hanging indent."""
     lines = textwrap.fill(
         text, width, initial_indent=head, subsequent_indent=" " * len(head),
         break_long_words=False, break_on_hyphens=False,
@@ -223,7 +223,7 @@ def folded(text: str, head: str = "", width: int = 98) -> str:
 def table_lines(
     rows: Iterable[Sequence[str]], header: Sequence[str] = (), indent: str = ""
 ) -> Iterator[str]:
-    """A plain table: columns padded, the last one free to run on."""
+    """A plain table: columns padded, the last one unlimited."""
     # A line end within a cell would look like a row.
     said = ([header] if header else []) + list(rows)
     cells = [[" ".join(str(cell).splitlines()) for cell in row] for row in said]
@@ -250,7 +250,7 @@ class Section(NamedTuple):
 
 
 def document(title: str, lead: str, sections: Iterable[Section]) -> str:
-    """Sections in Markdown, of text of our own."""
+    """Sections in Markdown, of trusted text."""
     parts = [f"# {title}", lead]
     for section in sections:
         parts += [f"## {section.title}", *section.words]

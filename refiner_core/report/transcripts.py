@@ -1,9 +1,9 @@
-"""Answers, prompts and agents' attempts as pages show them: marked, bounded, never obeyed.
+"""Answers, prompts and agents' attempts on pages: marked, bounded, escaped.
 
-In: texts as policies have sampled them, which may hold anything, and the JSON of
+In: texts sampled by policies, which may contain anything, and the JSON of
 :class:`~refiner_core.environments.protocol.EpisodeRecord`, which may be older than this code. Out:
 escaped markup, in which a claim in its snippet tag is a mark that names its ids, and plain lines
-that templates escape. A page holds a bounded number of characters; what is left out is said.
+that templates escape. A page holds a bounded number of characters, and reports omissions.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ MOST_OF_ANSWER = 4_000
 MOST_OF_PROMPT = 16_000
 #: Characters of all answers and judgements of a page.
 MOST_IN_ALL = 600_000
-#: Judgements of an answer, and parts of its reward, that are shown.
+#: Shown judgements of an answer, and parts of its reward.
 MOST_JUDGEMENTS, MOST_PARTS = 24, 40
-#: What an answer has not by itself.
+#: Fields that an answer itself does not have.
 _BARE: Row = {"reward": None, "status": "", "finish_reason": "", "failed": "", "parts": ()}
 
 
 def shown_example(prompt: str, answers: Sequence[Row], name: str, of: int) -> dict[str, Any]:
-    """A prompt and as many of its answers or attempts, two in any case, as one of so many prompts
-    may have on a page; ``name`` keeps its anchors apart from those of others."""
+    """A prompt and at least two of its answers or attempts, as many as fit as one of ``of`` prompts
+    on a page; ``name`` keeps its anchors apart from those of others."""
     room = MOST_IN_ALL // max(1, of) - min(len(prompt), MOST_OF_PROMPT)
     kept: list[Row] = []
     for answer in answers:
@@ -60,7 +60,7 @@ def shown_example(prompt: str, answers: Sequence[Row], name: str, of: int) -> di
 
 
 def _shown(said: Row, evidence: _Evidence) -> dict[str, Any]:
-    """An answer or an attempt as it is shown."""
+    """An answer or an attempt for display."""
     kept = said["judgements"][:MOST_JUDGEMENTS]
     claims: dict[Any, dict[str, Any]] = {}
     rubrics: list[Mapping[str, Any]] = []
@@ -88,7 +88,7 @@ def _shown(said: Row, evidence: _Evidence) -> dict[str, Any]:
 
 
 class _Span(NamedTuple):
-    """A piece of a text: in a snippet (``ids`` are those it names, perhaps none) or not (None);
+    """A piece of a text: in a snippet (``ids`` are its ids, perhaps none) or not (None);
     ``before`` and ``after`` are the snippet's own tags."""
 
     text: str
@@ -98,9 +98,9 @@ class _Span(NamedTuple):
 
 
 def spans(text: str, *, any_case: bool = False) -> Iterator[_Span]:
-    """A text cut at its snippet tags, as an answer's claims are cut; put together again, the
-    pieces are the text. A tag that is broken, that closes nothing or (but with ``any_case``, as
-    prompts are read) is not in lower case is text."""
+    """A text split at its snippet tags, as an answer's claims are; joined, the pieces give the
+    text. A tag that is broken, that closes nothing or that is not in lower case (unless
+    ``any_case``, as in prompts) is text."""
     at = 0
     opened: tuple[tuple[str, ...], str] | None = None
     for tag in scan_tags(text):
@@ -122,14 +122,14 @@ def spans(text: str, *, any_case: bool = False) -> Iterator[_Span]:
 
 
 def tagged(span: _Span) -> Markup:
-    """A span with its tags, as they were written."""
+    """A span with its original tags."""
     kind = Markup('<span class="tag">{}</span>')
     before, after = (kind.format(t) if t else Markup("") for t in (span.before, span.after))
     return before + escape(span.text) + after
 
 
 def left_out(characters: int) -> Markup:
-    """The sign for characters that are not shown; nothing where none are."""
+    """Sign for omitted characters; empty if there are none."""
     if characters <= 0:
         return Markup("")
     return Markup('<span class="cut"> … {} characters more are in report.json</span>').format(
@@ -146,8 +146,8 @@ _UNCITED = Markup(
 
 @dataclass(frozen=True)
 class _Evidence:
-    """A prompt as it is shown: ``anchors`` are the elements of its snippets by id; ``known`` is
-    every id that may be cited."""
+    """A prompt for display: ``anchors`` are the elements of its snippets by id; ``known`` is
+    every citable id."""
 
     markup: Markup
     anchors: dict[str, str]
@@ -155,8 +155,8 @@ class _Evidence:
 
 
 def evidence_of(prompt: str, answers: Iterable[str], name: str) -> _Evidence:
-    """The prompt with its snippets marked, those that an answer cites more strongly; ``name``
-    keeps anchors of prompts apart. A web page's opening tag may be cited too."""
+    """The prompt with its snippets marked, cited ones more strongly; ``name`` keeps anchors of
+    prompts apart. A web page's opening tag may be cited too."""
     known = frozenset(parse_evidence(prompt).texts)
     cited = {i for text in answers for span in spans(text[:MOST_OF_ANSWER]) for i in span.ids or ()}
     anchors: dict[str, str] = {}
@@ -191,7 +191,7 @@ def evidence_of(prompt: str, answers: Iterable[str], name: str) -> _Evidence:
 
 
 def answer_markup(text: str, evidence: _Evidence) -> Markup:
-    """An answer with its claims numbered as its judgements number them."""
+    """An answer with its claims numbered as in its judgements."""
     shown, body = plain(text[:MOST_OF_ANSWER]), parse_answer(text).body
     start = end = 0
     if body is not None:
@@ -233,7 +233,7 @@ def _claim(span: _Span, evidence: _Evidence, number: int) -> Markup:
     )
 
 
-#: Characters of one message, and of a whole attempt, on a page; an attempt's size for its bound.
+#: Limits on characters of a message and of an attempt on a page; size of an attempt in estimates.
 MOST_OF_MESSAGE = 2_000
 MOST_OF_EPISODE = 16_000
 _MOST_CHECKS = 60
@@ -254,14 +254,14 @@ _REFUSED = {
 
 
 def _said(who: str, label: str, text: str, trouble: str = "", again: str = "") -> Row:
-    """One thing in a transcript. ``who`` is the user, the agent, a call or a tool, ``label`` its
-    name; ``trouble`` what was wrong with it; ``again`` is what was sampled beside it where a turn
-    was sampled twice."""
+    """One entry of a transcript. ``who`` is the user, the agent, a call or a tool, ``label`` its
+    name; ``trouble`` its fault; ``again`` is the other sample of a turn that was sampled
+    twice."""
     return {"who": who, "label": label, "text": text, "trouble": trouble, "again": again}
 
 
 def conversation(episode: Mapping[str, Any]) -> dict[str, Any]:
-    """An attempt as it is shown; ``left_out`` counts the messages that do not fit."""
+    """An attempt for display; ``left_out`` counts the omitted messages."""
     everything = list(_everything(episode))
     ends = itertools.accumulate(map(_size, everything))
     fitting = [turn for turn, end in zip(everything, ends, strict=True) if end <= MOST_OF_EPISODE]
@@ -285,7 +285,7 @@ def _size(said: Row) -> int:
 
 
 def size_of(episode: Mapping[str, Any]) -> int:
-    """Characters that an attempt takes on a page, about."""
+    """Approximate characters of an attempt on a page."""
     found = sum(_size(said) + 120 for said in _everything(episode))
     return min(found, MOST_OF_EPISODE) + 120 * len(episode.get("checks") or ())
 
@@ -329,14 +329,14 @@ def _turn(label: str, turn: Mapping[str, Any], answered_by: set[str]) -> Row:
     name, arguments = str(call.get("name")), call.get("arguments") or {}
     spoken = next(iter(arguments.values()), None)
     if len(arguments) == 1 and isinstance(spoken, str) and spoken and answered_by == {"user"}:
-        # A call that has nothing but words.
+        # A call with nothing but words.
         return _said("agent", f"{label}, to the user ({name})", spoken, trouble, again)
     said = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
     return _said("call", label, f"{name}({said})", trouble, again)
 
 
 def attempts_of(answers: Iterable[Row]) -> list[int]:
-    """Numbers of the attempts that are shown, ascending."""
+    """Numbers of the shown attempts, ascending."""
     return sorted({answer["sample_index"] for answer in answers if answer["episode"] is not None})
 
 
@@ -344,9 +344,9 @@ def attempts_of(answers: Iterable[Row]) -> list[int]:
 
 
 def attempts_tables(rows: Sequence[Row], arms: Sequence[str]) -> list[dict[str, Any]]:
-    """Attempts of the arms given, a table for each model and way of measuring. A row per arm and
-    domain, and where there are several domains one of all of them; classes of failures and kinds of
-    errors that occur."""
+    """Attempts of the given arms, a table for each model and way of measuring. One row per arm and
+    domain, and with several domains one of their sum; columns for the classes of failures and kinds
+    of errors that occur."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
         if row["arm"] in arms:
@@ -373,7 +373,7 @@ def _all_of(rows: Sequence[Row]) -> Row:
 
 
 def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Counts of one kind, added up by name."""
+    """Counts of one kind, summed by name."""
     whole: Counter[str] = Counter()
     for found in counts:
         whole.update(found)

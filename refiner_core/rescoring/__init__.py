@@ -1,9 +1,9 @@
-"""Rescoring: the worth of stored rollouts under other settings. Pure, torch-free.
+"""Rescoring of stored rollouts under other settings. Pure, torch-free.
 
-In: rollouts as they were stored, with their judgements, and settings of reward and judge. Out: the
-same rollouts' totals and advantages under each, how far they agree, tables.
+In: stored rollouts with their judgements, and settings of reward and judge. Out: the
+rollouts' totals and advantages under each setting, their agreement, tables.
 
-``rollouts`` reads rows, says what would be asked and what is known already, gives totals and
-advantages and holds them against what was stored; ``compare`` makes numbers of them, ``document``
-shows those.
+``rollouts`` reads rows, finds the questions and the known judgements, computes totals and
+advantages and compares them with the stored ones; ``compare`` summarises them, ``document``
+renders the summary.
 """

@@ -1,28 +1,28 @@
 """Comparison of two scorings of the same rollouts, in numbers with intervals.
 
-In: rollouts and two scorings of them (:class:`~refiner_core.rescoring.rollouts.Scores`), first what
-is compared with. Out: numbers by name, as ``rescore.json`` has them. Every share is a numerator, a
-denominator and an interval of 95 % over prompts, since samples of one prompt resemble each other.
+In: rollouts and two scorings of them (:class:`~refiner_core.rescoring.rollouts.Scores`), the
+baseline first. Out: numbers by name, as in ``rescore.json``. Every share is a numerator, a
+denominator and a 95 % interval over prompts, since samples of one prompt are correlated.
 
-What is counted over what:
+Definitions:
 
 ================  ===================================  ===========================================
 number            of                                   over
 ================  ===================================  ===========================================
 kendall           advantages within a group (tau-b),   groups in which neither side is constant
                   mean over groups
-best_changed      groups that share no best sample     groups with two or more samples that are
-                                                       scored on both sides
+best_changed      groups that share no best sample     groups with two or more samples scored
+                                                       on both sides
 no_signal         groups without spread                groups with two or more scored samples
 sign_changed      advantages that change sign          samples with an advantage on both sides
-means             a component of the reward            samples that are scored on both sides
+means             a component of the reward            samples scored on both sides
 ================  ===================================  ===========================================
 
-Rewards that differ by rounding alone are equal, as they are in training.
+Rewards that differ only by rounding are equal, as in training.
 
-Where two judges judged the same thing, their agreement is told by criterion (:func:`judges_agree`).
-Policies that were asked the same prompts make a judge x policy matrix (:func:`make_matrix`): a mean
-with an interval per cell, and each setting's ranking of the policies.
+If two judges judged the same questions, their agreement is reported by criterion
+(:func:`judges_agree`). Policies with the same prompts give a judge x policy matrix
+(:func:`make_matrix`): a mean with an interval per cell, and each setting's ranking of the policies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from refiner_core.evaluation.statistics import Estimate, estimate
 from refiner_core.judge_report.measures import agreement, plain
 from refiner_core.rescoring.rollouts import METRICS, Scores, StoredRollout, described, groups_of
 
-#: An advantage that is smaller has no sign: it is what rounding leaves of a mean.
+#: A smaller advantage has no sign: it is a rounding error of a mean.
 NO_SIGN = 1e-6
 RESAMPLES = 1000
 _SIDES = ("baseline", "setting")
@@ -52,8 +52,8 @@ def compare(
     *,
     resamples: int = RESAMPLES,
 ) -> dict[str, Any]:
-    """Hold the second scoring against the first: see the table in the module's docstring. ``means``
-    maps a component to its mean under both; ``unscored`` counts the rollouts that have no total
+    """Compare the second scoring with the first: see the table in the module's docstring. ``means``
+    maps a component to its mean under both; ``unscored`` counts the rollouts without a total
     under each."""
     groups, sides = groups_of(rollouts), dict(zip(_SIDES, (first, second), strict=True))
     prompts = [rollout.prompt.sample_id for rollout in rollouts]
@@ -116,7 +116,7 @@ def _group_row(
 
 
 def _levels(values: Sequence[float]) -> npt.NDArray[np.int64]:
-    """Place of each value among the distinct ones; those that differ by rounding alone are one."""
+    """Rank of each value among the distinct ones; values that differ only by rounding are equal."""
     return np.unique(np.round(values, 9), return_inverse=True)[1]
 
 
@@ -128,7 +128,7 @@ def best_samples(totals: Sequence[float]) -> frozenset[int]:
 
 def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Kendall's tau-b (Kendall 1945, "The treatment of ties in ranking problems", Biometrika
-    33:239-251) of totals in one group; None where a side is constant. Advantages of a group have
+    33:239-251) of totals in one group; None if a side is constant. Advantages of a group have
     the order of its totals."""
     from scipy.stats import kendalltau
 
@@ -137,14 +137,14 @@ def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def sign_changes(a: float, b: float) -> bool:
-    """True if two advantages of a sample push in opposite directions."""
+    """True if two advantages of a sample have opposite signs."""
     return a * b < 0 and min(abs(a), abs(b)) > NO_SIGN
 
 
 def judges_agree(
     rollouts: Sequence[StoredRollout], first: Scores, second: Scores, *, resamples: int = 1000
 ) -> list[dict[str, Any]]:
-    """Agreement of the judgements that both scorings have, of each kind of question."""
+    """Agreement of the judgements in both scorings, for each kind of question."""
     rows = []
     for rollout, *both in zip(rollouts, first.results, second.results, strict=True):
         one, other = ({described(e): e for e in result.judgements} for result in both)
@@ -160,12 +160,12 @@ def judges_agree(
     ]
 
 
-#: Scores of a policy's rollouts: per setting, one value per rollout.
+#: Scores of a policy's rollouts: one value per rollout, by setting.
 Values = Mapping[str, Sequence[float | None]]
 
 
 def prompts_of(rollouts: Sequence[StoredRollout]) -> dict[str, str]:
-    """Prompt id -> what was asked."""
+    """Prompt id -> prompt text."""
     return {r.prompt.sample_id: r.prompt.prompt_text for r in rollouts}
 
 
@@ -184,8 +184,8 @@ def common_prompts(
     if not ids:
         raise ConfigurationError(
             f"{', '.join(policies)} have no prompt in common",
-            expected="policies that were asked the same",
-            fix="choose --steps in which they were asked the same, or use `--from evaluation`",
+            expected="policies with common prompts",
+            fix="choose --steps with common prompts, or use `--from evaluation`",
         )
     return {
         name: [r for r in rollouts if r.prompt.sample_id in ids]
@@ -200,19 +200,19 @@ def make_matrix(
     *,
     resamples: int = RESAMPLES,
 ) -> dict[str, Any]:
-    """The matrix of a metric. Settings stand in the order in which the first policy has them.
+    """The matrix of a metric. Settings have the order of the first policy.
 
     ``cells`` are by policy, then setting, with their intervals; ``ranks`` by setting, then policy,
-    best first: 1 is the best, and policies of one mean have one rank.
+    best first: 1 is the best, and policies with equal means share a rank.
 
     Parameters
     ----------
     metric
-        What is averaged, for people.
+        Name of the averaged metric, for people.
     policies
         Rollouts by policy, on the same prompts (:func:`common_prompts`).
     values
-        By policy and setting, one value per rollout; None where there is none.
+        By policy and setting, one value per rollout; None if missing.
     """
     cells: dict[str, dict[str, Estimate | None]] = {}
     for name, rollouts in policies.items():
@@ -224,7 +224,7 @@ def make_matrix(
     means = pd.DataFrame(
         {name: {s: e.value for s, e in row.items() if e} for name, row in cells.items()}
     ).T
-    # Rounded, so that what rounding has left of equal means is one rank.
+    # Rounded, so that rounding errors of equal means give one rank.
     ranks = means.round(9).rank(method="min", ascending=False)
     return {
         "metric": metric,

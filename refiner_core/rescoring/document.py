@@ -1,8 +1,8 @@
 """Results of a rescoring: one JSON document, and its sections for a terminal.
 
-In: policies, settings, comparisons, a matrix, bills as plain values, as they stand in
-``rescore.json``: every share has its numerator and denominator, every number its interval. Out:
-sections with words and tables.
+In: policies, settings, comparisons, a matrix, bills as plain values, as in ``rescore.json``: every
+share has its numerator and denominator, every number its interval. Out: sections with words and
+tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COUNTED = ("questions", "reused", "stored", "asked", "failed")
 
 
 def sections(document: Mapping[str, Any]) -> Iterator[Section]:
-    """Everything that a person reads, in order."""
+    """All displayed sections, in order."""
     fidelity = document["fidelity"].items()
     yield Section("Stored rewards", tuple(fidelity_line(*each) for each in fidelity))
     for policy in (p["name"] for p in document["policies"]):
@@ -53,7 +53,7 @@ def sections(document: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def _comparison_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of numbers with an arrow, baseline to setting."""
+    """A row with arrows from baseline to setting."""
     return (
         entry["setting"],
         measured(entry["kendall"] or {}, MISSING),
@@ -90,7 +90,7 @@ def _matrix_rows(matrix: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def fidelity_line(name: str, found: Mapping[str, Any]) -> str:
-    """Sentence on how far a policy's own settings give back what was stored."""
+    """Sentence on how well a policy's own settings reproduce the stored values."""
     if not found["exact"]:
         return f"warning: {name}: {found['warning']}"
     advantages = "" if found["advantages"] is None else " and advantages"
@@ -101,11 +101,11 @@ def fidelity_line(name: str, found: Mapping[str, Any]) -> str:
 
 
 def judged_line(document: Mapping[str, Any]) -> str:
-    """In one sentence, whether anybody was asked."""
+    """Sentence on the calls to servers, if any."""
     bills = document["judging"]
     asked = sum(bill["asked"] for bill in bills if bill["calls"])
     if not asked:
-        return "No server was asked: all judgements were known, or need none."
+        return "No server was asked: all judgements were known or not needed."
     calls = sum(bill["calls"] for bill in bills)
     failed = sum(bill["failed"] for bill in bills)
     lost = f"; {failed} failed, and their rollouts are unscored" if failed else ""

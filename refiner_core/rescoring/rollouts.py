@@ -1,12 +1,12 @@
-"""Stored rollouts and evaluation samples as values, the questions that judging them asks, and their
-totals and advantages: as they were stored, and under other settings.
+"""Stored rollouts and evaluation samples as values, their questions, and their totals and
+advantages, as stored and under other settings.
 
-In: rows of Parquet files and the prompts that they were sampled from; settings of a reward; a
-judge. Out: :class:`StoredRollout` values in the order of their rows, their groups (samples of one
-prompt, whose advantages are relative to each other), their questions, judges that answer from what
-is recorded; :class:`Scores`, parallel to the rollouts; and :func:`fidelity`: whether the run's own
-settings give back to the bit what was stored, without which no difference between settings would
-mean anything.
+In: rows of Parquet files and their prompts; settings of a reward; a judge. Out:
+:class:`StoredRollout` values in the order of their rows, their groups (samples of one
+prompt, whose advantages are relative to each other), their questions, judges that answer from
+records; :class:`Scores`, parallel to the rollouts; and :func:`fidelity`: whether the run's own
+settings reproduce the stored values to the bit, without which no difference between settings
+would be meaningful.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.training.rollouts.rollout import DropReason, Normalization, group_advantages
 
 _COMPONENT = "reward/"
-#: Metric of an evaluation's sample -> component of the reward that it is.
+#: Metric of an evaluation's sample -> component of the reward.
 _OF_SAMPLES = {
     "rubric_score": "rubric",
     **{
@@ -44,16 +44,16 @@ _OF_SAMPLES = {
 
 @dataclass(frozen=True)
 class StoredRollout:
-    """One sample with the reward that it was given.
+    """One sample with its stored reward.
 
     Attributes
     ----------
     group
-        Which samples it is compared with: its step (or decoding) and prompt.
+        Samples it is compared with: its step (or decoding) and prompt.
     stopped
-        Whether it ended by itself instead of at the length limit.
+        Whether it ended by itself, not at the length limit.
     result, advantage
-        As stored; no total or advantage where the judge failed. An evaluation stores no advantages.
+        As stored; no total or advantage if the judge failed. An evaluation stores no advantages.
     """
 
     group: str
@@ -79,7 +79,7 @@ def stored_rollouts(
     found = []
     by_id = {prompt.sample_id: prompt for prompt in prompts}
     for row in rows:
-        # By position where a row says one, since ids need not be unique.
+        # By position if a row has one, since ids need not be unique.
         position, wanted = row.get("prompt_index"), str(row["sample_id"])
         there = prompts[position] if position is not None and position < len(prompts) else None
         prompt = there if there and there.sample_id == wanted else by_id.get(wanted)
@@ -88,7 +88,7 @@ def stored_rollouts(
                 f"The prompt {wanted} of a stored rollout is not among the {len(prompts)} prompts "
                 "of the run's data",
                 expected="the prompts that the rollouts were sampled from",
-                fix="bring the output of the run's data stage back as it was",
+                fix="restore the output of the run's data stage",
             )
         if decoding:
             group = f"{decoding}, {row['sample_id']}"
@@ -129,29 +129,29 @@ def groups_of(rollouts: Sequence[StoredRollout]) -> dict[str, list[int]]:
 
 
 def some_groups(rollouts: Sequence[StoredRollout], count: int) -> list[StoredRollout]:
-    """All samples of ``count`` groups, drawn by their names: the same ones each time, and of more
-    groups those of fewer are a part. All groups where there are no more."""
+    """All samples of ``count`` groups, drawn by their names: deterministic, and nested for
+    different counts. All groups if there are no more."""
     names = sorted(groups_of(rollouts), key=lambda n: hashlib.sha256(n.encode()).digest())
     chosen = set(names[:count])
     return [rollout for rollout in rollouts if rollout.group in chosen]
 
 
-#: No part of what a judgement is.
+#: Fields without effect on judgements.
 _NOT_OF_A_JUDGEMENT = ("max_failed_share",)
 _VERDICT = ("score", "status", "detail", "title", "polarity", "weight", "source")
-#: Question to a judge, and its description where its judgement is stored.
+#: Question to a judge, with the key of its stored judgement.
 Question = tuple[JudgeRequest, Mapping[str, Any]]
 
 
 def judge_identity(config: JudgeConfig, prompts_digest: str | None = None) -> dict[str, Any]:
-    """All that makes two judges the same one.
+    """Settings that identify a judge.
 
     Parameters
     ----------
     config
         The judge.
     prompts_digest
-        Of its prompts at the time that is meant; none is today's.
+        Of its prompts at the time in question; None: today's.
 
     Raises
     ------
@@ -159,7 +159,7 @@ def judge_identity(config: JudgeConfig, prompts_digest: str | None = None) -> di
         There are no such prompts.
     """
     if config.kind == "lexical":
-        known = {"kind": "lexical"}  # as ever since there was but one of them
+        known = {"kind": "lexical"}  # the form from before there were several
         return known if config.model == LEXICAL_MODELS[0] else {**known, "model": config.model}
     identity = {
         path: get_field(config, path)
@@ -171,19 +171,19 @@ def judge_identity(config: JudgeConfig, prompts_digest: str | None = None) -> di
 
 
 def items_of(rollouts: Iterable[StoredRollout]) -> list[RewardInput]:
-    """Rollouts as the reward reads them."""
+    """Rollouts as inputs of the reward."""
     return [RewardInput(r.prompt, r.text, r.stopped) for r in rollouts]
 
 
 def questions_of(
     rollouts: Sequence[StoredRollout], reward: RewardConfig
 ) -> list[tuple[Question, ...]]:
-    """The questions of each rollout under these settings, in the order in which they are judged.
+    """The questions of each rollout under these settings, in the order of judging.
 
     Raises
     ------
     DataError, ConfigurationError
-        As of :func:`~refiner_core.rewards.compute_rewards`.
+        See :func:`~refiner_core.rewards.compute_rewards`.
     """
     listener = _Listener()
     results = compute_rewards(items_of(rollouts), reward, listener)
@@ -194,7 +194,7 @@ def questions_of(
 
 
 class _Listener:
-    """Hears every question; its answers say which one they answer."""
+    """A judge that records every question; its answers identify their questions."""
 
     def __init__(self) -> None:
         self.heard: list[JudgeRequest] = []
@@ -208,7 +208,7 @@ class _Listener:
 def recorded(
     rollouts: Sequence[StoredRollout], questions: Sequence[Sequence[Question]]
 ) -> dict[JudgeRequest, Judgement]:
-    """Judgements that stand with the rollouts, by the questions that their own settings ask."""
+    """Judgements stored with the rollouts, by the questions of their own settings."""
     known: dict[JudgeRequest, Judgement] = {}
     for rollout, asked in zip(rollouts, questions, strict=True):
         stored = {described(entry): entry for entry in rollout.result.judgements}
@@ -225,7 +225,7 @@ def recorded(
 
 
 def described(detail: Mapping[str, Any]) -> Hashable:
-    """Key of the question that a stored judgement answers."""
+    """Key of a stored judgement's question."""
     return tuple(
         (name, tuple(value) if isinstance(value, list) else value)
         for name, value in sorted(detail.items())
@@ -234,14 +234,14 @@ def described(detail: Mapping[str, Any]) -> Hashable:
 
 
 class RecordedJudge:
-    """Answers what is known and asks ``rest`` the others; without one, they have failed. A failed
-    judgement that is known stays failed: it is what this judge has said."""
+    """Answers from known judgements and asks ``rest`` the others; without it, those fail. A known
+    failed judgement stays failed: it is this judge's result."""
 
     def __init__(self, known: Mapping[JudgeRequest, Judgement], rest: Judge | None = None) -> None:
         self._known, self._rest = known, rest
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
-        """One judgement per request, in order. Errors as of the other judge."""
+        """One judgement per request, in order. Errors: those of the other judge."""
         unknown = [request for request in requests if request not in self._known]
         answers = [Judgement("failed", None, "not recorded")] * len(unknown)
         if self._rest is not None and unknown:
@@ -252,13 +252,13 @@ class RecordedJudge:
 
 Metric = Literal["total", "rubric", "citation"]
 METRICS: tuple[Metric, ...] = ("total", "rubric", "citation")
-#: Rollouts that are scored at a time: what a judge is asked at once.
+#: Rollouts scored at a time, in one request to a judge.
 _PIECE = 256
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A result and an advantage per rollout (none where its judge failed); ``dropped`` has one
+    """A result and an advantage per rollout (None if its judge failed); ``dropped`` has one
     entry per group, None for a group that is trained on."""
 
     results: Sequence[RewardResult]
@@ -267,11 +267,11 @@ class Scores:
 
     @property
     def totals(self) -> list[float | None]:
-        """Totals; None where the judge failed."""
+        """Totals; None if the judge failed."""
         return [result.total for result in self.results]
 
     def values(self, metric: Metric) -> list[float | None]:
-        """A metric per rollout; None where there is none: the judge failed, the row has no rubrics
+        """A metric per rollout; None if missing: the judge failed, or the row has no rubrics
         or no evidence to cite."""
         return [_value(result, metric) for result in self.results]
 
@@ -292,8 +292,8 @@ def scores_under(
     normalization: Normalization,
     tell: Callable[[int], None] = lambda scored: None,
 ) -> Scores:
-    """Reward the rollouts again; ``tell`` hears each time how many more are scored. Errors as of
-    :func:`~refiner_core.rewards.compute_rewards`."""
+    """Reward the rollouts again; ``tell`` is called with the number of newly scored ones. Errors:
+    see :func:`~refiner_core.rewards.compute_rewards`."""
     results: list[RewardResult] = []
     items = items_of(rollouts)
     for begin in range(0, len(items), _PIECE):
@@ -305,8 +305,8 @@ def scores_under(
 def stored_scores(
     rollouts: Sequence[StoredRollout], again: Scores, normalization: Normalization
 ) -> Scores:
-    """Stored scores. Advantages of an evaluation, which stores none, are made from its totals;
-    components that its files leave out are those of ``again``, the same settings once more."""
+    """Stored scores. Advantages of an evaluation, which stores none, are computed from its totals;
+    components missing in its files are those of ``again``, a rescoring under the same settings."""
     results = [
         replace(rollout.result, components={**more.components, **rollout.result.components})
         for rollout, more in zip(rollouts, again.results, strict=True)
@@ -322,7 +322,7 @@ def with_advantages(
     results: Sequence[RewardResult],
     normalization: Normalization,
 ) -> Scores:
-    """Results with the advantages that they give within their groups."""
+    """Results with their advantages within groups."""
     found: list[float | None] = [None] * len(rollouts)
     dropped: dict[str, DropReason | None] = {}
     for name, members in groups_of(rollouts).items():
@@ -337,14 +337,14 @@ def with_advantages(
 
 
 def fidelity(rollouts: Sequence[StoredRollout], again: Scores) -> dict[str, Any]:
-    """How much of what was stored the run's own settings give back, bit by bit.
+    """How much of the stored values the run's own settings reproduce, bit by bit.
 
     Returns
     -------
     dict
-        ``totals`` and ``advantages``: how many of ``rollouts`` are the same (``advantages`` is None
-        for an evaluation). ``exact``: all are. ``warning``: empty then; else it names the first
-        that differs.
+        ``totals`` and ``advantages``: how many of ``rollouts`` are equal (``advantages`` is None
+        for an evaluation). ``exact``: all are. ``warning``: names the first difference; empty if
+        there is none.
     """
     in_training = any(rollout.step is not None for rollout in rollouts)
     names = ("total", "advantage") if in_training else ("total",)

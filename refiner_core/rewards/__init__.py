@@ -1,4 +1,4 @@
-"""Rewards: from rollouts to numbers, or to no number where the judge failed.
+"""Rewards: from rollouts to numbers, or to no number if the judge failed.
 
 In: rollouts, the reward configuration, a judge. Out: one
 :class:`~refiner_core.contract.types.RewardResult` per rollout, in order.

@@ -1,7 +1,7 @@
-"""Scores and totals: the citation reward, and what makes one number of all parts. Pure formulas.
+"""Scores and totals: the citation reward, and the total of all parts. Pure formulas.
 
 In: a parsed answer, the prompt's evidence, judgements of claims and rubrics. Out: one number each.
-Every formula has its alternatives in :class:`~refiner_core.contract.config.RewardConfig`.
+Alternatives of every formula are options in :class:`~refiner_core.contract.config.RewardConfig`.
 
 The citation reward is that of the DR Tulu paper ("DR Tulu: Reinforcement Learning with Evolving
 Rubrics for Deep Research", Shao et al., 2025) and its open-instruct code: per claim (cited spans
@@ -14,23 +14,23 @@ and the plain text between them)
 
     citation = 0.6 * mean F1 + 0.4 * (unique known ids cited / unique ids cited, 0 if none is)
 
-and 0 where the prompt has no evidence. As there, a text counts once in the means, however often the
-answer says it: else to repeat a good claim would pay. And whether a passage needs a citation is
-asked with the whole answer, since what sums up cited text needs none.
+and 0 if the prompt has no evidence. As there, a text counts once in the means, however often the
+answer repeats it: otherwise repeating a good claim would pay. The question whether a passage needs
+a citation includes the whole answer, since a summary of cited text needs none.
 
-What the formula leaves open, and we decide:
+Choices where the formula is open:
 
-- A claim's evidence is what its *known* ids name; a claim that cites unknown ids alone has none.
+- A claim's evidence is the text of its *known* ids; a claim with unknown ids only has none.
 - Claims of one text (:func:`refiner_core.answers.compared`) may cite different sources: each is
-  judged, and the text has the mean of their scores. There, the last one takes the place of all.
-- A snippet tag around nothing scores 0 on both, without a question to the judge.
+  judged, and the text has the mean of their scores. In the reference the last one replaces all.
+- A snippet tag around nothing scores 0 on both, without a call to the judge.
 
-And in one point we depart from it: precision is asked for each source cited by itself, and averaged
-over the claim's sources. There, one question is asked about all of them together, so that one good
-source hides any number of bad ones.
+One deliberate difference: precision is asked for each cited source separately, and averaged
+over the claim's sources. The reference asks one question about all of them together, so that one
+good source hides any number of bad ones.
 
-Stored rollouts come in by their components (:func:`total_reward`): what a reward would be under
-another citation weight, gate or scale costs no judgement.
+Stored rollouts can be recomputed from their components (:func:`total_reward`): the reward under
+another citation weight, gate or scale needs no judgement.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class CitationQuestion(NamedTuple):
     request: JudgeRequest
 
     def detail(self) -> dict[str, Any]:
-        """Give what is stored beside the judgement."""
+        """Data stored beside the judgement."""
         return {"claim": self.request.text, "claim_index": self.claim, "ids": list(self.ids)}
 
 
 def plan_citations(
     answer: ParsedAnswer, evidence: ParsedEvidence, question: str
 ) -> list[CitationQuestion]:
-    """The questions whose answers the citation reward needs; none without evidence or answer."""
+    """The questions for the citation reward; none without evidence or answer."""
     if answer.malformed or not evidence:
         return []
     questions = []
@@ -105,8 +105,8 @@ def score_citations(
     evidence: ParsedEvidence,
     judged: Sequence[tuple[CitationQuestion, Judgement]],
 ) -> dict[str, float]:
-    """Put the judgements of :func:`plan_citations` together: the citation reward and its parts by
-    component, each in [0, 1]; means are over what claims say. All of them must be scored."""
+    """Combine the judgements of :func:`plan_citations`: the citation reward and its parts by
+    component, each in [0, 1]; means are over distinct texts of claims. All must be scored."""
     if answer.malformed or not evidence:
         return dict.fromkeys(CITATION_PARTS, 0.0)
     by_claim: dict[int, dict[str, list[float]]] = {}
@@ -124,8 +124,8 @@ def score_citations(
 
 
 def mean_over_texts(claims: Sequence[Claim], values: Sequence[float]) -> float:
-    """The mean of the claims' values in which each text counts once, with the mean of its claims; 0
-    of none. Claims that say nothing repeat no text: each counts."""
+    """The mean of the claims' values where each text counts once, with the mean of its claims; 0
+    without claims. Empty claims are no repetitions: each counts."""
     by_text: dict[str | int, list[float]] = {}
     for index, (claim, value) in enumerate(zip(claims, values, strict=True)):
         text = compared(claim.text) if says_something(claim.text) else index
@@ -134,19 +134,19 @@ def mean_over_texts(claims: Sequence[Claim], values: Sequence[float]) -> float:
 
 
 def harmonic_mean(a: float, b: float) -> float:
-    """2ab/(a+b); 0 where both are 0."""
+    """2ab/(a+b); 0 if both are 0."""
     return 2 * a * b / (a + b) if a + b > 0 else 0.0
 
 
 def citation_format(cited_ids: Sequence[str], evidence: ParsedEvidence) -> float:
-    """Share of the ids cited (each once) that the evidence knows; 0 if none is cited."""
+    """Share of distinct cited ids that the evidence contains; 0 if none is cited."""
     if not cited_ids:
         return 0.0
     return sum(i in evidence.texts for i in cited_ids) / len(cited_ids)
 
 
 def _claim_score(scores: Mapping[str, list[float]]) -> tuple[float, float]:
-    """Recall and precision of one claim; (0, 0) of one that nothing was asked about."""
+    """Recall and precision of one claim; (0, 0) for a claim without questions."""
     if "citation_needed" in scores:
         return 1.0 - scores["citation_needed"][0], 1.0
     if "citation_recall" in scores:
@@ -168,7 +168,7 @@ ANSWER_ONLY = "answer_only"
 def aggregate_rubrics(
     scores: Sequence[tuple[Rubric, float]], aggregation: str = "weighted_mean"
 ) -> float | None:
-    """The judge term of the total; None where no rubric has weight.
+    """The judge term of the total; None if no rubric has weight.
 
     With s the raw score, and w the weight with the sign of the polarity:
 
@@ -178,8 +178,8 @@ def aggregate_rubrics(
     positive_sum   sum w s / max(sum of the positive w, 1)                                (.., 1]
     =============  =====================================================================  ==========
 
-    The flip is that of the published refiner runs; the others are recorded alternatives of the
-    reference trainer. Sums are exact, so that the order of rubrics does not show.
+    The flip is that of the published refiner runs; the others are the reference trainer's
+    alternatives. Sums are exact, so that the order of rubrics has no effect.
     """
     size = math.fsum(rubric.weight for rubric, _ in scores)
     if size == 0:
@@ -200,8 +200,8 @@ def aggregate_rubrics(
 def format_bonus(answer: ParsedAnswer, refiner_mode: str) -> float:
     """0.5 for one answer block with nothing outside it, 0.5 times the share of sound claims.
 
-    Claims are the snippet tags here; a sound one is closed, says something and cites known ids
-    alone. One text counts once, as in the citation reward. Without tags that half is 0. Text
+    Claims are the snippet tags here; a sound one is closed, has text and cites only known ids.
+    One text counts once, as in the citation reward. Without tags that half is 0. Text
     outside the block is a fault under ``answer_only``.
     """
     tagged = answer.tagged_claims
@@ -211,7 +211,7 @@ def format_bonus(answer: ParsedAnswer, refiner_mode: str) -> float:
 
 
 def format_valid(answer: ParsedAnswer, refiner_mode: str) -> bool:
-    """One answer block, nothing outside it (``answer_only``), a cited claim, no problem at all."""
+    """One answer block, nothing outside it (``answer_only``), a cited claim, no problem."""
     return answer.well_formed and not _outside(answer, refiner_mode)
 
 
@@ -220,7 +220,7 @@ def _outside(answer: ParsedAnswer, refiner_mode: str) -> bool:
 
 
 class Term(NamedTuple):
-    """A term of the reward: the component ``name``, times ``gate``, counts with ``weight``."""
+    """A term of the reward: the component ``name`` times ``gate``, with ``weight``."""
 
     name: str
     weight: float
@@ -228,15 +228,15 @@ class Term(NamedTuple):
 
 
 def reward_terms(components: Mapping[str, float | None], reward: RewardConfig) -> list[Term]:
-    """The terms of a rollout's score, in the order in which they are added.
+    """The terms of a rollout's score, in the order of addition.
 
     ``(1-w) rubric + w citation``, or ``rubric + w citation`` if additive; w is 0 with the citation
     reward off. A gate multiplies the rubric term by the format bonus. Without rubrics the score is
     the citation term alone, and 0 if that is off.
 
-    A further term is an entry here (where it has weight: older rollouts have no such component), a
+    A new term needs an entry here (if it has weight: older rollouts lack the component), a
     component in :mod:`refiner_core.rewards.compute` and a weight in :class:`RewardConfig`. Totals,
-    stored rollouts and the report's taking apart of a reward go by this list.
+    stored rollouts and the report's breakdown of a reward use this list.
     """
     cites = reward.apply_paper_citation_reward
     weight = reward.paper_citation_weight if cites else 0.0
@@ -254,17 +254,17 @@ def total_reward(
     components: Mapping[str, float | None], reward: RewardConfig, stopped: bool
 ) -> float:
     """The number that the policy is trained on: ``verification_reward`` times the sum of
-    :func:`reward_terms`; ``non_stop_penalty`` replaces that of a completion that did not stop.
+    :func:`reward_terms`; ``non_stop_penalty`` replaces it if the completion did not stop.
 
-    Of a stored rollout it is, under the configuration that it was rewarded under, its own total to
-    the last bit, without any judgement. Every field of the total may differ. The rubric term is
-    taken as it is stored; for another ``rubric_aggregation`` judge again from the store.
+    For a stored rollout under its original configuration, this is its own total to the last bit,
+    without any judgement. Every field of the total may change, except ``rubric_aggregation``: the
+    rubric term is used as stored; for another aggregation judge again from the store.
 
     Parameters
     ----------
     components
-        As :func:`~refiner_core.rewards.compute.compute_rewards` names them: those of the terms,
-        ``format_bonus`` and ``no_rubrics``; others are not looked at.
+        Named as by :func:`~refiner_core.rewards.compute.compute_rewards`: those of the terms,
+        ``format_bonus`` and ``no_rubrics``; others are ignored.
     reward
         The settings to compute under.
     stopped

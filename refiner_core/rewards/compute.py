@@ -1,20 +1,20 @@
-"""Rewards of rollouts: a batch that is there, or one that is still being sampled.
+"""Rewards of rollouts: of a complete batch, or of one that is still being sampled.
 
 ::
 
-    rollout ─ add ─> read, questions ─> judge ─┐   (a judge that streams, meanwhile)
-    rollout ─ add ─> read, questions ─> judge ─┴─ results ─> scores ─> totals
+    rollout ─ add ─> parse, questions ─> judge ─┐   (a streaming judge, meanwhile)
+    rollout ─ add ─> parse, questions ─> judge ─┴─ results ─> scores ─> totals
 
     all rollouts ─ add ─> questions ─ results ─> one judge() call ─> scores ─> totals
 
 In: rollouts (prompt, text, whether it stopped), the reward configuration, a judge. Out: one
-:class:`~refiner_core.contract.types.RewardResult` per rollout, in order. Prompts and rubrics that
-rollouts share are read once.
+:class:`~refiner_core.contract.types.RewardResult` per rollout, in order. Shared prompts and rubrics
+are parsed once.
 
-Tri-state: ``scored``; ``malformed``, where the policy gave no single answer that says something, so
-that rubric and citation parts are 0 by rule and the judge is not asked; ``unscored``, where one
+Three states: ``scored``; ``malformed``, if the policy gave no single non-empty answer, so that
+rubric and citation parts are 0 by rule and the judge is not called; ``unscored``, if a
 judgement failed. An unscored rollout has no total: a silent 0 would be full credit for a negative
-rubric or an uncited claim, and a mean over what is left can be higher than the truth.
+rubric or an uncited claim, and a mean over the rest can be higher than the truth.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ _REASONS_SHOWN = 3
 
 
 def require_scored(results: Sequence[RewardResult], max_failed_share: float, *, of: str) -> None:
-    """Refuse to go on where more than ``max_failed_share`` of ``results`` is unscored.
+    """Raise if more than ``max_failed_share`` of ``results`` is unscored.
 
     Parameters
     ----------
     of
-        What the results are of, e.g. ``rollouts of a step``.
+        Description of the results, e.g. ``rollouts of a step``.
 
     Raises
     ------
     JudgeOutage, JudgeUnusable
-        Names the most frequent reasons.
+        The message names the most frequent reasons.
     """
     unscored = sum(1 for result in results if result.status == "unscored")
     if unscored <= max_failed_share * len(results):
@@ -86,12 +86,12 @@ def require_scored(results: Sequence[RewardResult], max_failed_share: float, *, 
     raise JudgeOutage(
         f"The judge failed on {unscored} of {len(results)} {of}{why}",
         expected=share,
-        fix="see that the judge answers, then run the same command again",
+        fix="check that the judge answers, then run the same command again",
     )
 
 
 def _what_was_said(detail: str) -> str:
-    """Give what is wrong with an answer that is no judgement; empty where there was none."""
+    """Fault of an answer that is no judgement; empty if there was no answer."""
     if UNPARSABLE in detail:
         return detail.partition(UNPARSABLE)[2].lstrip(", ")
     return detail[detail.index(CUT_SHORT) :] if CUT_SHORT in detail else ""
@@ -102,7 +102,7 @@ def _failed(results: Sequence[RewardResult]) -> list[Mapping[str, Any]]:
 
 
 def failure_reasons(results: Sequence[RewardResult]) -> str:
-    """The most frequent reasons why judgements failed, with how often; empty where none failed."""
+    """The most frequent reasons of failed judgements, with counts; empty if none failed."""
     counts = Counter(str(j.get("detail") or "no reason given") for j in _failed(results))
     shown = [
         f"{reason} ({n} times)" if n > 1 else reason
@@ -115,8 +115,8 @@ def failure_reasons(results: Sequence[RewardResult]) -> str:
 
 
 class RewardInput(NamedTuple):
-    """One rollout. ``text`` is what was sampled, special tokens taken out; ``stopped`` is False
-    where it ended by length."""
+    """One rollout. ``text`` is the sampled text without special tokens; ``stopped`` is False
+    if it ended by length."""
 
     prompt: PromptRow
     text: str
@@ -125,7 +125,7 @@ class RewardInput(NamedTuple):
 
 @dataclass(frozen=True)
 class _Plan:
-    """A rollout, read, with its questions in the order in which they are judged."""
+    """A parsed rollout, with its questions in the order of judging."""
 
     item: RewardInput
     answer: ParsedAnswer
@@ -142,9 +142,9 @@ class _Plan:
 def compute_rewards(
     items: Sequence[RewardInput], reward: RewardConfig, judge: Judge
 ) -> list[RewardResult]:
-    """Reward a batch that is there. All questions go to the judge in one call.
+    """Reward a complete batch. All questions go to the judge in one call.
 
-    Citations are judged and logged also where the citation reward is off or has weight 0, so that
+    Citations are judged and logged even if the citation reward is off or has weight 0, so that
     arms with and without it can be compared.
 
     Components of a scored or malformed result, each a float: ``rubric`` (before the gate; 0 without
@@ -157,7 +157,7 @@ def compute_rewards(
     Raises
     ------
     DataError
-        A row's rubrics do not fit; names the row.
+        A row's rubrics are invalid; the message names the row.
     ConfigurationError
         The static rubric set cannot be loaded.
     """
@@ -170,9 +170,9 @@ def compute_rewards(
 class RewardStream:
     """Rewards of rollouts that are added as they finish.
 
-    A judge that streams (:class:`~refiner_core.contract.types.StreamingJudge`) is asked at each
-    :meth:`add` and works while the caller goes on; any other is asked in :meth:`results`, all in
-    one call. What comes out is the same. With ``patient`` the judge's errors end no sampling:
+    A judge that streams (:class:`~refiner_core.contract.types.StreamingJudge`) is called at each
+    :meth:`add` and works while the caller continues; any other is called in :meth:`results`, in
+    one call. The results are the same. With ``patient`` the judge's errors do not end sampling:
     :meth:`results` raises them.
 
     Raises of :meth:`add`
@@ -191,18 +191,18 @@ class RewardStream:
 
     @property
     def streams(self) -> bool:
-        """Say whether the judge works while more is added."""
+        """True if the judge works while more rollouts are added."""
         return self._streaming is not None
 
     def add(self, place: int, item: RewardInput, *, ask: bool = True) -> None:
-        """Read a rollout, once, and plan its questions; a judge that streams begins with them,
-        unless it is not to be asked yet.
+        """Parse a rollout, once, and plan its questions; a streaming judge starts with them, unless
+        ``ask`` is False.
 
         Parameters
         ----------
         place
-            Where its result stands among those of :meth:`results`, which are in growing order of
-            it: rollouts may be added as they finish.
+            Position of its result in :meth:`results`, which are sorted by it: rollouts may be added
+            as they finish.
         """
         if place in self._plans or self._error is not None:
             return
@@ -228,7 +228,7 @@ class RewardStream:
     def results(self, on_judged: Callable[[int, int], None] | None = None) -> list[RewardResult]:
         """Wait for the judge; one result per rollout, in order of their places.
 
-        ``on_judged`` is told (rollouts judged, all rollouts) while it waits. The stream is used up.
+        ``on_judged`` is called with (rollouts judged, all rollouts) while it waits. Single use.
 
         Raises
         ------
@@ -237,7 +237,7 @@ class RewardStream:
         """
         if self._error is not None:
             raise self._error
-        self._new.sort()  # a judge that is asked once is asked in order, however they were added
+        self._new.sort()  # a judge without streaming gets them in order, however they were added
         judgements: dict[int, list[Judgement]] = {
             place: [] for place, plan in self._plans.items() if not plan.requests
         }
@@ -251,7 +251,7 @@ class RewardStream:
         ]
 
     def _answers(self) -> Iterator[tuple[list[int], list[Judgement]]]:
-        """Places of rollouts, and the judgements of all their questions in a row."""
+        """Places of rollouts, with the judgements of all their questions."""
         for places, pending in self._asked:
             yield places, pending.result()
         if requests := self._requests(self._new):
@@ -263,7 +263,7 @@ class RewardStream:
     def _shared_out(
         self, places: Sequence[int], found: Sequence[Judgement]
     ) -> dict[int, list[Judgement]]:
-        """Judgements by the place of the rollout that asked."""
+        """Judgements by the place of their rollout."""
         wanted = sum(len(self._plans[place].requests) for place in places)
         if len(found) != wanted:
             raise RuntimeError(f"the judge gave {len(found)} judgements for {wanted} requests")
@@ -282,7 +282,7 @@ def _plan(item: RewardInput, evidence: ParsedEvidence, rubrics: tuple[Rubric, ..
 
 
 def _checked(judgement: Judgement) -> Judgement:
-    """A score that is none, or not in [0, 1] (NaN included), is a failed judgement."""
+    """A missing score, or one outside [0, 1] (NaN included), is a failed judgement."""
     if judgement.status != "scored":
         return Judgement("failed", None, judgement.detail)
     if judgement.score is None or not 0.0 <= judgement.score <= 1.0:
@@ -309,7 +309,7 @@ def _result(plan: _Plan, judgements: Sequence[Judgement], reward: RewardConfig) 
 
 
 def _format_components(plan: _Plan) -> dict[str, float]:
-    """Give what needs no judge."""
+    """Components that need no judge."""
     mode = plan.item.prompt.refiner_mode
     return {
         "citation_applicable": float(bool(plan.evidence)),
@@ -324,7 +324,7 @@ def _format_components(plan: _Plan) -> dict[str, float]:
 def _details(
     plan: _Plan, on_rubrics: Sequence[Judgement], on_citations: Sequence[Judgement]
 ) -> list[dict[str, Any]]:
-    """JSON-ready judgements: what was asked, the raw score (before any flip), the status."""
+    """JSON-ready judgements: the question, the raw score (before any flip), the status."""
     rubrics = [
         {
             "kind": "rubric",

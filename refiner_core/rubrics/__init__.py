@@ -1,12 +1,12 @@
-"""Rubrics: what an answer is judged by.
+"""Rubrics: the criteria of a judge.
 
 In: a row's rubric JSON, the name of a shipped set (``v3``) or the path of a YAML file, the reward
 configuration. Out: :class:`Rubric` values in a fixed order (a row's own first, then the static
 ones); a :class:`RubricSet` and its digest for fingerprints and cards. A new set is a new file in
 ``sets``; no code changes.
 
-A stage judges by one wording from its beginning to its end: :func:`hold_rubrics` refuses a set that
-is not the one it was planned with, and keeps what it has read until the stage is over, whatever
+A stage uses the same wording from start to end: :func:`hold_rubrics` refuses a set that
+differs from the planned one, and keeps the loaded set until the stage is over, whatever
 happens to the file meanwhile.
 """
 
@@ -28,18 +28,18 @@ from refiner_core.rubrics.rows import parse_rubrics as parse_rubrics
 
 _FOLDER = Path(__file__).parent / "sets"
 _FIX = "see `refiner rubrics check FILE`, and `refiner rubrics show v3` for a set that fits"
-#: Sets that a stage of this process judges by, by the name that its recipe gives them.
+#: Sets held by stages of this process, by their names in the recipes.
 _held: dict[str, RubricSet] = {}
 
 
 def shipped_rubric_sets() -> tuple[str, ...]:
-    """Names of the sets that come with refiner."""
+    """Names of the shipped sets."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
 def rubric_set_path(name: str) -> Path:
-    """The file of a set given by shipped name or path. A shipped name wins over a file of that
-    name; ``./v3`` is the file.
+    """The file of a set given by shipped name or path. A shipped name takes precedence over a file
+    of that name; ``./v3`` is the file.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def rubric_set_path(name: str) -> Path:
     try:
         if path.is_file():
             return path
-    except OSError:  # a name that is too long for a file
+    except OSError:  # the name is too long for a file
         pass
     raise ConfigurationError(
         f"There is no rubric set or file {name!r}",
@@ -63,12 +63,12 @@ def rubric_set_path(name: str) -> Path:
 def load_rubric_set(name: str) -> RubricSet:
     """Load a shipped set by name, or a user's own YAML file by path.
 
-    A file is read again after it changed, except where a stage holds it.
+    A file is read again after a change, unless a stage holds it.
 
     Raises
     ------
     ConfigurationError
-        There is no such set, or the file does not fit; the message says what does.
+        There is no such set, or the file is invalid; the message says why.
     """
     if name in _held:
         return _held[name]
@@ -78,25 +78,25 @@ def load_rubric_set(name: str) -> RubricSet:
 
 
 def rubric_set_digest(name: str) -> str:
-    """Digest of a set's content; comments, file name and version do not enter it."""
+    """Digest of a set's content, without comments, file name and version."""
     return load_rubric_set(name).digest()
 
 
 @contextlib.contextmanager
 def hold_rubrics(name: str, digest: str) -> Iterator[RubricSet]:
-    """The set that a stage was planned with: within the block, edits of the file change nothing.
+    """The planned set of a stage: within the block, edits of the file have no effect.
 
     Parameters
     ----------
     name
-        As ``reward.static_rubrics`` has it.
+        As in ``reward.static_rubrics``.
     digest
-        The one that the stage's record keeps (``sources["rubrics"]``).
+        The digest in the stage's record (``sources["rubrics"]``).
 
     Raises
     ------
     ConfigurationError
-        The file says something else by now, is gone, or does not fit any more.
+        The file has changed, is gone, or is no longer valid.
     """
     rubrics = load_rubric_set(name)
     if rubrics.digest() != digest:
@@ -133,15 +133,15 @@ def _load(path: Path, modified_ns: int, size: int) -> RubricSet:
 
 
 def select_rubrics(row_rubrics: Any, reward: RewardConfig) -> tuple[Rubric, ...]:
-    """The rubrics that ``rubric_source`` asks for.
+    """The rubrics selected by ``rubric_source``.
 
-    ``instance_rubrics_only`` drops static ones, whatever the source: they are then neither judged,
+    ``instance_rubrics_only`` drops static ones for any source: they are then neither judged,
     nor part of the reward, nor logged. Under ``static`` nothing is left.
 
     Raises
     ------
     DataError
-        The row's rubrics do not fit (see :func:`~refiner_core.rubrics.rows.normalise_rubrics`).
+        The row's rubrics are invalid (see :func:`~refiner_core.rubrics.rows.normalise_rubrics`).
     ConfigurationError
         The static set cannot be loaded.
     """

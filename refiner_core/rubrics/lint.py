@@ -1,11 +1,11 @@
-"""Checks of rubrics before anything is trained on them.
+"""Checks of rubrics before training on them.
 
-In: a file with a rubric set, or a file of rows with rubrics of their own. Out: :class:`Checked`,
-with every :class:`Finding`: where, what; :data:`RULES` has why it matters, and what mends it. What
-is an ``error`` is refused or counted wrongly by the reward; a ``warning`` is mostly wording that
-turns a judgement upside down or makes the judge guess, found by patterns that pass what people
-write on purpose. Nothing is asked of any judge. Unlike loading, checking goes on behind what does
-not fit, so that one look shows everything.
+In: a file with a rubric set, or a file of rows with their own rubrics. Out: :class:`Checked`,
+with every :class:`Finding` and its place; :data:`RULES` has the reasons and fixes. An
+``error`` is refused or counted wrongly by the reward; a ``warning`` is usually wording that
+inverts a judgement or makes the judge guess, found by patterns that accept usual
+wording. No judge is called. Unlike loading, a check continues after an error, so that one run
+shows everything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Severity = Literal["error", "warning"]
 
 
 class _Rule(NamedTuple):
-    """One kind of problem: how bad it is, why it matters, what mends it."""
+    """One kind of problem: its severity, its effect, its fix."""
 
     severity: Severity
     why: str
@@ -46,15 +46,15 @@ class Finding:
     Attributes
     ----------
     line
-        Line of the file, counted from 1; of a Parquet file, the row.
+        Line of the file, counted from 1; for a Parquet file, the row.
     place
-        Which rubric, such as ``rubrics[2]``; empty for the file or row as a whole.
+        The rubric, such as ``rubrics[2]``; empty for the file or row as a whole.
     title
-        Its title, where it has one.
+        Its title, if it has one.
     rule
         The kind of problem; see :data:`RULES`.
     what
-        What stands there.
+        The text found.
     """
 
     line: int
@@ -65,7 +65,7 @@ class Finding:
 
     @property
     def is_error(self) -> bool:
-        """Say whether the reward would refuse the rubric or count it wrongly."""
+        """True if the reward would refuse the rubric or count it wrongly."""
         return RULES[self.rule].severity == "error"
 
     def to_json(self) -> dict[str, Any]:
@@ -79,12 +79,12 @@ _error, _warning = functools.partial(_Rule, "error"), functools.partial(_Rule, "
 #: Every rule.
 RULES: dict[str, _Rule] = {
     "unreadable": _error(
-        "nothing after it can be relied on", "write the file with a YAML or JSON library"
+        "everything after it is unreliable", "write the file with a YAML or JSON library"
     ),
     "schema": _error(
-        "loading refuses it, so that no run begins", "correct what is named; see `rubrics show v3`"
+        "loading refuses it, so that no run starts", "correct the named part; see `rubrics show v3`"
     ),
-    "duplicate-key": _error("all but the last value are lost without a word", "drop one of them"),
+    "duplicate-key": _error("all but the last value are silently lost", "drop one of them"),
     "duplicate-title": _error(
         "reports and agreement tables go by title and would mix the two", "rename one of them"
     ),
@@ -101,22 +101,21 @@ RULES: dict[str, _Rule] = {
         "correct the key, or drop it",
     ),
     "negated": _warning(
-        "a judge's s enters as 1 - s, so that the answer is rewarded for not being so: right if "
-        "the sentence describes a fault, upside down if it describes what is wanted, and hard to "
-        "judge either way",
-        "describe in plain words what the fault looks like, or ask for the good as a positive "
-        "rubric",
+        "a judge's score s counts as 1 - s, so that the answer is rewarded for the opposite: right "
+        "if the sentence describes a fault, inverted if it describes a merit, and hard to judge "
+        "either way",
+        "describe the fault in plain words, or ask for the merit as a positive rubric",
     ),
     "polarity": _warning(
         "a positive description says what a good answer does, a negative one what a bad answer "
         "does; the other way round the reward has the wrong sign, or is a double negation",
-        "move it to the other polarity and describe what is to be seen",
+        "move it to the other polarity and describe what a reader would see",
     ),
     "weightless": _warning(
-        "it is judged and paid for, and counts nothing", "give it a weight, or drop it"
+        "it is judged and paid for, but counts nothing", "give it a weight, or drop it"
     ),
     "only-faults": _warning(
-        "an answer that says nothing has none of the faults and gets the full judge term",
+        "an empty answer has none of the faults and gets the full judge term",
         "add what a good answer does; or use it as `instance+static`, beside rows that ask for it",
     ),
 }
@@ -142,7 +141,7 @@ _UNWANTED = re.compile(
     re.IGNORECASE,
 )
 
-#: _Rule, the polarity that it is about, what it looks for, and what that is.
+#: _Rule, its polarity, its pattern, and the finding in words.
 _WORDING: list[tuple[str, str, re.Pattern[str], str]] = [
     ("negated", "negative", _NEGATED, "a negative rubric that begins with a negation"),
     ("polarity", "negative", _WANTED, "a negative rubric says what is wanted"),
@@ -154,14 +153,14 @@ def wording(rubric: Rubric) -> Iterator[tuple[str, str]]:
     """All warnings about one rubric's own wording as (rule, what)."""
     if rubric.weight == 0:
         yield "weightless", "its weight is 0"
-    text = _QUOTED.sub("…", rubric.description).lstrip()  # what is quoted is cited, not said
+    text = _QUOTED.sub("…", rubric.description).lstrip()  # quotes are not the wording
     for rule, polarity, pattern, what in _WORDING:
         if polarity == rubric.polarity and (match := pattern.search(text)):
             yield rule, f"{what} ({match[0].strip()!r})"
 
 
 def together(rubrics: Sequence[tuple[str, Rubric]]) -> Iterator[tuple[int, str, str]]:
-    """Problems of rubrics beside each other; places are such as ``rubrics[2]``."""
+    """Problems between rubrics; places are such as ``rubrics[2]``."""
     yield from _same(rubrics, "title")
     yield from _same(rubrics, "description")
     weights = [rubric.signed_weight for _, rubric in rubrics]
@@ -177,7 +176,7 @@ def _same(rubrics: Sequence[tuple[str, Rubric]], part: str) -> Iterator[tuple[in
     first: dict[str, int] = {}
     for position, (_, rubric) in enumerate(rubrics):
         if part == "title" and rubric.title == rubric.description[:60]:
-            continue  # it has none of its own
+            continue  # it has no title of its own
         earlier = first.setdefault(_normal(getattr(rubric, part)), position)
         if earlier != position:
             yield position, f"duplicate-{part}", f"{rubrics[earlier][0]} has the same {part}"
@@ -197,16 +196,16 @@ class _Placed(NamedTuple):
 
 @dataclass
 class Checked:
-    """What a check has found.
+    """Results of a check.
 
     Attributes
     ----------
     name, form
-        The file as it was named; a ``set``, or ``rows`` with rubrics of their own.
+        The file as given; a ``set``, or ``rows`` with their own rubrics.
     findings
         By line.
     rubrics, rows, rows_without
-        How many there are; ``rows_without`` have no rubric (under ``instance`` no judge term).
+        Their numbers; ``rows_without`` have no rubric (under ``instance`` no judge term).
     """
 
     name: str
@@ -218,12 +217,12 @@ class Checked:
 
     @property
     def errors(self) -> int:
-        """Say how many findings are errors."""
+        """Number of errors."""
         return sum(f.is_error for f in self.findings)
 
     @property
     def warnings(self) -> int:
-        """Say how many are not."""
+        """Number of warnings."""
         return len(self.findings) - self.errors
 
     def by_rule(self) -> dict[str, list[Finding]]:
@@ -233,7 +232,7 @@ class Checked:
         return {rule: [f for f in self.findings if f.rule == rule] for rule in order}
 
     def add(self, line: int, rule: str, what: str, place: str = "", title: str = "") -> None:
-        """Keep one finding."""
+        """Add one finding."""
         self.findings.append(Finding(line, place, title, rule, what))
 
 
@@ -243,7 +242,7 @@ def check_file(name: str) -> Checked:
     Raises
     ------
     ConfigurationError
-        There is no such file, or it is of no known form.
+        There is no such file, or its form is unknown.
     DataError
         A Parquet file is incomplete.
     """
@@ -277,7 +276,7 @@ def _check_set(name: str, path: Path) -> Checked:
         return checked
     lines = _lines_of_entries(root)
     for line, key in keys_twice(root):
-        checked.add(line, "duplicate-key", f"the key {key!r} stands there twice")
+        checked.add(line, "duplicate-key", f"the key {key!r} appears twice")
     for entry, what in read_set(content, path.stem)[1]:
         if entry is None or entry >= len(lines):
             checked.add(1, "schema", what)
@@ -322,7 +321,7 @@ def _check_rows(name: str, path: Path) -> Checked:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any, str]]:
-    """Line, row, and why it cannot be read."""
+    """Line, row, and the error if it cannot be read."""
     if path.suffix != ".parquet":
         yield from json_lines(path)
         return
@@ -366,12 +365,12 @@ def _check_row(checked: Checked, line: int, row: Any) -> None:
 
 
 def _rubrics_of(row: Any) -> Any:
-    """Give what holds a row's rubrics, in whichever of the two forms.
+    """The rubrics of a row, in either form.
 
     Raises
     ------
     DataError
-        There is no place for rubrics in it.
+        It has no field for rubrics.
     """
     if not isinstance(row, Mapping):
         raise DataError(f"the row is a JSON {type(row).__name__}, not an object")
@@ -393,7 +392,7 @@ def _rubrics_of(row: Any) -> Any:
 
 
 def _check_together(checked: Checked, placed: Sequence[_Placed]) -> None:
-    """Wording of each rubric, then what is wrong with them beside each other."""
+    """Check the wording of each rubric, then problems between them."""
     found = [(i, *said) for i, item in enumerate(placed) for said in wording(item.rubric)]
     for position, rule, what in (*found, *together([(p.place, p.rubric) for p in placed])):
         item = placed[position]

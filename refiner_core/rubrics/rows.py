@@ -1,4 +1,4 @@
-"""Rubrics as values, from a row.
+"""Rubrics of rows, as values.
 
 In: a row's rubrics in either of two forms, ``{"positive_rubrics": […], "negative_rubrics": […]}``
 or the RL form ``{"query", "rubrics": [{title, description, weight}]}`` in which a negative weight
@@ -19,7 +19,7 @@ from refiner_core.contract.errors import DataError
 
 Polarity = Literal["positive", "negative"]
 
-#: Weights are sizes relative to each other; sums of far larger ones would not be numbers any more.
+#: Limit on weights, which are relative sizes; sums of far larger ones would not be finite.
 MAX_WEIGHT = 1e9
 
 _KEYS: dict[str, Polarity] = {"positive_rubrics": "positive", "negative_rubrics": "negative"}
@@ -31,10 +31,10 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Rubric:
-    """One criterion. ``weight`` is a size (>= 0); what it counts for or against is ``polarity``.
+    """One criterion. ``weight`` is a size (>= 0); its direction is ``polarity``.
 
-    The description of a positive rubric says what a good answer does, that of a negative one what a
-    bad answer does. ``source`` is ``instance``, or the name of a static set.
+    The description of a positive rubric describes a good answer, that of a negative one a
+    bad answer. ``source`` is ``instance``, or the name of a static set.
     """
 
     title: str
@@ -58,12 +58,12 @@ class _RubricEntry(TypedDict):
 
 
 def normalise_rubrics(obj: Any) -> dict[str, list[_RubricEntry]]:
-    """Bring a row's rubrics to ``{"positive_rubrics": […], "negative_rubrics": […]}``.
+    """Normalise a row's rubrics to ``{"positive_rubrics": […], "negative_rubrics": […]}``.
 
-    Entries have ``title``, ``description`` and ``weight`` (1 where none is given; not below 0 in
-    both lists); other keys are dropped. A negative weight makes a rubric negative in whichever list
-    it stands; the entries of ``negative_rubrics`` are negative whatever their sign. Applying the
-    function to its own result changes nothing.
+    Entries have ``title``, ``description`` and ``weight`` (default 1; not below 0 in
+    both lists); other keys are dropped. A negative weight makes a rubric negative in any list;
+    the entries of ``negative_rubrics`` are negative with any sign. The function is
+    idempotent.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def normalise_rubrics(obj: Any) -> dict[str, list[_RubricEntry]]:
     Raises
     ------
     DataError
-        Naming what does not fit. The caller adds file and line.
+        Names the invalid part. The caller adds file and line.
     """
     result: dict[str, list[_RubricEntry]] = {"positive_rubrics": [], "negative_rubrics": []}
     for key, position, entry in rubric_entries(obj):
@@ -111,8 +111,8 @@ def _decode(obj: Any) -> Any:
 
 
 def rubric_entries(obj: Any) -> list[tuple[str, int, Any]]:
-    """Every rubric of a row, unread: the key of its list, its position there, itself. Input and
-    errors as of :func:`normalise_rubrics`."""
+    """Every raw rubric of a row: the key of its list, its position there, and itself. Input and
+    errors: see :func:`normalise_rubrics`."""
     obj = _decode(obj)
     if obj is None or obj == {}:
         return []
@@ -163,7 +163,7 @@ def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _unfit(what: str, expected: str) -> DataError:
-    fix = "correct it in the row; `refiner rubrics check FILE` names all that does not fit"
+    fix = "correct it in the row; `refiner rubrics check FILE` names all errors"
     return DataError(what, expected=expected, fix=fix)
 
 
@@ -174,9 +174,9 @@ class RubricSet:
     Attributes
     ----------
     description, source, license
-        What the set is for, who wrote it, under which licence it may be passed on.
+        The set's purpose, author, and licence.
     origins
-        Where each rubric comes from, as its file says; in the order of ``rubrics``.
+        Source of each rubric, from its file; in the order of ``rubrics``.
     """
 
     name: str
@@ -188,7 +188,7 @@ class RubricSet:
     origins: tuple[str, ...] = ()
 
     def digest(self) -> str:
-        """SHA-256 of what is judged: titles, descriptions, polarities, weights, in order."""
+        """SHA-256 of the judged content: titles, descriptions, polarities, weights, in order."""
         content = [[r.title, r.description, r.polarity, r.weight] for r in self.rubrics]
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

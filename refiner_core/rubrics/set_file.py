@@ -1,7 +1,7 @@
-"""Form of a set's file.
+"""File format of a rubric set.
 
-In: what YAML has made of it. Out: a :class:`~refiner_core.rubrics.rows.RubricSet`, or all the
-faults of one. Loading a set refuses with the first fault; checking a file shows each.
+In: parsed YAML. Out: a :class:`~refiner_core.rubrics.rows.RubricSet`, or all its
+faults. Loading a set raises at the first fault; checking a file shows each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Entry(_Part):
     polarity: Literal["positive", "negative"] = "positive"
     weight: float = Field(1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT, allow_inf_nan=False)
     source: str | None = None
-    accept: dict[_Said, _Said] | None = None  # of older files; nothing reads it
+    accept: dict[_Said, _Said] | None = None  # in older files; unused
 
     @model_validator(mode="after")
     def _sign(self) -> _Entry:
@@ -48,19 +48,19 @@ class _File(_Part):
     rubrics: list[_Entry] = Field(min_length=1)
 
 
-#: What does not fit: the position of the entry (None: the set as a whole), and what it is.
+#: A fault: the position of the entry (None: the set as a whole), and its text.
 Fault = tuple[int | None, str]
 
 
 def read_set(content: Any, default_name: str) -> tuple[RubricSet | None, list[Fault]]:
-    """The set in ``content``, or None with all that does not fit.
+    """The set in ``content``, or None with all faults.
 
     Parameters
     ----------
     content
-        What YAML has made of the file.
+        The parsed YAML of the file.
     default_name
-        The name of a set that gives itself none: that of its file.
+        The name of a set without a name: that of its file.
     """
     if not isinstance(content, Mapping) or not isinstance(content.get("rubrics"), list):
         return None, [(None, "it has no list `rubrics`")]
@@ -68,7 +68,7 @@ def read_set(content: Any, default_name: str) -> tuple[RubricSet | None, list[Fa
         file = _File.model_validate(content)
     except ValidationError as error:
         found = error.errors(include_input=False)
-        found.sort(key=lambda one: one["type"] != "extra_forbidden")  # a typing error says more
+        found.sort(key=lambda one: one["type"] != "extra_forbidden")  # typing errors say more
         return None, [_fault(one) for one in found]
     name = file.name or default_name
     made = RubricSet(
@@ -84,7 +84,7 @@ def read_set(content: Any, default_name: str) -> tuple[RubricSet | None, list[Fa
 
 
 def read_entry(entry: Any, set_name: str) -> Rubric | None:
-    """One entry of ``rubrics``; None where it does not fit."""
+    """One entry of ``rubrics``; None if it is invalid."""
     try:
         return _Entry.model_validate(entry).rubric(set_name)
     except ValidationError:
@@ -95,5 +95,5 @@ def _fault(error: Mapping[str, Any]) -> Fault:
     place = error["loc"]
     entry = place[1] if place[:1] == ("rubrics",) and len(place) > 1 else None
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
-    said = error.get("ctx", {}).get("error", error["msg"])  # ours without pydantic's own words
+    said = error.get("ctx", {}).get("error", error["msg"])  # our message without pydantic's prefix
     return entry, f"`{''.join(steps).lstrip('.')}`: {said}"

@@ -1,7 +1,7 @@
-"""Rows to tensors: packs of several sequences, the order of rows, and which rank takes which.
+"""Rows to tensors: packing, the order of rows, and the split over ranks.
 
-In order of reading: ``packing`` (sequences to rows of tokens, isolated from each other), ``order``
-(which row when, as a function of seed and step), ``shares`` (a step shared out over ranks).
+In order of reading: packing (sequences into rows of tokens, isolated from each other), order
+(a function of seed and step), shares (the split of a step over ranks).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.fingerprint import derive_seed
 
-#: Row lengths that are tried, as multiples of the longest unit.
+#: Candidate row lengths, as multiples of the longest unit.
 _ROW_FACTORS = (1, 1.25, 1.5, 2, 3, 4, 8)
 
 
@@ -29,10 +29,10 @@ _ROW_FACTORS = (1, 1.25, 1.5, 2, 3, 4, 8)
 class Sample:
     """One sequence to train on.
 
-    ``start`` is where the response's first token stands in the caller's flat per-token buffers
+    ``start`` is the offset of the response's first token in the caller's flat per-token buffers
     (advantages, weights, old log-probabilities). ``loss_mask`` has one value per response token;
-    tool output inside a response is False. The first token of a sample without a prompt has nothing
-    that predicts it and never carries loss.
+    tool output inside a response is False. Without a prompt the first token cannot be predicted
+    and never carries loss.
     """
 
     prompt_ids: tuple[int, ...]
@@ -42,7 +42,7 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Tokens of the sample alone."""
+        """Tokens of the sample, prompt included."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
@@ -50,9 +50,9 @@ class Sample:
 class Pack:
     """One row of L tokens with T targets. All lists are plain integers, ready for tensors.
 
-    ``unit_L`` numbers the units, ``branch_L`` is 0 on a prompt and 1, 2, ... on its responses.
+    ``unit_L`` numbers the units; ``branch_L`` is 0 on a prompt and 1, 2, ... on its responses.
     Target t is token ``target_T[t]``, predicted at position ``source_T[t]``; ``flat_T`` is its
-    place in the caller's flat buffers.
+    offset in the caller's flat buffers.
     """
 
     input_ids_L: list[int]
@@ -76,8 +76,8 @@ class Pack:
 class Batch:
     """``packs`` packs of ``tokens`` tokens, laid out as B rows of L positions; T targets.
 
-    ``attention_mask`` is None (positions tell the blocks apart) or boolean (B, 1, L, L), True where
-    a query may look. ``source_T`` indexes the flattened positions.
+    ``attention_mask`` is None (positions separate the blocks) or boolean (B, 1, L, L), True where
+    a query may attend. ``source_T`` indexes the flattened positions.
     """
 
     input_ids_BL: torch.Tensor
@@ -97,21 +97,21 @@ def first_fit(
     decreasing: bool = False,
     max_open: int | None = None,
 ) -> list[list[int]]:
-    """Indices of ``lengths`` in bins of at most ``capacity``; every index exactly once.
+    """Indices of ``lengths`` in bins of at most ``capacity``; every index appears exactly once.
 
-    ``decreasing`` takes the longest first (ties by index), which wastes least. Without it the given
-    order is kept as far as possible, which is what a shuffled epoch wants; ``max_open`` then bounds
-    how many bins stay open (the oldest is closed), and with it the time: O(n * max_open).
+    ``decreasing`` places the longest first (ties by index), which wastes least. Otherwise the given
+    order is kept as far as possible, as a shuffled epoch needs; ``max_open`` then bounds the number
+    of open bins (the oldest is closed), and the time: O(n * max_open).
 
     Raises
     ------
     ConfigurationError
-        If something is longer than ``capacity``.
+        An item is longer than ``capacity``.
     """
     order = range(len(lengths))
     chosen = sorted(order, key=lambda i: (-lengths[i], i)) if decreasing else order
     bins: list[list[int]] = []
-    open_bins: list[list[int]] = []  # [index of the bin, room left]
+    open_bins: list[list[int]] = []  # [index of the bin, space left]
     for i in chosen:
         if lengths[i] > capacity:
             raise ConfigurationError(
@@ -138,13 +138,13 @@ def pack_samples(
     share_prompts: bool = False,
     balance: float | None = None,
 ) -> list[Pack]:
-    """Packs of at most ``pack_length`` tokens that hold every sample once (deterministic order).
+    """Packs of at most ``pack_length`` tokens with every sample once, in a deterministic order.
 
-    With ``share_prompts``, samples of one prompt that follow each other share it. ``balance`` (see
-    :func:`row_width`) is None for FlashAttention; then packs are filled as far as they go. Dense
-    attention also computes what a token does not see, and :func:`collate` gives it several rows; so
-    a long row of responses is cut where another copy of the prompt is cheaper, and a pack holds
-    units of like length, which leave little to pad.
+    With ``share_prompts``, consecutive samples of one prompt share it. ``balance`` (see
+    :func:`row_width`) is None for FlashAttention: packs are filled as far as possible. Dense
+    attention also computes masked positions, and :func:`collate` splits a pack into rows. So
+    a long row of responses is cut where a second copy of the prompt is cheaper, and a pack holds
+    units of similar length, which need little padding.
     """
     units = list(_units(samples, pack_length, share_prompts, balance))
     lengths = [unit_length(unit) for unit in units]
@@ -165,13 +165,12 @@ def build_pack(units: Sequence[Sequence[Sample]]) -> Pack:
 
 
 def collate(packs: Sequence[Pack], *, pad_id: int = 0, balance: float | None = None) -> Batch:
-    """Tensors of several packs, in one row or in many.
+    """Tensors of several packs, in one row or several.
 
-    Where the units stand changes what it costs and nothing else. ``balance`` None puts everything
-    in one row: FlashAttention skips what a block does not see, and tells blocks apart in one row
-    only. With dense attention, whose cost grows with the square of a row, units go to several rows
-    that are padded on the right; ``balance`` is the row length at which attention costs as much as
-    all the rest (see :func:`row_width`).
+    The layout affects cost only. ``balance`` None puts everything in one row: FlashAttention skips
+    masked blocks and separates blocks within one row only. With dense attention, whose cost grows
+    with the square of a row, units go to several rows, padded on the right; ``balance`` is the row
+    length at which attention costs as much as everything else (see :func:`row_width`).
     """
     joined = _joined(packs)
     rows = [joined] if balance is None else _rows(joined, balance)
@@ -241,7 +240,7 @@ def _units(
     for prompt, members in groupby(samples, key=lambda sample: sample.prompt_ids):
         group = list(members)
         if not prompt:
-            # Nothing to share, and a first token that nobody predicts.
+            # Nothing to share, and a first token that cannot be predicted.
             yield from ([sample] for sample in group)
             continue
         yield from cheapest_units(group, pack_length, balance)
@@ -250,9 +249,9 @@ def _units(
 def cheapest_units(
     group: Sequence[Sample], pack_length: int, balance: float | None
 ) -> list[list[Sample]]:
-    """Samples of one prompt in as few units as fit, or in more where those cost less together.
+    """Samples of one prompt in as few units as fit, or in more where that is cheaper.
 
-    Tried are 1, 2, ... nearly equal units, each filled in the given order.
+    Tries 1, 2, ... nearly equal units, each filled in the given order.
     """
     prompt = len(group[0].prompt_ids)
     lengths = [len(sample.response_ids) for sample in group]
@@ -279,7 +278,7 @@ def _filled(group: Sequence[Sample], room: int) -> list[list[Sample]]:
 
 
 def unit_length(unit: Sequence[Sample]) -> int:
-    """Tokens of a prompt and the responses to it."""
+    """Tokens of a prompt and its responses."""
     return len(unit[0].prompt_ids) + sum(len(sample.response_ids) for sample in unit)
 
 
@@ -308,7 +307,7 @@ def _append_response(
 
 
 def _rows(pack: Pack, balance: float) -> list[Pack]:
-    """The units of a pack, refitted to several rows of the best common length."""
+    """The units of a pack, redistributed over rows of the best common length."""
     ends = [i for i in range(1, len(pack) + 1) if pack.unit_L[i : i + 1] != [pack.unit_L[i - 1]]]
     units = [_slice(pack, start, end) for start, end in zip([0, *ends], ends, strict=False)]
     lengths = [len(unit) for unit in units]
@@ -365,16 +364,16 @@ OPEN_PACKS = 64
 
 
 def permutation(n: int, *seed_parts: int | str) -> list[int]:
-    """A shuffle of range(n) that depends on the seed parts alone."""
+    """A shuffle of range(n), determined by the seed parts."""
     rng = np.random.Generator(np.random.PCG64(derive_seed(*seed_parts)))
     order: list[int] = rng.permutation(n).tolist()
     return order
 
 
 def seed_random(seed: int) -> None:
-    """Seed the process's own generators, for whatever draws from them without asking: a model with
-    dropout, a library. Python's and NumPy's begin somewhere else in every process otherwise, so
-    that two runs would be two different ones."""
+    """Seed the process-wide generators, for code that draws from them implicitly: dropout, a
+    library. Python's and NumPy's otherwise start differently in every process, so two runs
+    would differ."""
     import torch
 
     random.seed(derive_seed(seed, "python"))
@@ -386,15 +385,15 @@ def prompt_batch(
     seed: int, n_prompts: int, per_step: int, step: int
 ) -> tuple[int, int, tuple[int, ...]]:
     """The prompts of ``step`` (from 0), the next ``per_step`` of the epoch's shuffle: the epoch,
-    where they stand in it, and indices into the prepared rows.
+    their position in it, and indices into the prepared rows.
 
-    The tail of an epoch that is shorter than a step is left out; each epoch's shuffle leaves out
-    others. A prompt is therefore never twice in a step.
+    The tail of an epoch that is shorter than a step is dropped; each epoch drops different
+    prompts. No prompt appears twice in a step.
 
     Raises
     ------
     DataError
-        If there are fewer prompts than one step asks for.
+        There are fewer prompts than one step needs.
     """
     if n_prompts < per_step:
         raise DataError(
@@ -408,7 +407,7 @@ def prompt_batch(
     return epoch, cursor, tuple(order[cursor : cursor + per_step])
 
 
-#: One optimiser step: its epoch, and the row indices of each of its packs.
+#: One optimiser step: its epoch, and the row indices of each pack.
 SftStep = tuple[int, list[tuple[int, ...]]]
 
 
@@ -421,7 +420,7 @@ def sft_steps(
     epochs: float,
     max_steps: int | None = None,
 ) -> list[SftStep]:
-    """Every step of an SFT run: each epoch reshuffled, packed in that order, and cut into steps.
+    """Every step of an SFT run: each epoch is reshuffled, packed in that order, and cut into steps.
 
     The last step of an epoch may have fewer packs; a fractional epoch is its first packs.
     """
@@ -440,14 +439,14 @@ def sft_steps(
 
 
 def order_hash(sample_ids: Sequence[str]) -> str:
-    """A short name for a list of rows in their order."""
+    """A short hash of a list of rows in their order."""
     digest = hashlib.sha256()
     for sample_id in sample_ids:
         digest.update(sample_id.encode() + b"\x1f")
     return digest.hexdigest()[:16]
 
 
-#: Pieces of work for each rank, at least: where there are fewer groups, they are cut.
+#: Minimum pieces of work per rank: with fewer groups, groups are split.
 PIECES = 4
 
 
@@ -461,8 +460,8 @@ def share_among(
 ) -> list[list[Sample]]:
     """The samples of each of ``world`` ranks, in the order given; a rank's list may be empty.
 
-    The arguments are those of :func:`pack_samples`. Samples of one prompt stay together where there
-    are prompts enough.
+    The arguments are those of :func:`pack_samples`. Samples of one prompt stay together if there
+    are enough prompts.
     """
 
     def cost(piece: Sequence[int]) -> float:
@@ -492,9 +491,9 @@ def packs_of_ranks(
     balance: float | None,
     multiple_of: int,
 ) -> list[list[Pack]]:
-    """Packs for every rank, equally many: what is missing is made up with neutral packs.
+    """Packs for every rank, equally many; missing ones are filled up with neutral packs.
 
-    ``multiple_of``: packs in a forward pass; with more than one rank, their number is a multiple.
+    ``multiple_of``: packs per forward pass; with several ranks, their number is a multiple of it.
     """
     shares = share_among(
         *(samples, world),
@@ -514,8 +513,8 @@ def share_packs(
 ) -> list[list[Pack]]:
     """Finished packs over ranks, equally many each and nearly equal work; neutral ones at the end.
 
-    The dearest pack goes first, to the rank with least work among those with room; on each rank
-    packs stand in the order given.
+    The most expensive pack goes first, to the least loaded rank that is not full; each rank keeps
+    the given order.
     """
     costs = [_pack_cost(pack, balance) for pack in packs]
     shares = _deal(costs, world, most=-(-len(packs) // world))
@@ -525,9 +524,9 @@ def share_packs(
 
 
 def even_out(shares: Sequence[Sequence[Pack]], *, multiple_of: int) -> list[list[Pack]]:
-    """The same packs, and neutral ones until every rank has as many as the others.
+    """The packs, plus neutral ones until every rank has the same number.
 
-    A single rank waits for nobody: it gets a neutral pack only where it has nothing at all.
+    A single rank gets a neutral pack only if it has none.
     """
     most = max([1, *map(len, shares)])
     if len(shares) > 1:
@@ -536,13 +535,13 @@ def even_out(shares: Sequence[Sequence[Pack]], *, multiple_of: int) -> list[list
 
 
 def neutral_pack() -> Pack:
-    """A pack without targets: it goes through the model, and its loss and gradients are zero."""
+    """A pack without targets: it passes through the model; its loss and gradients are zero."""
     return build_pack([[Sample((), (0, 0), (False, False))]])
 
 
 def _deal(costs: Sequence[float], world: int, most: int | None = None) -> list[list[int]]:
-    """Indices of costs for each rank, dearest first, each to the rank with least work among those
-    that have fewer than ``most`` (ties: earlier index, lower rank)."""
+    """Indices of costs for each rank, the largest first, each to the least loaded rank
+    that has fewer than ``most`` (ties: earlier index, lower rank)."""
     dealt: list[list[int]] = [[] for _ in range(world)]
     work = [0.0] * world
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -554,5 +553,5 @@ def _deal(costs: Sequence[float], world: int, most: int | None = None) -> list[l
 
 
 def _pack_cost(pack: Pack, balance: float | None) -> float:
-    """Each unit as a row of its own, which is about what :func:`collate` makes of it."""
+    """Cost of each unit as a row of its own, roughly the layout of :func:`collate`."""
     return sum(row_cost(len(list(unit)), balance) for _, unit in groupby(pack.unit_L))

@@ -1,16 +1,16 @@
-"""Two trainings that should be one: what differs, where first, and by how much.
+"""Comparison of two trainings that should be equal: the differences, the first one, their size.
 
 In: metrics, rollouts, exported weights and final checkpoints of both. Out: a
-:class:`~refiner_core.contract.proofs.Comparison` each. What only measures (times, speed, what a
-judge's store knew) is left aside.
+:class:`~refiner_core.contract.proofs.Comparison` each. Pure measurements (times, speed, cache hits
+of a judge) are ignored.
 
-A difference of numbers is |a - b| / max(1, |a|, |b|): absolute below 1, relative above. One of
-weights or optimiser states is the root mean square of a - b, for weights in units of the distance
-that AdamW can have moved one (the sum of learning rates), else of the larger tensor's own: so the
-same number means the same at any learning rate. Texts, counts, random states and
-whatever is missing on one side have no size.
+A difference of numbers is |a - b| / max(1, |a|, |b|): absolute below 1, relative above. For
+weights and optimiser states it is the root mean square of a - b; for weights in units of the
+distance that AdamW can have moved one (the sum of learning rates), else of the larger tensor's own:
+the same number means the same at any learning rate. Differences of texts, counts, random states and
+values missing on one side have no size.
 
-Checkpoints are read as what they are, files of tensors and JSON, whichever engine wrote them.
+Checkpoints are read as plain files of tensors and JSON, for any engine.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from refiner_core.contract.proofs import MEASURED, Comparison
 
 #: A row of metrics: its step, and the numbers by name.
 Row = tuple[int, Mapping[str, float | None]]
-#: What a judge has used is in a checkpoint's progress, and differs where a step was repeated.
+#: The judge's usage is part of a checkpoint's progress, and differs if a step was repeated.
 _MEASURED_PROGRESS = ("judge",)
-#: A rank's share of a checkpoint: what is in it goes by the same names on any number of ranks.
+#: A rank's share of a checkpoint: its values have the same names for any number of ranks.
 _SHARE = re.compile(r"-rank\d+-of-\d+")
 
 
 _END = math.inf
-#: Values of one side by where they stand: their step, or the end, and name.
+#: Values of one side by position: their step, or the end, and name.
 _Values = Mapping[tuple[float, str], Any]
 _MISSING = object()
 
 
 def _leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """The values within nested ones, with their names."""
+    """The leaves of nested values, with their names."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _leaves(part, f"{at}/{key}" if at else str(key))
@@ -57,7 +57,7 @@ def _leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 def _compared(
     quantity: str, straight: _Values, interrupted: _Values, moved: float = 0.0
 ) -> Comparison:
-    """Values one by one. ``moved`` is the unit of weights, where known."""
+    """Compare values one by one. ``moved`` is the unit for weights, if known."""
     differences = []
     keys = {**straight, **interrupted}
     for step, name in keys:
@@ -78,9 +78,9 @@ def _compared(
 
 
 def _gap(name: str, a: Any, b: Any, moved: float) -> float | None:
-    """How far two values are apart. A count is another one, however near; only what is computed in
-    floats may be near. Tensors: root mean square of a - b, of weights and masters in units of how
-    far they moved, else of the larger one's own."""
+    """Distance of two values; None if it has no size. Counts must be equal; only floats may be
+    near. Tensors: root mean square of a - b, for weights and masters in units of the distance
+    moved, else of the larger one's own."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.shape != b.shape or a.dtype != b.dtype or not a.is_floating_point():
             return None
@@ -95,7 +95,7 @@ def _gap(name: str, a: Any, b: Any, moved: float) -> float | None:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Bitwise the same; NaN is NaN."""
+    """Bitwise equality; NaN equals NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
@@ -105,7 +105,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def compare_traces(straight: Sequence[Row], interrupted: Sequence[Row]) -> Comparison:
-    """Every metric of every step that does not only measure; none missing and none twice."""
+    """Compare every metric of every step except measurements; none missing and none twice."""
 
     def by_step(rows: Sequence[Row]) -> _Values:
         steps: dict[int, list[Mapping[str, float | None]]] = defaultdict(list)
@@ -120,7 +120,7 @@ def compare_rollouts(
     straight: Mapping[int, Sequence[Mapping[str, Any]]],
     interrupted: Mapping[int, Sequence[Mapping[str, Any]]],
 ) -> Comparison:
-    """Every value of every rollout of every step; a column that a step lacks is one of None."""
+    """Compare every value of every rollout of every step; a missing column counts as None."""
     return _compared("rollouts", _by_step(straight), _by_step(interrupted))
 
 
@@ -136,13 +136,13 @@ def _by_step(steps: Mapping[int, Sequence[Mapping[str, Any]]]) -> _Values:
 
 
 def compare_weights(straight: Path, interrupted: Path, moved: float) -> Comparison:
-    """The safetensors files of two exported models.
+    """Compare the safetensors files of two exported models.
 
     Parameters
     ----------
     moved
-        The sum of learning rates over the steps: how far AdamW can have moved a weight. 0: it is
-        not known, and each tensor's own size is the unit.
+        The sum of learning rates over the steps: how far AdamW can have moved a weight. 0:
+        unknown; each tensor's own size is the unit.
     """
     ours, theirs = (
         {
@@ -156,7 +156,8 @@ def compare_weights(straight: Path, interrupted: Path, moved: float) -> Comparis
 
 
 def compare_checkpoints(straight: Path, interrupted: Path, moved: float) -> list[Comparison]:
-    """Two complete resume checkpoints of one step; ``moved`` as of :func:`compare_weights`."""
+    """Compare two complete resume checkpoints of one step; ``moved``: see
+    :func:`compare_weights`."""
     ours, theirs = (_read_checkpoint(folder) for folder in (straight, interrupted))
     found = []
     for quantity in ours:
@@ -166,14 +167,14 @@ def compare_checkpoints(straight: Path, interrupted: Path, moved: float) -> list
 
 
 def _read_checkpoint(folder: Path) -> dict[str, dict[str, Any]]:
-    """A checkpoint's folder as values by name: what is plain, tensors, and random states."""
+    """A checkpoint's folder as values by name: plain values, tensors, and random states."""
     plain: dict[str, Any] = {}
     state: dict[str, Any] = {}
     random: dict[str, Any] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()
         if name == "COMPLETE.json":
-            continue  # how it was written: attempt, seconds
+            continue  # facts of the writing: attempt, seconds
         if path.suffix == ".json":
             value = json.loads(path.read_text(encoding="utf-8"))
             plain[name] = {k: v for k, v in value.items() if k not in _MEASURED_PROGRESS}

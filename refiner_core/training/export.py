@@ -1,10 +1,9 @@
-"""A checkpoint of a training that goes on becomes a model folder.
+"""Export of a model folder from a checkpoint of a training that still runs.
 
 In: a complete checkpoint (:mod:`refiner_core.training.engines.protocol`), and a folder or Hub id
-whose architecture and tokenizer the model has. Out: ``model/`` as ``from_pretrained`` takes it, the
-same bytes as the training stage would have left had it ended there, and the report that it would
-have given. Only the checkpoint's weights are read, not the optimiser's state; nothing runs on a
-GPU.
+with the model's architecture and tokenizer. Out: ``model/`` for ``from_pretrained``, the same bytes
+as if the training stage had ended there, and its report. Reads only the checkpoint's weights, not
+the optimiser's state; uses no GPU.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _COUNTED = ("tokens", "epoch", "counts", "judge")
 def export_checkpoint(
     config: RecipeConfig, *, checkpoint: Path, model_ref: str, output_dir: Path, io: StageIO
 ) -> dict[str, Any]:
-    """Export one checkpoint; returns the report of its training up to there.
+    """Export one checkpoint; returns the report of its training so far.
 
     Raises
     ------
     WorkspaceError
-        The checkpoint is damaged, or is of another model.
+        The checkpoint is damaged, or belongs to another model.
     """
     io.progress(Progress(0, 2, "loading"))
     set_threads(config.model)
@@ -46,7 +45,7 @@ def export_checkpoint(
             expected="a complete checkpoint of this version",
             fix="publish another step",
         ) from error
-    # It is not meant to run: an attention kernel, which may need a GPU, is left aside.
+    # The model never runs, so its attention kernel, which may need a GPU, is not loaded.
     model = load_model(model_ref, replace(config.model, attn_implementation="eager"))
     load_weights(checkpoint, model)
     io.progress(Progress(1, 2, "exporting"))
@@ -56,7 +55,7 @@ def export_checkpoint(
 
 
 def progress_report(progress: dict[str, Any]) -> dict[str, Any]:
-    """Report of a training, by the progress that its checkpoint holds."""
+    """Report of a training, from its checkpoint's progress."""
     curves = {n: points for n, v in progress.get("curves", {}).items() if (points := curve(v))}
     report = {"steps": progress["step"], "episodes": progress.get("episode"), "curves": curves}
     if losses := progress.get("losses"):

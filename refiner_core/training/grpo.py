@@ -1,23 +1,22 @@
-"""Group-relative policy optimisation: prompts to rollouts to rewards to weights, step after step.
+"""Group-relative policy optimisation (GRPO): the training loop.
 
 In: ``data_dir/rl_train.parquet``, a model folder, a judge. Out: ``output_dir/model``, metrics and
 rollouts per step, checkpoints, and a JSON-ready report.
 
-One step: prompts (an epoch's shuffle) -> samples (seeded by what they are) -> rewards -> advantages
--> packs -> one or more optimiser steps -> metrics and rollouts stored -> checkpoint where due. A
-step whose groups all lack spread changes no weight, but it counts and is logged. A judge that
-streams works on finished samples while the others are decoded; ``time/judge_s`` is what is waited
-for it after the last one. With ``async_steps`` the next batches are sampled meanwhile, by older
-weights (:mod:`refiner_core.training.rollouts.pipeline`).
+One step: prompts (an epoch's shuffle) -> samples (seeded by their identity) -> rewards ->
+advantages -> packs -> one or more optimiser steps -> metrics and rollouts stored -> checkpoint if
+due. A step without spread in any group changes no weight, but is counted and logged. A streaming
+judge scores finished samples while others are decoded; ``time/judge_s`` is the wait for it after
+the last sample. With ``async_steps`` the next batches are sampled meanwhile, by older weights
+(:mod:`refiner_core.training.rollouts.pipeline`).
 
-Resume is exact: a step depends on the seed, its number and the state of the checkpoint alone, which
-holds the rollouts in flight too. A stop that is asked for before a step's update gives the step up
-and saves the state before it. With ``async_steps`` a save waits for what is being sampled.
+Resume is exact: a step depends on the seed, its number and the checkpoint alone, which includes the
+rollouts in flight. A stop requested before a step's update abandons the step and saves the state
+before it. With ``async_steps`` a save waits for the running sampling.
 
-Of several ranks, rank 0 has judge and IO; every decision and every error is the same on all.
-
-Measurements go under ``time/``, ``tokens_per_second``, ``memory/`` and ``judge/``; nothing else
-depends on a clock or on what ran before.
+With several ranks, rank 0 has the judge and IO; all ranks share every decision and error.
+Measurements go under ``time/``, ``tokens_per_second``, ``memory/`` and ``judge/``; no other metric
+depends on a clock or on earlier runs.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ if TYPE_CHECKING:
     from refiner_core.generation.vllm.client import VllmGenerator
 
 TRAIN_FILE = "rl_train.parquet"
-#: Metrics whose course the report keeps.
+#: Metrics whose curves the report keeps.
 CURVES = ("scores", "objective/kl3_avg", "val/sequence_lengths", "val/stop_rate")
 #: Counts whose sums the report keeps.
 COUNTS = (
@@ -100,7 +99,7 @@ def train_grpo(
     open_servers: OpenServers | None = None,
     environment: Environment | None = None,
 ) -> dict[str, Any]:
-    """Train on rewards; resumes from ``io.latest_checkpoint()`` where there is one.
+    """Train on rewards; resumes from ``io.latest_checkpoint()`` if there is one.
 
     Parameters
     ----------
@@ -111,40 +110,39 @@ def train_grpo(
     model_ref
         Folder or Hub id of the weights to start from; they are also the KL reference.
     output_dir
-        Gets ``model/``, an exported folder.
+        Destination of ``model/``, an exported folder.
     io
-        Metrics, rollouts, checkpoints, progress and stop requests; rank 0 has it, the other ranks
-        None.
+        Metrics, rollouts, checkpoints, progress and stop requests; None on ranks other than 0.
     judge
-        Scores rubrics and citations; rank 0 has it, the other ranks None. Of a recipe with an
-        environment, rank 0 has one only where ``environment.nl_assertions`` asks it.
+        Scores rubrics and citations; None on ranks other than 0. For a recipe with an environment,
+        rank 0 has one only if ``environment.nl_assertions`` needs it.
     generator
-        Seam: by default transformers over the live model (with ``async_steps``, a copy of it).
+        For tests; default: transformers over the live model (with ``async_steps``, a copy of it).
     ranks
-        The processes that train together; none is this one alone.
+        The processes that train together; None: this process alone.
     open_servers
-        Starts the servers of ``generation_backend=vllm``; rank 0 has it, the other ranks None.
+        Starts the servers of ``generation_backend=vllm``; None on ranks other than 0.
     environment
-        Seam: by default the recipe's, opened on every rank that samples.
+        For tests; default: the recipe's, opened on every rank that samples.
 
     Returns
     -------
     dict
         ``steps``, ``episodes``, ``tokens`` (sampled), ``counts`` and ``curves``; with a judge that
-        counts, ``judge``: its usage in the steps that led here, without those that were given up.
+        counts, ``judge``: its usage in the steps that led here, without abandoned steps.
 
     Raises
     ------
     Interrupted
-        A stop was asked for; the state is saved.
+        A stop was requested; the state is saved.
     JudgeOutage
-        Too many rollouts of a step could not be scored, or the judge could not be asked for too
+        Too many rollouts of a step could not be scored, or the judge was unavailable for too
         long; the state before the step is saved.
     EnvironmentOutage
         Errors of the environment or its user ended too many of a step's episodes; the state before
         the step is saved.
     StageFailed
-        A loss or gradient is not finite, or a health check says `stop`.
+        A loss or gradient is not finite, or a health check with policy `stop` fired.
     UnsupportedError
         See :func:`refiner_core.contract.placement.refuse_unsupported`.
     """
@@ -182,7 +180,7 @@ def _open_policy(
     open_servers: OpenServers | None,
     stack: ExitStack,
 ) -> Policy:
-    """What samples: a generator that was handed in, servers, or transformers."""
+    """The sampler: the given generator, servers, or transformers."""
     from refiner_core.generation.transformers_backend import TransformersGenerator
 
     batch_size = config.grpo.generation_batch_size
@@ -204,12 +202,12 @@ def _open_policy(
 def _open(
     open_servers: OpenServers | None, engine: Engine, stack: ExitStack
 ) -> VllmGenerator | None:
-    """Rank 0's servers; where they cannot be started, that is an error of all ranks."""
+    """Rank 0's servers; all ranks raise if they cannot be started."""
     servers: VllmGenerator | None = None
     error: BaseException | None = None
     if engine.ranks.rank == 0:
         try:
-            assert open_servers is not None, "of a recipe with servers, rank 0 can start them"
+            assert open_servers is not None, "rank 0 of a recipe with servers needs open_servers"
             servers = stack.enter_context(open_servers(engine))
         except Exception as raised:
             error = raised
@@ -218,7 +216,7 @@ def _open(
 
 
 class _Rollouts(NamedTuple):
-    """Facts about a step's rollouts on all ranks: what is trained on, and numbers."""
+    """A step's rollouts as known on all ranks: training samples, and numbers."""
 
     samples: list[TrainSample]
     candidates: int
@@ -231,7 +229,7 @@ class _Rollouts(NamedTuple):
 
 class _GrpoRun:
     """The state of one training run; everything that changes is in ``progress``, the model, the
-    health monitor (whose state progress holds), or in flight."""
+    health monitor (whose state is part of progress), or in flight."""
 
     def __init__(
         self,
@@ -248,7 +246,7 @@ class _GrpoRun:
         self.prompts, self.update, self.engine = prompts, update, update.engine
         self.io, self.ranks, self.health = io, io.ranks, update.health
         self.step = 0
-        self.batch: RolloutBatch | None = None  # of the step that is under way; rank 0's
+        self.batch: RolloutBatch | None = None  # of the current step; rank 0 only
         self.rollouts = Pipeline(
             *(config, prompts, self.engine, policy, lane),
             teller(self._report, turns=bool(config.environment.name)),
@@ -276,7 +274,7 @@ class _GrpoRun:
         self.rollouts.begin(self.progress["step"], position, kept, str(self.boundary.restored))
 
     def train(self) -> None:
-        """Every step that is left."""
+        """Run all remaining steps."""
         self._stop_if_asked(self.progress["step"])
         for step in range(self.progress["step"] + 1, self.grpo.num_training_steps + 1):
             self.step, clock, usage = step, Clock(), judge_meter(self.judge)
@@ -299,7 +297,7 @@ class _GrpoRun:
             self.boundary.after(step, self.progress, shown, partial(self._in_flight, step))
 
     def report(self) -> dict[str, Any]:
-        """Report, from the progress alone: the same whether or not it was interrupted."""
+        """The report, computed from the progress alone: equal with or without interruptions."""
         return {
             **progress_report(self.progress),
             "prompts": len(self.prompts),
@@ -309,7 +307,7 @@ class _GrpoRun:
     # ------------------------------------------------------------ one step
 
     def _rollouts(self, step: int, clock: Clock) -> tuple[_Rollouts, Flight]:
-        """The step's rollouts, judged. Further batches are begun meanwhile."""
+        """The step's rollouts, judged; starts further batches meanwhile."""
         flight = self.rollouts.take(step, clock)
         self._stop_if_asked(step - 1)
         self.rollouts.ahead(step, clock)
@@ -318,7 +316,7 @@ class _GrpoRun:
         return on_first(self.ranks, lambda: self._grouped(flight)), flight
 
     def _grouped(self, flight: Flight) -> _Rollouts:
-        """Groups and advantages (rank 0's)."""
+        """Groups and advantages, on rank 0."""
         grpo, lane = self.grpo, self.lane
         self.batch = batch = lane.groups(flight.samples, flight.results)
         metrics = {
@@ -363,7 +361,7 @@ class _GrpoRun:
     def _count(
         self, step: int, flight: Flight, rollouts: _Rollouts, metrics: dict[str, float]
     ) -> None:
-        """Move the progress on by one step, and add position to the metrics."""
+        """Advance the progress by one step, and add the position to the metrics."""
         progress = self.progress
         progress["step"] = step
         progress["epoch"], progress["cursor"] = flight.epoch, flight.cursor
@@ -376,7 +374,7 @@ class _GrpoRun:
         for name in (
             *CURVES,
             *self.lane.curves,
-        ):  # one entry per step; None where there is no number
+        ):  # one entry per step; None without a number
             value = metrics.get(name, math.nan)
             progress["curves"][name].append(value if math.isfinite(value) else None)
         metrics.update(training_step=step, episode=progress["episode"], epoch=progress["epoch"])
@@ -386,7 +384,7 @@ class _GrpoRun:
 
     @contextmanager
     def _saved_before(self, step: int) -> Iterator[None]:
-        """What ends a step before its update costs that step alone: the state before is saved."""
+        """Save the state before the step if the block ends before the step's update."""
         try:
             yield
         except (JudgeOutage, EnvironmentOutage, Interrupted, HealthStop):
@@ -400,17 +398,18 @@ class _GrpoRun:
         self.boundary.stop_if_asked(step, self.progress, attachments)
 
     def _in_flight(self, step: int, *, judged: bool | None = None) -> Mapping[str, bytes]:
-        """Who asks for a stop may not have the time to wait for a judge as well."""
+        """The rollouts in flight; after a stop request there may be no time to wait for the
+        judge."""
         if self.grpo.async_steps == 0:
             return {}
         return self.rollouts.dump(
             step, judged=not self.io.should_stop() if judged is None else judged
         )
 
-    # ------------------------------------------------------------ what it says of itself
+    # ------------------------------------------------------------ reporting
 
     def _judge_metrics(self, used: JudgeUsage | None) -> dict[str, float]:
-        """Numbers of what the judge has done in a step; adds it to the progress."""
+        """Metrics of the judge's usage in a step, which is also added to the progress."""
         if used is None:
             return {}
         known = usage_from_json(self.progress.get("judge", {}))
@@ -418,7 +417,7 @@ class _GrpoRun:
         return usage_metrics(used)
 
     def _report(self, part: str, values: Mapping[str, float]) -> None:
-        """Say where the step is."""
+        """Report the position within the step."""
         self.io.progress(Progress(self.step - 1, self.grpo.num_training_steps, part, values))
 
 
@@ -434,7 +433,7 @@ def open_lane(
     Parameters
     ----------
     environment
-        The one to use; None opens the recipe's, where it has one and this rank ``samples``.
+        The environment to use; None opens the recipe's, if it has one and this rank ``samples``.
 
     Raises
     ------

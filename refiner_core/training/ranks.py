@@ -1,14 +1,14 @@
-"""The processes that train one model together, and what they tell each other.
+"""The processes that train one model together, and their communication.
 
-In: how many there are and which one this is. Out: values that all agree on. What is decided once
-(where to resume, whether to stop, what was sampled) is decided by rank 0 and broadcast, so that no
-two ranks can take different turns: under ZeRO-3 they would wait for each other for ever.
+In: their number and the number of this one. Out: values that all agree on. Single decisions (where
+to resume, whether to stop, the samples) are made by rank 0 and broadcast, so that ranks never
+diverge: under ZeRO-3 they would wait for each other forever.
 
-Gradients do not travel here; that is the engine's business. What does travel goes over gloo, in a
-group of its own that waits for days: rank 0 may be waiting for a judge. torch is imported where
-there is more than one process. Objects are sealed: gloo takes a connection of anybody who is fast
-enough, and torch's own object collectives unpickle whatever comes over it; here a message without
-the seal of the key that all ranks have in their environment is an error.
+Gradients are the engine's business. Everything else goes over gloo, in a separate group with a
+timeout of days: rank 0 may be waiting for a judge. torch is imported only if there are several
+processes. Messages are signed: gloo accepts any connection that is fast enough, and torch's object
+collectives unpickle whatever they receive; here a message without a signature by the key in the
+ranks' environment is an error.
 """
 
 from __future__ import annotations
@@ -35,52 +35,52 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: How long a rank waits for another one to say something: as long as a job may wait for a judge.
-#: A rank that died closes its connections, and is noticed at once.
+#: How long a rank waits for a message of another one: as long as a job may wait for a judge. A dead
+#: rank closes its connections, and is noticed at once.
 PATIENCE = timedelta(days=7)
-#: What their agent sets for each of them, as torchrun does.
+#: Set by the launcher of the ranks, as by torchrun.
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-#: What refiner sets: the key of what ranks say to each other, and where those of one node find each
-#: other (``file://…``); without that they ask rank 0's store.
+#: Set by refiner: the key that signs the ranks' messages, and the rendezvous of one node's ranks
+#: (``file://…``); without it they use rank 0's store.
 TALK, STORE = "REFINER_RANKS_TALK_TOKEN", "REFINER_RANKS_STORE"
 _SEAL_BYTES = hashlib.sha256().digest_size
 
 
 class Ranks:
-    """The processes that train together, of which this is one; every method is called by all of
-    them, in the same order. By itself, a process is alone."""
+    """The processes that train together, of which this is one; all of them call every method, in
+    the same order. The base class is a single process."""
 
-    #: Number of this process, from 0, and how many there are.
+    #: Number of this process, from 0, and number of processes.
     rank, world = 0, 1
-    #: Number of this process on its node: which GPU is its own.
+    #: Number of this process on its node, which selects its GPU.
     local_rank = 0
 
     def broadcast(self, value: T | None) -> T:
-        """Rank 0's value, on all of them (any object that pickle takes; never from outside)."""
+        """Rank 0's value, on all ranks (any object that can be pickled; never from outside)."""
         return value  # type: ignore[return-value]
 
     def gather(self, value: T) -> list[T] | None:
-        """Everybody's values in order of rank, on rank 0; None elsewhere."""
+        """All values in order of rank, on rank 0; None elsewhere."""
         return [value]
 
     def add(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, taken in order of rank, so that they are the same everywhere."""
+        """Sums over all ranks, added in order of rank, so that they are equal everywhere."""
         return list(values)
 
     def all_or_none(self, error: BaseException | None) -> None:
-        """Wait for all; raise on every rank if any of them has an error: its own where it has one,
-        else rank's with the lowest number."""
+        """Wait for all; raise on every rank if any has an error: its own if it has one, else that
+        of the lowest rank."""
         if error is not None:
             raise error
 
     def line(self) -> Ranks:
-        """The same processes on a line of their own, for one other thread to talk on: what it says
-        there and what is said here meanwhile do not get mixed up."""
+        """A separate channel between the same processes, for one other thread: its messages and
+        those of the main thread do not mix."""
         return self
 
 
 def on_first(ranks: Ranks, do: Callable[[], T]) -> T:
-    """Result of rank 0, or the error that it met, on all ranks."""
+    """Rank 0's result, or its error, on all ranks."""
     outcome: tuple[T | None, BaseException | None] | None = None
     if ranks.rank == 0:
         try:
@@ -96,26 +96,26 @@ def on_first(ranks: Ranks, do: Callable[[], T]) -> T:
 class TorchRanks(Ranks):
     """One of several processes, over torch.distributed.
 
-    The default group carries gradients (NCCL between GPUs, else gloo), a second one what is said
-    here. Call it from the main thread only: collectives pair up by their order; another thread
-    takes a :meth:`line` of its own. Use it as a context manager.
+    The default group carries gradients (NCCL between GPUs, else gloo), a second one these
+    messages. Call it from the main thread only: collectives pair up by their order; another thread
+    needs a :meth:`line` of its own. Use it as a context manager.
 
     Parameters
     ----------
     cuda
-        Whether this rank trains on a GPU; which one, see :meth:`device`.
+        Whether this rank trains on a GPU; for its number, see :meth:`device`.
 
     Raises
     ------
     ConfigurationError
-        The process was not started as a rank, or this rank's GPU is not there.
+        The process was not started as a rank, or this rank's GPU does not exist.
     """
 
     def __init__(self, *, cuda: bool) -> None:
         missing = [name for name in (*ENVIRONMENT, TALK) if name not in os.environ]
         if missing:
             raise ConfigurationError(
-                f"This process is to train with others, and {missing[0]} is not set",
+                f"This process should train with others, but {missing[0]} is not set",
                 expected=f"what refiner sets for ranks: {', '.join((*ENVIRONMENT, TALK))}",
                 fix="start it with `refiner run`, or train in one process",
             )
@@ -125,7 +125,7 @@ class TorchRanks(Ranks):
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self._cuda, self._torch, self._dist = cuda, torch, dist
-        self._key = bytes.fromhex(os.environ.pop(TALK))  # what a rank starts has no part in it
+        self._key = bytes.fromhex(os.environ.pop(TALK))  # not for child processes of a rank
         if cuda:
             torch.cuda.set_device(gpu_of(self.local_rank))
         dist.init_process_group(
@@ -140,14 +140,14 @@ class TorchRanks(Ranks):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Leave the groups: together where all is well, else at once."""
+        """Leave the groups: together after success, immediately after an error."""
         if kind is None:
             self._dist.barrier(group=self._said)
         if kind is None or not self._cuda:  # NCCL would wait for kernels that never end
             self._dist.destroy_process_group()
 
     def broadcast(self, value: T | None) -> T:
-        """Rank 0's value, on all of them."""
+        """Rank 0's value, on all ranks."""
         first = self.rank == 0
         sent = self._sealed(value if first else None)
         size = self._torch.tensor([len(sent)])
@@ -159,14 +159,14 @@ class TorchRanks(Ranks):
         return said
 
     def gather(self, value: T) -> list[T] | None:
-        """Everybody's values in order of rank, on rank 0; None elsewhere."""
+        """All values in order of rank, on rank 0; None elsewhere."""
         mine, sizes, parts = self._padded(value)
         first = self.rank == 0
         self._dist.gather(mine, parts if first else None, dst=0, group=self._said)
         return self._all_opened(parts, sizes) if first else None
 
     def add(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, in double precision, taken in order of rank."""
+        """Sums over all ranks, in double precision, added in order of rank."""
         mine = self._torch.tensor([float(v) for v in values], dtype=self._torch.float64)
         if not len(mine):
             return []
@@ -190,7 +190,7 @@ class TorchRanks(Ranks):
                 raise other
 
     def line(self) -> TorchRanks:
-        """A third group, which ends with the others."""
+        """A third group, which closes together with the others."""
         other = copy.copy(self)
         other._take_a_line()
         return other
@@ -198,10 +198,10 @@ class TorchRanks(Ranks):
     def _take_a_line(self) -> None:
         self._said = self._dist.new_group(backend="gloo", timeout=PATIENCE)
 
-    # ------------------------------------------------------------ objects, sealed
+    # ------------------------------------------------------------ signed objects
 
     def _padded(self, value: Any) -> tuple[Tensor, list[int], list[Tensor]]:
-        """This rank's message, as long as the longest; all lengths; room for all messages."""
+        """This rank's message, padded to the longest; all lengths; buffers for all messages."""
         torch, mine = self._torch, self._sealed(value)
         told = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]
         self._dist.all_gather(told, torch.tensor([len(mine)]), group=self._said)
@@ -223,15 +223,15 @@ class TorchRanks(Ranks):
         if not hmac.compare_digest(seal, hmac.digest(self._key, data, "sha256")):
             raise StageFailed(
                 "A message between training processes was not from a rank of this stage",
-                expected="the seal of the key that all ranks of a stage have",
-                fix="see who else is on this machine or network; then run the same command again",
+                expected="a signature by the key that all ranks of a stage share",
+                fix="check what else runs on this machine or network; then run the command again",
             )
         return pickle.loads(data)
 
 
 @contextmanager
 def open_ranks(*, cuda: bool) -> Iterator[Ranks]:
-    """All ranks where there is more than one, else this process alone."""
+    """All ranks if there are several, else this process alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Ranks()
         return
@@ -240,7 +240,7 @@ def open_ranks(*, cuda: bool) -> Iterator[Ranks]:
 
 
 def gpu_of(local_rank: int) -> int:
-    """The number of this rank's GPU among those that it sees: its own number, or the only one.
+    """The number of this rank's GPU among its visible ones: its own number, or the only one.
 
     Raises
     ------
@@ -260,14 +260,14 @@ def gpu_of(local_rank: int) -> int:
 
 
 def portable(error: BaseException) -> BaseException:
-    """The error itself where another process can rebuild it, else one that says the same."""
+    """The error itself if another process can unpickle it, else a copy of its message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
         return StageFailed(
             f"{type(error).__name__}: {error}",
             expected="all ranks to get through the step",
-            fix="see `refiner logs STAGE` for its traceback, and mend what it names",
+            fix="see `refiner logs STAGE` for its traceback, and fix the cause",
         )
     return error
 
@@ -278,11 +278,11 @@ _DECIDED = ("latest_checkpoint", "pass_over", "should_stop", "room_again")
 
 
 class RanksIO:
-    """A stage's IO for all ranks: rank 0 has the real one, the others hear what it says.
+    """A stage's IO for all ranks: rank 0 has the real one; the others receive its answers.
 
-    Metrics, rollouts and progress are rank 0's alone and cost the others nothing; where a decision
-    hangs on the world (``latest_checkpoint``, ``pass_over``, ``should_stop``, ``new_checkpoint``,
-    ``room_again``), all ranks call it together and get the same answer.
+    Metrics, rollouts and progress are written by rank 0 alone and cost the others nothing. Calls
+    whose answer decides something (``latest_checkpoint``, ``pass_over``, ``should_stop``,
+    ``new_checkpoint``, ``room_again``) are made by all ranks together and return the same answer.
     """
 
     def __init__(self, io: StageIO | None, ranks: Ranks) -> None:
@@ -299,13 +299,13 @@ class RanksIO:
         raise AttributeError(name)
 
     def line(self) -> RanksIO:
-        """The same IO for one other thread, which all ranks have; made by all of them together."""
+        """The same IO for one other thread on each rank; all ranks create it together."""
         return RanksIO(self._io, self.ranks.line())
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
-        """One folder that all ranks write into (it must lie where all see it); complete once all of
-        them have left the block without an error."""
+        """One folder for the files of all ranks (on storage that all see); complete once all
+        have left the block without an error."""
         context = None if self._io is None else self._io.new_checkpoint(step)
         folder = self._decided(lambda _: context.__enter__() if context is not None else Path())
         error: BaseException | None = None
@@ -316,12 +316,12 @@ class RanksIO:
         try:
             self.ranks.all_or_none(error)
         except BaseException as raised:
-            # What the store makes of it (a full disk) is what all ranks hear.
+            # All ranks receive the store's error (e.g. a full disk).
             met = raised
             self._decided(lambda _: context and context.__exit__(type(met), met, met.__traceback__))
             raise
         self._decided(lambda _: context.__exit__(None, None, None) if context is not None else None)
 
     def _decided(self, ask: Callable[[StageIO], T]) -> T:
-        """Answer to rank 0, or the error that it met, on all ranks."""
+        """Rank 0's answer, or its error, on all ranks."""
         return on_first(self.ranks, lambda: ask(self._io))  # type: ignore[arg-type]

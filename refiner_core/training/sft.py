@@ -1,18 +1,18 @@
 """Supervised fine-tuning: packed demonstrations to weights, loss on assistant tokens only.
 
-``rft`` is the same on attempts of the model's own that were kept (:mod:`refiner_core.rejection`),
-with a section of its own.
+``rft`` is the same on the model's own accepted attempts (:mod:`refiner_core.rejection`), with its
+own section.
 
-In: ``data_dir/sft_train.parquet`` (and ``sft_val.parquet`` where there is one), a model folder.
+In: ``data_dir/sft_train.parquet`` (and ``sft_val.parquet`` if it exists), a model folder.
 Out: ``output_dir/model``, metrics per step, checkpoints, and a JSON-ready report.
 
-The order of rows is a function of (seed, epoch) and every step's packs are planned before the
-first one, so that a resumed run is bitwise the uninterrupted one. What is execution (how often to
-evaluate or save, recomputing activations) changes no weight. Over several ranks a step's packs are
-shared out, and the loss is one sum over all of them; only the order of sums differs.
+The order of rows is a function of (seed, epoch), and all packs are planned before the first step,
+so that a resumed run is bitwise the uninterrupted one. Execution fields (intervals of evaluation
+and saves, recomputing activations) change no weight. With several ranks a step's packs are
+divided, and the loss is one sum over all of them; only the order of sums differs.
 
 Measurements per step: ``time/update_s`` (forward, backward, step), ``time/validate_s``,
-``time/save_s`` (how long training stood still for a save), ``time/idle_s`` (the rest), and their
+``time/save_s`` (training paused for a save), ``time/idle_s`` (the rest), and their
 sum ``time/step_s``; ``tokens_per_second`` is over the update alone.
 """
 
@@ -67,7 +67,7 @@ def train_sft(
     ranks: Ranks | None = None,
     stage: str = "sft",
 ) -> dict[str, Any]:
-    """Train on demonstrations; resumes from ``io.latest_checkpoint()`` where there is one.
+    """Train on demonstrations; resumes from ``io.latest_checkpoint()`` if there is one.
 
     Parameters
     ----------
@@ -78,13 +78,13 @@ def train_sft(
     model_ref
         Folder or Hub id of the weights to start from.
     output_dir
-        Gets ``model/``, an exported folder.
+        Destination of ``model/``, an exported folder.
     io
-        Metrics, checkpoints, progress and stop requests; rank 0 has it, the other ranks None.
+        Metrics, checkpoints, progress and stop requests; None on ranks other than 0.
     ranks
-        The processes that train together; none is this one alone.
+        The processes that train together; None: this process alone.
     stage
-        Which section it is, and what boundaries, checks and errors call it.
+        The section's name, also used in boundaries, checks and errors.
 
     Returns
     -------
@@ -95,9 +95,9 @@ def train_sft(
     Raises
     ------
     Interrupted
-        A stop was asked for; the state is saved.
+        A stop was requested; the state is saved.
     HealthStop
-        A health check says so; the state before the step is saved.
+        A health check with policy `stop` fired; the state before the step is saved.
     StageFailed
         The loss or its gradient is not finite.
     UnsupportedError
@@ -154,7 +154,7 @@ class _SftRun:
         self.health.restore(self.progress.get("health"))
 
     def train(self) -> None:
-        """Every step that is left."""
+        """Run all remaining steps."""
         self.boundary.stop_if_asked(self.progress["step"], self.progress)
         began = time.perf_counter()
         for index in range(self.progress["step"], len(self.steps)):
@@ -189,7 +189,7 @@ class _SftRun:
             self.boundary.after(step, self.progress, shown)
 
     def report(self) -> dict[str, Any]:
-        """Report, from the progress alone: the same whether or not it was interrupted."""
+        """The report, computed from the progress alone: equal with or without interruptions."""
         losses, validation = self.progress["losses"], self.progress["validation"]
         known = [loss for loss in losses if loss is not None]  # a skipped step may have none
         best = min(validation, key=lambda point: point[1], default=None)
@@ -216,7 +216,7 @@ class _SftRun:
         loss_tokens = sum(len(pack.target_T) for pack in packs)
         loss = 0.0
         for batch in self._batches(packs):
-            if len(batch.target_T) or self.ranks.world > 1:  # all ranks go through it together
+            if len(batch.target_T) or self.ranks.world > 1:  # all ranks run it together
                 part = -self.engine.score(batch).logprob_T.sum() / max(1, loss_tokens)
                 self.engine.backward(part)
                 loss += float(part.detach())
@@ -244,7 +244,7 @@ class _SftRun:
         }
 
     def _batches(self, packs: Sequence[Pack]) -> list[Batch]:
-        """This rank's share, in as many forward passes as on every other rank."""
+        """This rank's share, in the same number of forward passes on every rank."""
         size, balance = self.sft.per_device_train_batch_size, self.engine.balance
         if not packs:
             return []
@@ -273,7 +273,7 @@ class _SftRun:
 
 
 def _split(times: Mapping[str, float], step_s: float) -> dict[str, float]:
-    """Seconds from one logged step to the next; what is left over was nobody's."""
+    """Seconds from one logged step to the next, by part; the remainder is idle time."""
     busy = ("time/update_s", "time/validate_s", "time/save_s")
     idle = max(0.0, step_s - sum(times.get(name, 0.0) for name in busy))
     return {**times, "time/step_s": step_s, "time/idle_s": idle}
@@ -293,7 +293,7 @@ def _plan(seed: int, sft: SftConfig, rows: Sequence[DemonstrationRow], stage: st
             f"There is nothing to train on: {len(rows)} demonstrations, "
             f"{sft.num_train_epochs} epochs, max_train_steps {sft.max_train_steps}",
             expected="at least one optimiser step",
-            fix=f"look at the counts of `{KINDS[stage].learns_from}`, or raise "
+            fix=f"check the counts of `{KINDS[stage].learns_from}`, or raise "
             f"{stage}.num_train_epochs",
         )
     return steps

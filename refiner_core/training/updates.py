@@ -34,7 +34,7 @@ Aggregation = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["kl1", "kl2", "kl3", "kl4"]
 KL_NAMES: tuple[KlEstimator, ...] = ("kl1", "kl2", "kl3", "kl4")
 
-#: Log-ratios beyond this are cut: exp(40) is as good as infinite, and exp(89) overflows float32.
+#: Log-ratios are clamped here: exp(40) is practically infinite, and exp(89) overflows float32.
 MAX_LOG_RATIO = 40.0
 
 
@@ -58,8 +58,8 @@ def policy_terms(
     clip_lower: float,
     clip_higher: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """max(-A r, -A clamp(r, 1 - lower, 1 + higher)), r = exp(logprob - old); besides r, and whether
-    the clip decided.
+    """max(-A r, -A clamp(r, 1 - lower, 1 + higher)) with r = exp(logprob - old); also r, and
+    whether the clip decided.
 
     Schulman et al. 2017 (PPO), eq. 7, with the asymmetric clip of DAPO (Yu et al. 2025).
     """
@@ -71,7 +71,7 @@ def policy_terms(
 
 
 def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, cap: float) -> torch.Tensor:
-    """min(exp(old - sampler), cap): how much likelier the trainer holds a token than its sampler.
+    """min(exp(old - sampler), cap): the trainer's probability of a token over the sampler's.
 
     Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you
     off-policy RL training"). A ``cap`` of 0 turns it off (all ones). Carries no gradient.
@@ -102,7 +102,7 @@ def token_weights(
 
 
 class _StepBatches:
-    """Iterates over this rank's batches of ``per_pass`` packs; ``packs`` counts all ranks'."""
+    """This rank's batches of ``per_pass`` packs; ``packs`` counts all ranks'."""
 
     def __init__(
         self, engine: Engine, samples: Sequence[Sample], pack_length: int, per_pass: int
@@ -125,7 +125,7 @@ class _StepBatches:
             yield to_device(batch, self.engine.device)
 
     def merged(self, flat_F: torch.Tensor) -> torch.Tensor:
-        """Flat values that every rank has for its own targets, put together on all of them."""
+        """Flat values that each rank has for its own targets, merged on all ranks."""
         at = torch.cat([batch.flat_T for batch in self]).cpu().numpy()
         parts = self.engine.ranks.gather((at, flat_F.cpu().numpy()[at]))
         whole = None
@@ -138,7 +138,7 @@ class _StepBatches:
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Flat (F,) values of a step. ``old_F`` is None where the policy has not moved since."""
+    """Flat (F,) values of a step. ``old_F`` is None if the policy has not moved since."""
 
     advantage_F: torch.Tensor
     sampler_F: torch.Tensor
@@ -149,10 +149,10 @@ class _Buffers:
 class GrpoUpdate:
     """Turns the rollouts of a step into optimiser steps.
 
-    ``reference`` is the frozen initial model, or None where ``beta`` is 0. ``health`` is asked
-    before each optimiser step; ``moved`` counts those that the last :meth:`run` has made.
-    ``longest``: most tokens that a rollout can have sampled, which the constant denominator counts
-    with; ``response_length`` where it is None.
+    ``reference`` is the frozen initial model, or None if ``beta`` is 0. ``health`` is consulted
+    before each optimiser step; ``moved`` counts the optimiser steps of the last :meth:`run`.
+    ``longest``: the most tokens that a rollout can sample, used by the constant denominator;
+    ``response_length`` if None.
     """
 
     def __init__(
@@ -182,7 +182,9 @@ class GrpoUpdate:
         Raises
         ------
         NotFiniteError
-            If a loss or gradient norm is not finite; HealthStop if another check says `stop`.
+            A loss or gradient norm is not finite.
+        HealthStop
+            Another health check with policy `stop` fired.
         """
         grpo = self.grpo
         self.moved = 0
@@ -211,11 +213,11 @@ class GrpoUpdate:
         old_F, reference_F = None, None
         if self.grpo.old_logprobs == "sampler":
             old_F = sampler_F
-        elif moves:  # with a single optimiser step the policy is its own old one: ratio exactly 1
+        elif moves:  # with a single optimiser step the policy equals the old one: ratio exactly 1
             old_F = self._score(self.engine.score, whole, tokens)
         if self.reference is not None:
             reference_F = self._score(partial(token_scores, self.reference), whole, tokens)
-        if self.engine.ranks.world > 1 and moves:  # packs are shared out anew: all need all
+        if self.engine.ranks.world > 1 and moves:  # packs move between ranks: all need all values
             if self.grpo.old_logprobs == "recomputed" and old_F is not None:
                 old_F = whole.merged(old_F)
             if reference_F is not None:
@@ -231,7 +233,7 @@ class GrpoUpdate:
     def _score(
         self, score: Callable[..., TokenScores], batches: _StepBatches, tokens: int
     ) -> torch.Tensor:
-        """(F,) log-probabilities by ``score``; 0 where another rank has the tokens."""
+        """(F,) log-probabilities by ``score``; 0 for tokens of other ranks."""
         flat_F = torch.zeros(tokens, device=self.engine.device)
         for batch in batches:
             scores = score(batch, temperature=self.grpo.temperature)
@@ -263,8 +265,8 @@ class GrpoUpdate:
     def _optimizer_step(
         self, samples: Sequence[Sample], batches: _StepBatches, buffers: _Buffers, factor: float
     ) -> dict[str, float]:
-        """One optimiser step, if health lets it be made: sums over its tokens, its norm and packs;
-        nothing where these are not finite."""
+        """One optimiser step, unless a health check skips it: sums over its tokens, gradient norm
+        and packs; nothing if these are not finite."""
         weight_F = self._weights(samples, buffers)
         sums: dict[str, torch.Tensor] = {}
         for batch in batches:
@@ -314,8 +316,8 @@ class GrpoUpdate:
         weight_F: torch.Tensor,
         sums: dict[str, torch.Tensor],
     ) -> None:
-        """Gradients of one batch's share of the loss; adds its parts to the sums, in double
-        precision, where the tensors are."""
+        """Gradients of one batch's share of the loss; adds its parts to ``sums``, in double
+        precision, on the tensors' device."""
 
         def add(name: str, values: torch.Tensor) -> None:
             value = values.detach().double().sum()
@@ -328,7 +330,7 @@ class GrpoUpdate:
         old_T = logprob_T.detach() if buffers.old_F is None else buffers.old_F[at]
         sampler_T = buffers.sampler_F[at]
         if grpo.old_logprobs == "sampler":
-            # What was appended instead of sampled has nothing to be held against.
+            # Appended tokens were not sampled, so there is no sampler log-probability to compare.
             old_T = sampler_T = torch.where(old_T.isnan(), logprob_T.detach(), old_T)
             importance_T = torch.ones_like(old_T)
             gap_T = (logprob_T.detach() - sampler_T).abs()
@@ -367,7 +369,7 @@ class GrpoUpdate:
 
 
 def _placed(train_samples: Sequence[TrainSample]) -> tuple[list[Sample], int]:
-    """Samples with their places in the flat buffers, and how long those are."""
+    """Samples with their offsets in the flat buffers, and the buffers' length."""
     samples, start = [], 0
     for sample in train_samples:
         tokens, mask = sample.response_ids, sample.loss_mask

@@ -396,7 +396,7 @@ def test_no_path_of_the_users_machine_stands_in_a_card():
         (("license: apache-2.0\n", ""), "no license"),
         (("base_model: lihaoxin2020/qwen3-4b-refiner-gpt54-ep2\n", ""), "no base_model"),
         (("license: apache-2.0", "license: [apache"), "not YAML"),
-        (("## Results", "From /home/me/run7.\n\n## Results"), "path of some machine"),
+        (("## Results", "From /home/me/run7.\n\n## Results"), "is a local path"),
         (("## Results", "hf_abcdefghijklmnopqrstuvwxyz\n\n## Results"), "access token"),
         (("---\nlicense", "license"), "no front matter"),
     ],

@@ -211,7 +211,7 @@ def test_what_files_said_before_still_work_or_are_left_out_with_a_word(
         ("recipe: tiny", "recipe: tinny", "Did you mean 'tiny'"),
         ("timezone: UTC", "timezone: UTC\ntimezone: UTC", "has `timezone` .line [0-9]+. twice"),
         ("timezone: UTC", "timezone: " + "{a: " * 500 + "1" + "}" * 500, "nested too deeply"),
-        ("- tracking.wandb=disabled", "- model.name_or_path=x", "said by `checkpoints`"),
+        ("- tracking.wandb=disabled", "- model.name_or_path=x", "named by `checkpoints`"),
         ("  metrics: [oracle]", "  channels: [{url: 'http://x/y'}]", "name of the environment"),
     ],
 )

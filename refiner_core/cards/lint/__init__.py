@@ -1,15 +1,15 @@
-"""Lint of a card, before anybody else reads it.
+"""Lint of a card before publication.
 
-In: the text of a README.md (ours or any other), and for one of ours its evidence. Out: findings,
+In: the text of a README.md (of refiner or any other), and optionally its evidence. Out: findings,
 each with its line, rule and severity; none is a good sign::
 
-    text ──> markdown ──> secrets, paths           what the Hub and readers meet
-                     └──> quantities ──> numbers   what numbers say
-    text, evidence ──> against                     what it should be, number by number
+    text ──> markdown ──> secrets, paths           form
+                     └──> quantities ──> numbers   consistency of numbers
+    text, evidence ──> against                     agreement with the evidence, number by number
 
-Rules are strict about what they find: a number that can be right is left alone. Secrets are looked
-for everywhere; nothing is executed. Whether the command on a card of ours gives its model is proven
-where the card is made (:mod:`flows.cards.reproduction`).
+Rules avoid false positives: a number that can be right is not reported. Secrets are searched
+everywhere; nothing is executed. Whether the command on a card reproduces its model is verified
+when the card is made (:mod:`flows.cards.reproduction`).
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ _UNKNOWN_BASE = re.compile(r"(?im)^[-* \t]*+base model\W+(?:not recorded|unknown
 _NO_EVIDENCE = Finding(
     1,
     "evidence-missing",
-    "its evidence (refiner.json) is not here: numbers can only be checked against each other",
-    "take the refiner.json that was published with it (`--evidence FILE`)",
+    "its evidence (refiner.json) is missing: numbers can only be checked against each other",
+    "use the refiner.json that was published with it (`--evidence FILE`)",
     "warning",
 )
 _OUR_SECTIONS = {"Training set-up", "Reproduction", "Known notes", "Provenance"}
-#: A folder of some machine: a card that refiner makes names none at all.
+#: A folder of a machine: cards of refiner contain none.
 _PATH = re.compile(
     r"(?<![\w.:/-])(?:/(?:root|mnt|work|data|tmp|opt|var|home|Users|scratch|gpfs|lustre|nfs)/"
     r"[\w.~-]+|~/\.?\w[\w.-]*|[A-Z]:\\\w+)"
 )
-#: Characters of a card; a larger one is no card.
+#: Characters of a card; a larger file is not a card.
 LARGEST = 1_000_000
 
 
 def check_card(
     text: str, evidence: str | None = None, *, template: str | None = None
 ) -> list[Finding]:
-    """All that is wrong with a card, in the order of its lines.
+    """All errors of a card, in the order of its lines.
 
     Parameters
     ----------
     text
-        Of the README.md.
+        Text of the README.md.
     evidence
-        Text of the ``refiner.json`` that belongs to it.
+        Text of its ``refiner.json``.
     template
-        A template that may be run: the text of the user's own.
+        A trusted template that may be run: the text of the user's own.
     """
     if len(text) > LARGEST:
         what = f"it has {len(text)} characters, at most {LARGEST} are read"
@@ -73,7 +73,7 @@ def check_card(
 
 
 def lint_card(text: str, evidence: str | None = None, *, template: str | None = None) -> list[str]:
-    """Reasons why a card is unfit to be published, a sentence each; warnings are left out."""
+    """Reasons against publishing a card, a sentence each; warnings are left out."""
     found = check_card(text, evidence, template=template)
     return [f"line {f.line}: {f.message}" for f in found if f.is_error]
 
@@ -97,14 +97,14 @@ def _of_itself(text: str, *, has_evidence: bool) -> Iterator[Finding]:
 
 
 def _signs(document: Document, *, ours: bool) -> Iterator[Finding]:
-    """Secrets, characters that nobody sees, and on a card of ours paths."""
+    """Secrets, invisible characters, and on a card of refiner paths."""
     for number, line in enumerate(document.text.split("\n"), start=1):
         if has_secret(line):
             what = "something looks like an access token or key"
-            yield Finding(number, "secret", what, "take it out, and revoke it")
+            yield Finding(number, "secret", what, "remove and revoke it")
         if found := CONTROLS.search(line):
-            what = f"the character U+{ord(found.group()):04X} is shown by nobody"
-            yield Finding(number, "control-character", what, "take it out")
+            what = f"the character U+{ord(found.group()):04X} is invisible"
+            yield Finding(number, "control-character", what, "remove it")
         if ours and (found := _PATH.search(line)):
-            what = f"{found.group()} is a path of some machine"
-            yield Finding(number, "machine-path", what, "name what others can get")
+            what = f"{found.group()} is a local path"
+            yield Finding(number, "machine-path", what, "use a name that others can resolve")

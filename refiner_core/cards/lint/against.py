@@ -1,11 +1,11 @@
-"""A card against its evidence: what it should say, line by line, and where each number comes from.
+"""A card compared with its evidence, line by line, with the source of each number.
 
-In: the text of a card and of the ``refiner.json`` that belongs to it. Out: findings. The card is
-made again from the facts; whatever differs is found, numbers or words.
+In: the text of a card and of its ``refiner.json``. Out: findings. The card is made again from the
+facts; every difference is reported, in numbers or words.
 
-The evidence is held against itself as well, as far as that needs no samples: a value is its
-numerator over its denominator, an interval holds it, Wilson intervals follow from counts, and what
-is said twice is said alike.
+The evidence is also checked for consistency, as far as possible without samples: a value is its
+numerator over its denominator, an interval contains it, Wilson intervals follow from counts, and
+repeated statements agree.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from refiner_core.contract.errors import RefinerError
 
 _CLOSE, _CLOSE_BOUND = 1e-9, 1e-6
 _ODD = "evidence-inconsistent"
-_FIX_EVIDENCE = "evaluate and publish again; or take the evidence that was published"
+_FIX_EVIDENCE = "evaluate and publish again; or use the published evidence"
 
 
 def inconsistencies(evidence: Evidence) -> Iterator[str]:
-    """Statements of the evidence that cannot be."""
+    """Impossible or contradictory statements in the evidence."""
     facts = evidence.facts
     pairs = {
         "step": (evidence.step, facts.step),
@@ -74,7 +74,7 @@ def _of_number(facts: CardFacts, entry: Mapping[str, Any]) -> Iterator[str]:
     if low is None or high is None:
         return
     slack, how = _CLOSE * max(1.0, abs(value)), str(entry.get("interval"))
-    # Few prompts and a skew can bring a bootstrap away from its value.
+    # Few prompts and skew can move a bootstrap interval away from its value.
     if low > high or not (how.startswith("bootstrap") or low - slack <= value <= high + slack):
         yield f"{value!r} does not lie in its interval [{low!r}, {high!r}]"
     # Wilson intervals follow from counts alone; others need the samples.
@@ -92,16 +92,16 @@ def _of_number(facts: CardFacts, entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?|[^\W\d]+|\s+|.", re.DOTALL)
-#: So many changes of a line are told one by one.
+#: Largest number of changes in a line that are reported one by one.
 _MOST = 6
-#: Characters of an evidence file.
+#: Limit on characters of an evidence file.
 LARGEST = 10_000_000
-_FIX = "take the card that the evidence gives, or publish again"
+_FIX = "use the card made from the evidence, or publish again"
 
 _NOT_RUN = Finding(
     1,
     "evidence",
-    "it was made by a template of somebody's own, which is not run here: its words were not "
+    "it was made by a custom template, which is not run here: its words were not "
     "compared with the evidence",
     "read the template in refiner.json, and name a file with the same text by --template FILE",
     "warning",
@@ -109,10 +109,10 @@ _NOT_RUN = Finding(
 
 
 def evidence_findings(text: str, evidence: str, template: str | None = None) -> list[Finding]:
-    """Differences between a card and what its evidence gives; empty where there is none.
+    """Differences between a card and its evidence; empty if there are none.
 
-    A template that the evidence brings is a stranger's program. It is run where it is ``template``,
-    which the caller trusts, and else not.
+    A template in the evidence is an untrusted program. It is run only if it equals ``template``,
+    which the caller trusts.
     """
     if len(evidence) > LARGEST:
         what = f"its evidence has {len(evidence)} characters, at most {LARGEST} are read"
@@ -129,7 +129,7 @@ def evidence_findings(text: str, evidence: str, template: str | None = None) -> 
 
 
 def differences(text: str, expected: str, evidence: Evidence) -> Iterator[Finding]:
-    """One finding per line that differs, with the number that does where it is one."""
+    """One finding per differing line, with the number if it differs."""
     if text == expected:
         return
     have, want = text.split("\n"), expected.split("\n")
@@ -159,7 +159,7 @@ def differences(text: str, expected: str, evidence: Evidence) -> Iterator[Findin
 def _changes(
     have: str, want: str, placed: Sequence[tuple[int, int, str]], facts: CardFacts
 ) -> Iterator[str]:
-    """Differences of two lines: each number or word that does, with its fact, unless most do."""
+    """Differences of two lines: each differing number or word with its fact, unless most differ."""
     ours, theirs = _TOKEN.findall(have), _TOKEN.findall(want)
     changes = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
     if len(ours) != len(theirs) or not 0 < len(changes) <= _MOST:
@@ -172,5 +172,5 @@ def _changes(
         record = fact and record_of(facts, fact)
         source = f" (fact {fact}{f', from {record}' if record else ''})" if fact else ""
         around = "".join(theirs[max(0, i - 6) : i + 5]).strip()
-        said = f"{ours[i]!r:.160} stands here, and the evidence gives {theirs[i]!r:.160}"
+        said = f"{ours[i]!r:.160} is here, but the evidence gives {theirs[i]!r:.160}"
         yield f"{said}{source}: …{around:.160}…"

@@ -1,8 +1,7 @@
 """A README as its parts (front matter, prose, code, tables), and findings about them.
 
-In: text. Out: a :class:`Document`, in which everything knows the line that it stands in, counted
-from 1. Blocks and inline marks are those that markdown-it finds; prose is kept as a reader sees it.
-Nothing is executed.
+In: text. Out: a :class:`Document` whose parts know their lines, counted from 1. Blocks and inline
+marks are those of markdown-it; prose is kept as a reader sees it. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-# Cards are anybody's: no pattern here may look at a character more than a few times.
+# Cards are untrusted: patterns here read each character only a few times.
 _MARKUP = re.compile(r"<!--.*?(?:-->|\Z)|</?[A-Za-z][^<>]*+>", re.DOTALL)
 _RUN = re.compile(r"\s{65,}|[\d,.]{65,}")
-#: Characters of the paragraph before a table that are looked at as its caption.
+#: Characters of the paragraph before a table that are used as its caption.
 _CAPTION = 2000
 
 
 class Paragraph(NamedTuple):
-    """Prose of a block, or a row of a table, as it is read; inline code is blanked."""
+    """Prose of a block, or a row of a table, as shown; inline code is blanked."""
 
     line: int
     text: str
 
     def line_of(self, offset: int) -> int:
-        """The line in which a character of ``text`` stands."""
+        """The line of a character of ``text``."""
         return self.line + self.text.count("\n", 0, offset)
 
 
 class Row(NamedTuple):
-    """One row of a table: its line, and its cells as a reader sees them."""
+    """One row of a table: its line, and its cells as shown."""
 
     line: int
     cells: tuple[str, ...]
@@ -44,7 +43,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A table, with the headings that it stands under (outermost first) and the paragraph before
+    """A table, with its headings (outermost first) and the paragraph before
     it."""
 
     line: int
@@ -56,7 +55,7 @@ class Table:
 
 @dataclass
 class Document:
-    """A README. ``front`` is the text between the two lines of ``---``; None where there is no such
+    """A README. ``front`` is the text between the two lines of ``---``; None without such a
     block."""
 
     text: str
@@ -79,7 +78,7 @@ def _markdown() -> MarkdownIt:
 
 
 def read_document(text: str) -> Document:
-    """Take a README apart."""
+    """Parse a README."""
     text = text.replace("\r\n", "\n").removeprefix("\ufeff")
     document, lines, start = Document(text), text.split("\n"), 0
     if lines[0].rstrip() == "---":
@@ -130,7 +129,7 @@ def _table(
 
 
 def _seen(inline: Token, *, code: bool = False) -> str:
-    """What a reader sees of a text, with inline ``code`` or with blanks in its place."""
+    """The visible text, with inline ``code`` or with blanks in its place."""
     parts = []
     for token in inline.children or ():
         if token.type in ("softbreak", "hardbreak"):
@@ -148,8 +147,8 @@ def _blank(found: re.Match[str]) -> str:
 
 
 def _without_runs(text: str) -> str:
-    """A text of the same length without runs of blanks or digits that are longer than anybody
-    writes: patterns of prose look at those anew from each of their characters."""
+    """A text of the same length without very long runs of blanks or digits, which prose patterns
+    would scan again from each of their characters."""
     return _RUN.sub(lambda m: m.group()[:64] + "·" * (len(m.group()) - 64), text)
 
 
@@ -163,34 +162,34 @@ class Finding:
     Attributes
     ----------
     line
-        Where it stands, counted from 1.
+        Its line, counted from 1.
     rule
         Its short name, such as ``percentage-impossible``; see below.
     message
-        What stands there and why it cannot be.
+        The text found and why it is wrong.
     fix
-        What mends it; empty where that is plain.
+        How to fix it; empty if obvious.
     severity
-        An ``error`` is wrong as it stands; a ``warning`` cannot be checked, or misleads.
+        An ``error`` is wrong; a ``warning`` cannot be checked, or misleads.
 
-    The rules, each with what it asks of a card:
+    The rules, each with its requirement:
 
     - ``too-large``: a card has at most a million characters
     - ``front-matter``: the block between two lines of --- is there, is YAML, and is a mapping
     - ``licence-missing``: the front matter names a licence
     - ``base-model-missing``: the front matter names the base model
     - ``secret``: no access token or key
-    - ``machine-path``: a card of ours names no path of some machine
-    - ``control-character``: no character that nobody sees
+    - ``machine-path``: a card of refiner names no local path
+    - ``control-character``: no invisible character
     - ``percentage-impossible``: a percentage of n is a whole number of cases, as printed
-    - ``total``: totals and averages recompute from the parts beside them
-    - ``parts``: parts sum to their whole, x of y is x of more, a / b is what it is said to be
+    - ``total``: totals and averages recompute from their parts
+    - ``parts``: parts sum to their whole, x of y is at most y, a / b is as stated
     - ``comparison``: an improvement recomputes, from two numbers of one protocol and one n
-    - ``comparison-built-on``: an improvement is not built on a number that cannot be
-    - ``evidence``: the card is what its evidence gives, number by number
-    - ``evidence-inconsistent``: the evidence agrees with itself
-    - ``evidence-missing``: numbers of our own cards have evidence beside them
-    - ``file-differs``: the files of a publication are those that its evidence names
+    - ``comparison-built-on``: an improvement is not based on an impossible number
+    - ``evidence``: the card equals the one made from its evidence, number by number
+    - ``evidence-inconsistent``: the evidence is consistent
+    - ``evidence-missing``: cards of refiner have evidence beside them
+    - ``file-differs``: the files of a publication are those in its evidence
     """
 
     line: int
@@ -201,7 +200,7 @@ class Finding:
 
     @property
     def is_error(self) -> bool:
-        """True if a card with it is unfit to be published."""
+        """True if the finding forbids publication."""
         return self.severity == "error"
 
     def to_json(self) -> dict[str, Any]:
@@ -211,7 +210,7 @@ class Finding:
 
 # ---------------------------------------------------------------- front matter
 
-#: Characters of a front matter; YAML is slow to read.
+#: Limit on a front matter's characters; YAML is slow to parse.
 _LARGEST = 100_000
 #: The line after the first ---.
 _FIRST_LINE = 2
@@ -223,9 +222,9 @@ def front_findings(block: str | None, *, unknown_base: bool = False) -> Iterator
     Parameters
     ----------
     block
-        The text; None where there is none.
+        The text; None if there is none.
     unknown_base
-        The card says that nobody has recorded the base model.
+        The card states that the base model was not recorded.
     """
     line, wrong = 1, ""
     matter: Any = None
@@ -236,7 +235,7 @@ def front_findings(block: str | None, *, unknown_base: bool = False) -> Iterator
     else:
         line = _FIRST_LINE
         try:
-            # A few lines of aliases stand for gigabytes.
+            # A few lines of aliases can expand to gigabytes.
             for token in yaml.scan(block):
                 if isinstance(token, yaml.AliasToken):
                     raise yaml.MarkedYAMLError(problem="an alias", problem_mark=token.start_mark)

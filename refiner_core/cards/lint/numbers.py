@@ -1,7 +1,7 @@
-"""Numbers that cannot be: totals, shares of n cases, counts in sentences, improvements.
+"""Impossible numbers: totals, shares of n cases, counts in sentences, improvements.
 
 In: tables, prose and the quantities read from tables. Out: findings, each about one line. A share
-of n cases is a whole number of n-ths, as printed, rounded or cut off. A claim is looked at where
+of n cases is a whole number of n-ths, as printed, rounded or truncated. A claim is checked if
 the tables have both numbers: that of the card's own model and that of the one before it.
 """
 
@@ -34,8 +34,8 @@ _TOTAL = re.compile(
 
 
 def totals(table: Table) -> Iterator[Finding]:
-    """Rows that sum up others, column by column: numbers of cases are sums, and where a table has
-    these, its metrics are means (or sums) of their parts."""
+    """Check rows that sum up others, column by column: counts are sums, and in a table with
+    counts, metrics are means (or sums) of their parts."""
     labels = [_TOTAL.fullmatch(row.cells[0]) for row in table.rows]
     summed = [r for r, found in enumerate(labels) if found]
     figures = figures_of(table)
@@ -92,16 +92,16 @@ _REPEATS = re.compile(
     r"|\b(\d{1,4})\s+(?:independent |random |different )?"
     r"(?:runs|seeds|trials|samples|attempts|rollouts|generations|completions|responses)\b"
 )
-#: Attempts were lost, so that tasks have different numbers of them.
+#: Lost attempts, so that tasks have different numbers of them.
 _UNEVEN = re.compile(r"(?i)fewer than \d+ valid attempts")
-#: Different numbers of tries that a card may tell of, and cases.
+#: Limits on different numbers of tries, and on cases.
 _MOST_REPEATS, _MOST_CASES = 20, 10**7
 
 
 def impossible_shares(
     document: Document, known: Sequence[Quantity]
 ) -> Iterator[tuple[Finding, Quantity | None]]:
-    """Findings, each with the number of a table that it is about."""
+    """Findings, each with its number in a table."""
     said = {int(next(filter(None, m.groups()))) for m in _REPEATS.finditer(document.text)}
     repeats = sorted(said - {0, 1})[:_MOST_REPEATS]
     uneven = _UNEVEN.search(document.text) is not None
@@ -117,7 +117,7 @@ def impossible_shares(
         if q.metric.once:
             tries = [1]
         elif uneven or (q.metric.key.startswith("pass") and not repeats):
-            continue  # nobody can tell
+            continue  # undecidable
         if why := _no_share(q.figure, q.n, tries, q.whole):
             where = f" (line {q.n_line})" if q.n_line not in (0, q.line) else ""
             what = f"{q.figure.text} is no share of n = {q.n}{where}: {why}"
@@ -135,7 +135,7 @@ def impossible_shares(
 
 
 def _no_share(figure: Figure, n: int, tries: Sequence[int], whole: int) -> str:
-    """Reason why no number of ``n`` cases with so many tries each prints as the figure; empty where
+    """Reason why no number of ``n`` cases with so many tries each prints as the figure; empty if
     one does."""
     if not 0 <= figure.value <= whole:
         return "it is more than all of them, or less than none"
@@ -161,16 +161,16 @@ _FACTOR = re.compile(
 _PROTOCOL = re.compile(
     r"(?i)protocol `?[0-9a-f]{8,}|greedy|sampled|temperature\W+[\d.]+|n\s*=\s*\d+|\d+-shot"
 )
-#: More than these are no claims of a card: looking at each would take hours.
+#: A card has fewer claims than this; checking more would take hours.
 _MOST_CLAIMS, _MOST_PAIRS = 100, 1000
-#: Characters before and after a claim that say what it is about.
+#: Characters before and after a claim that give its context.
 _NEAR = 300
 
 
 def claim_findings(
     document: Document, known: Sequence[Quantity], impossible: Collection[Quantity]
 ) -> Iterator[Finding]:
-    """One finding per claim, such as ``4x improvement``, that does not stand."""
+    """One finding per false claim, such as ``4x improvement``."""
     claims = ((p, m) for p in document.paragraphs for m in _FACTOR.finditer(p.text))
     pairs = _pairs(known)
     for paragraph, found in islice(claims, _MOST_CLAIMS):
@@ -183,7 +183,7 @@ def claim_findings(
 
 
 def _pairs(known: Sequence[Quantity]) -> list[tuple[Quantity, Quantity]]:
-    """Own number and base number of one metric, of one table where there are such."""
+    """Own and base number of one metric, from one table if possible."""
     base: dict[tuple[str, frozenset[str]], list[Quantity]] = defaultdict(list)
     for q in known:
         if q.role == "base" and q.figure.value > 0:
@@ -200,8 +200,8 @@ def _problem(
     pairs: Sequence[tuple[Quantity, Quantity]],
     impossible: Collection[Quantity],
 ) -> tuple[str, str] | None:
-    """Rule, and what is wrong; None where the claim can be, or nobody can tell. One that recomputes
-    may still compare what cannot be compared."""
+    """Rule and fault; None if the claim is possible or undecidable. A claim that recomputes may
+    still compare numbers that are not comparable."""
     named = metrics_in(around)
     pairs = [pair for pair in pairs if pair[0].metric.key in named] or pairs
     holding = [pair for pair in pairs if _holds(claim, *pair)]
@@ -230,7 +230,7 @@ def _problem(
 
 
 def _holds(claim: re.Match[str], own: Quantity, base: Quantity) -> bool:
-    """True if two numbers of tables, as printed, can give the claim."""
+    """True if two printed numbers can give the claim."""
     value = Fraction(claim["value"])
     room = Fraction(10) ** -len(claim["value"].partition(".")[2])
     room = room if claim["hedge"] else room / 2
@@ -239,7 +239,7 @@ def _holds(claim: re.Match[str], own: Quantity, base: Quantity) -> bool:
 
 
 def _protocol(table: Table) -> frozenset[str]:
-    """Marks of a table's protocol, as far as its heading and caption say."""
+    """Marks of a table's protocol in its heading and caption."""
     text = " ".join([*table.headings[-1:], table.caption])
     return frozenset(mark.lower() for mark in _PROTOCOL.findall(text))
 
@@ -258,7 +258,7 @@ _QUOTED = re.compile(
 
 
 def part_findings(document: Document) -> Iterator[Finding]:
-    """Parts of a whole that are more than it, or another share of it than is said, in sentences and
+    """Parts that exceed their whole, or whose share is stated wrongly, in sentences and
     in cells."""
     for part in document.texts():
         for found in _OF.finditer(part.text):
@@ -272,11 +272,11 @@ def part_findings(document: Document) -> Iterator[Finding]:
 
 
 def _another_share(found: re.Match[str]) -> str:
-    """The share that part and whole give, where it is not the one that is said."""
+    """The share of part and whole, if it differs from the stated one."""
     part, whole = whole_number(found["part"]), whole_number(found["whole"])
     figure = parse_figure(found["share"])
     if figure is None or whole == 0 or part > whole or 1900 < part <= whole < 2100:
-        return ""  # the last are years
+        return ""  # the latter are years
     share = Fraction(100 * part, whole)
     room = figure.unit * (2 if found["hedge"] else 1)
     fits = any(abs(figure.value - s) < room for s in (share, 100 - share))

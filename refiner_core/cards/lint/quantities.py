@@ -1,8 +1,8 @@
-"""Numbers of a card's tables, each with what it measures, of which model, on how many cases.
+"""Numbers of a card's tables, each with its metric, model and number of cases.
 
-In: a :class:`Document`. Out: one :class:`Quantity` per number whose metric is known. Rows may be
+In: a :class:`Document`. Out: one :class:`Quantity` per number with a known metric. Rows may be
 models and columns metrics, or the other way round. A printed number (:class:`Figure`) stands for
-all values that round to it. Labels say what is meant only where that is beyond doubt
+all values that round to it. Labels are interpreted only if they are unambiguous
 (:func:`metric_of`).
 """
 
@@ -25,7 +25,7 @@ _FIGURE = re.compile(
     r"(?:\s*,?\s*\(?[nN]\s*=\s*(?P<n>\d[\d,]*)\)?)?"
 )
 _N = re.compile(r"(?<![A-Za-z])[nN]\s*=\s*(\d[\d,]*)(?![\d.])")
-#: Numbers of agents beside pass@k: the first attempt alone, and all of k attempts.
+#: Metrics of agents beside pass@k: the first attempt alone, and all of k attempts.
 _FIRST = re.compile(r"(?i)\bpass\s?@\s?1[_ ]first\b")
 _PASS = re.compile(r"(?i)\bpass\s?([@^])\s?(\d{1,4})(?![\w.])")
 #: Each case counts as 0 or 1, so that a mean of n is a whole number of n-ths.
@@ -46,10 +46,9 @@ _BASE = re.compile(
     r"(?i)\bbase(?:line)?\b|\bbefore (?:training|fine-?tuning)\b|\bvanilla\b|\bpre-?trained\b"
 )
 _WORD = re.compile(r"[a-z0-9+^@]+")
-#: Words of a name that set nothing apart.
+#: Words of a name that distinguish nothing.
 _OVERALL = frozenset({"overall", "total", "all", "average", "avg", "mean"})
-#: Numbers, and rows and columns of their tables, that are held against each other: a card with
-#: more is for no reader.
+#: Limits on compared numbers, and rows and columns of their tables: no real card has more.
 _MOST, _ROWS, _COLUMNS = 2000, 300, 60
 
 Role = Literal["own", "base", ""]
@@ -62,13 +61,13 @@ class Figure:
     Attributes
     ----------
     text
-        As it was printed.
+        As printed.
     value, decimals
-        The number, and how many digits stand after the point.
+        The number, and its digits after the point.
     percent
-        A % stood behind it.
+        It is followed by %.
     hedged
-        It is said to be about, below or above that.
+        It is stated as approximate, or as a bound.
     n
         As printed beside it.
     """
@@ -82,7 +81,7 @@ class Figure:
 
     @property
     def unit(self) -> Fraction:
-        """Worth of one step of its last digit."""
+        """Value of one step of its last digit."""
         return Fraction(10) ** -self.decimals
 
     @property
@@ -92,7 +91,7 @@ class Figure:
 
 
 def parse_figure(text: str) -> Figure | None:
-    """The number that a cell consists of, or None where it is anything else."""
+    """The number that makes up a cell, or None for anything else."""
     found = _FIGURE.fullmatch(text.strip())
     if found is None or not any(c.isdigit() for c in found["value"]):
         return None
@@ -108,19 +107,19 @@ def parse_figure(text: str) -> Figure | None:
 
 
 def whole_number(text: str) -> int:
-    """A count as it is printed: ``1,319``."""
+    """A count in printed form: ``1,319``."""
     return int(text.replace(",", ""))
 
 
 def _stated_n(*texts: str) -> int | None:
-    """The n in the first of some texts such as ``GSM8K (n = 1,319)`` that has one, and only one."""
+    """The n in the first text such as ``GSM8K (n = 1,319)`` that has exactly one."""
     found = ({whole_number(n) for n in _N.findall(text)} for text in texts)
     return next((n for ns in found if len(ns) == 1 for n in ns), None)
 
 
 class Metric(NamedTuple):
-    """Measure behind a number. ``drawn`` is k of pass@k and pass^k; ``yes_no`` says that each case
-    counts as 0 or 1, ``once`` that it was tried once."""
+    """Metric of a number. ``drawn`` is k of pass@k and pass^k; ``yes_no``: each case
+    counts as 0 or 1, ``once``: with one try."""
 
     key: str
     drawn: int = 1
@@ -129,7 +128,7 @@ class Metric(NamedTuple):
 
 
 def metric_of(label: str) -> Metric | None:
-    """The metric that a label names; None where it names none that is known, or a difference."""
+    """The metric in a label; None for an unknown one, or a difference."""
     if _CHANGE.search(label):
         return None
     if _FIRST.search(label):
@@ -143,19 +142,19 @@ def metric_of(label: str) -> Metric | None:
 
 
 def metrics_in(text: str) -> frozenset[str]:
-    """Keys of all metrics that a sentence names."""
+    """Keys of all metrics in a sentence."""
     patterns = (_FIRST, _PASS, _YES_NO, _SHARE)
     found = (metric_of(m.group()) for p in patterns for m in p.finditer(text))
     return frozenset(m.key for m in found if m is not None)
 
 
 def role_of(label: str) -> Role:
-    """The model of a label: the card's own, the one that it is compared with, or any other."""
+    """The model of a label: the card's own, the one it is compared with, or any other."""
     return "own" if _OWN.search(label) else "base" if _BASE.search(label) else ""
 
 
 def counts_cases(header: str) -> bool:
-    """True if a column says how many cases its rows have."""
+    """True if a column has the numbers of cases of its rows."""
     return _CASES.fullmatch(header.strip()) is not None
 
 
@@ -166,17 +165,17 @@ class Quantity:
     Attributes
     ----------
     metric
-        What it measures.
+        Its metric.
     name
-        The other words of its labels, such as ``{overall}``; models are no part of it.
+        The other words of its labels, such as ``{overall}``, without models.
     role
-        Whose it is, where the table compares models.
+        Its model, if the table compares models.
     compares
         Whether its table compares models.
     n, n_line
-        Number of cases and the line that says so; None where nobody does.
+        Number of cases and the line that states it; None if not stated.
     whole
-        What all cases together are: 100 for percentages, 1 where fractions are printed.
+        Value of all cases together: 100 for percentages, 1 for fractions.
     """
 
     metric: Metric
@@ -192,7 +191,7 @@ class Quantity:
 
 
 def quantities(document: Document) -> list[Quantity]:
-    """All numbers of all tables whose metric is known, with n carried over between tables."""
+    """All table numbers with a known metric, with n carried over between tables."""
     tables = (replace(t, rows=t.rows[:_ROWS]) for t in document.tables if len(t.header) <= _COLUMNS)
     found = list(islice((q for table in tables for q in _of_table(table)), _MOST))
     return [_with_n(q, found) for q in found]
@@ -210,7 +209,7 @@ def _of_table(table: Table) -> Iterator[Quantity]:
     lines = [[row.line] * len(columns) for row in table.rows]
     cases = next((c for c, header in enumerate(columns) if counts_cases(header)), None)
     counts = [None if cases is None else row[cases] for row in grid]
-    if not any(map(metric_of, columns)):  # rows are metrics: the same the other way round
+    if not any(map(metric_of, columns)):  # rows are metrics: transpose
         columns, rows, counts = rows, columns, [None] * len(columns)
         grid, lines = ([list(line) for line in zip(*of, strict=True)] for of in (grid, lines))
     roles = [role_of(label) for label in rows]
@@ -242,15 +241,15 @@ def _of_table(table: Table) -> Iterator[Quantity]:
 
 
 def _words(label: str) -> frozenset[str]:
-    """The words of a label beside its metric: what sets it apart from others of its kind."""
+    """The words of a label beside its metric, which distinguish it from similar ones."""
     for pattern in (_FIRST, _PASS, _YES_NO, _SHARE, _OWN):
         label = pattern.sub(" ", label)
     return frozenset(_WORD.findall(label.lower()))
 
 
 def _with_n(quantity: Quantity, others: Sequence[Quantity]) -> Quantity:
-    """A table that compares models on one metric measures them on the cases of its own row; those
-    may be told where the own row's number stands once more, in a table about the model alone."""
+    """Add a missing n: a table that compares models on one metric uses the cases of its own row,
+    which may be stated where the own row's number is repeated, in a table of that model alone."""
     if quantity.n is not None or not quantity.compares or not quantity.name & _OVERALL:
         return quantity
     alike = [q for q in others if (q.metric, q.name) == (quantity.metric, quantity.name)]

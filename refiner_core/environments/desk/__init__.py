@@ -1,12 +1,12 @@
 """The shipped environment: an invented service desk with real state and rules.
 
 ===================== ==========================================================================
-:mod:`.environment`   the protocol's side: domains, tasks, policy, tools, digest; demonstrations,
+:mod:`.environment`   the interface: domains, tasks, policy, tools, digest; demonstrations,
                       right and flawed
 :mod:`.episode`       one episode: calls, checks, rewards, classes of failure
-:mod:`.user`          the scripted user and its own device: what its lamp shows and what helps
+:mod:`.user`          the scripted user and its device, with the lamp and its fixes
 :mod:`.tasks`         the domains bookings, orders and devices, and tasks from a pinned seed
-:mod:`.domain`        what a domain is made of; the tables that tools act on
+:mod:`.domain`        parts of a domain; the tables of its tools
 :mod:`.words`         all phrases, and the list of their words
 ===================== ==========================================================================
 """

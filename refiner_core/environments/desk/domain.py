@@ -1,10 +1,10 @@
-"""Parts of a domain of the desk, and the world that its tools act on.
+"""Parts of a domain of the desk, and the state that its tools change.
 
 In: nothing but JSON. Out: :class:`Domain`, :class:`Desk`, :class:`Refused`, :class:`Draft` and the
-draws that tasks are made of.
+random draws of tasks.
 
-A tool is a function of the :class:`Desk` and the call's arguments; it changes the tables and gives
-the result, or raises :class:`Refused`, which changes nothing. Arguments have passed the schema.
+A tool is a function of the :class:`Desk` and the call's arguments; it changes the tables and
+returns the result, or raises :class:`Refused`, which changes nothing. Arguments match the schema.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Call = tuple[str, Mapping[str, Any]]
 
 
 class Refused(Exception):
-    """A tool does not do it. ``kind`` is what the agent did wrong; the text is what it is told."""
+    """A tool's refusal. ``kind`` is the agent's mistake; the text is the message to it."""
 
     def __init__(self, kind: Literal["wrong_argument", "rule_broken"], text: str) -> None:
         super().__init__(text)
@@ -33,18 +33,18 @@ class Refused(Exception):
 
 
 def broken(text: str) -> Refused:
-    """The policy forbids it."""
+    """Refusal of an action that the policy forbids."""
     return Refused("rule_broken", text)
 
 
 @dataclass
 class Desk:
-    """The world of an episode: the tables, what the user has said so far, and its device.
+    """The state of an episode: the tables, what the user said so far, and its device.
 
-    ``told`` holds by slot what the user has given away, ``agreed`` what it has said yes to,
-    ``seen`` the records that the agent has looked up, ``device`` the user's own device, which no
-    tool reaches, and ``doings`` what the user did to it. ``caller`` is the user's name: new records
-    stand in it, but nothing else at the desk knows it until the user says it.
+    ``told`` holds by slot what the user has revealed, ``agreed`` what it agreed to,
+    ``seen`` the records that the agent has looked up, ``device`` the user's own device, out of
+    reach of tools, and ``doings`` what the user did to it. ``caller`` is the user's name, used for
+    new records but otherwise unknown to the desk until the user says it.
     """
 
     tables: Tables
@@ -63,13 +63,13 @@ class Desk:
         return record
 
     def look_up(self, table: str, key: str) -> dict[str, Any]:
-        """A record that the agent has seen from now on."""
+        """A record, marked as seen by the agent."""
         record = self.record(table, key)
         self.seen.add(key)
         return record
 
     def owned(self, table: str, key: str) -> dict[str, Any]:
-        """A record that may be acted on: looked up, and the user has given its owner's name."""
+        """A record that may be changed: looked up, and the user gave its owner's name."""
         record = self.record(table, key)
         if key not in self.seen:
             raise broken(f"not allowed, get the {table[:-1]} first")
@@ -87,12 +87,12 @@ def _short(text: str, longest: int = 24) -> str:
 Tool = Callable[[Desk, Mapping[str, Any]], Result]
 
 
-#: A task before it has an id: its summary, and its data; see the README for their parts.
+#: A task without an id: its summary, and its data; see the README for their parts.
 Draft = tuple[str, dict[str, Any]]
 
 
 class Draw:
-    """Draws for one task; nothing is drawn twice while ``used`` is the same set."""
+    """Random draws for one task; nothing is drawn twice with the same ``used`` set."""
 
     def __init__(self, rng: random.Random, used: set[str]) -> None:
         self.rng, self._used = rng, used
@@ -129,14 +129,14 @@ Family = Callable[[Draw], Draft]
 
 @dataclass(frozen=True)
 class Domain:
-    """A domain: what the agent is told, its tools, and the families that tasks come from."""
+    """A domain: the agent's policy, its tools, and the families of its tasks."""
 
     name: str
     policy: str
     specs: tuple[ToolSpec, ...]
     tools: Mapping[str, Tool]
     families: Mapping[str, Family]
-    #: The first is what ``id`` or ``number`` means to a user of this domain.
+    #: The first is the meaning of ``id`` or ``number`` for a user of this domain.
     slots: tuple[str, ...]
 
 
@@ -152,7 +152,7 @@ def spec(name: str, description: str, *arguments: str) -> ToolSpec:
 
 
 SPEAK, FINISH, HAND_OVER = "respond", "finish", "hand_over"
-#: What every domain has.
+#: Tools of every domain.
 COMMON: tuple[ToolSpec, ...] = (
     spec(SPEAK, "say it to the user", "content"),
     spec(FINISH, "end, all is done"),
@@ -171,20 +171,20 @@ def finish() -> Call:
 
 
 def hand_over(reason: str) -> Call:
-    """The call that gives the user to somebody else."""
+    """The call that hands the user over."""
     return HAND_OVER, {"reason": reason}
 
 
 def calling(opening: str, knows: dict[str, str], volunteers: Sequence[str] = ()) -> dict[str, Any]:
-    """A user who reacts to nothing in a way of its own yet."""
+    """A user without any reactions yet."""
     return {"opening": opening, "volunteers": volunteers, "knows": knows, "reactions": []}
 
 
 def introduced(
     draw: Draw, what: str, key: str, name: str, opening: str
 ) -> tuple[dict[str, Any], list[Call]]:
-    """A user who wants something done about one record (``what``), and who may give its name by
-    itself; and the calls up to the look-up."""
+    """A user with a request about one record (``what``), who may give its name unasked; and the
+    calls up to the look-up."""
     volunteers = ["name"] if draw.rng.random() < 0.3 else []
     opening = f"my name is {name}. {opening}" if volunteers else opening
     user = calling(opening, {what: key, "name": name}, volunteers)
@@ -193,23 +193,23 @@ def introduced(
 
 
 class Scene:
-    """What happens in a task, with the calls of its solution; families add to it."""
+    """Events of a task, with the calls of its solution; families extend it."""
 
     def __init__(self, user: dict[str, Any], calls: list[Call]) -> None:
         self.user, self.calls = user, calls
         self.tell: list[tuple[str, ...]] = []
 
     def says(self, text: str, *needles: str) -> None:
-        """The agent says it, and the user has to hear these phrases."""
+        """Add a message of the agent; the user must hear these phrases."""
         self.calls.append(respond(text))
         self.tell.append(needles)
 
     def reacts(self, hear: tuple[str, ...], say: tuple[str, ...], **more: Any) -> None:
-        """The user answers a message that has these phrases in a way of its own."""
+        """Add a special answer of the user to a message with these phrases."""
         self.user["reactions"].append({"hear": hear, "say": say, **more})
 
     def answers(self, hear: tuple[str, ...], *, agrees: bool, to: str) -> None:
-        """The user takes what it is offered, or wants nothing more."""
+        """Add the user's consent or refusal to an offer."""
         more = {"agree": to} if agrees else {"end": True}
         self.reacts(hear, words.YES if agrees else words.NO, **more)
 

@@ -27,7 +27,7 @@ _FINISH = ToolCall(FINISH, {})
 
 
 def expert_calls(task: Task, seed: int, *, flawed: bool) -> Calls:
-    """The calls of an episode of this task, right or with a mistake."""
+    """The calls of an episode of this task, correct or with a mistake."""
     rng = random.Random(f"desk-expert/{task.id}/{seed}/{flawed}")
     calls = [_said(call, rng) for call in solution_of(task)]
     if not flawed:
@@ -60,7 +60,7 @@ def _tools(calls: Calls) -> list[int]:
 
 
 def _skips_asking(task: Task, calls: Calls, rng: random.Random) -> Calls | None:
-    """The first tool is called with an id that nobody has named."""
+    """Call the first tool with an id that was never mentioned."""
     if not (places := _tools(calls)):
         return None
     first = calls[places[0]]
@@ -69,7 +69,7 @@ def _skips_asking(task: Task, calls: Calls, rng: random.Random) -> Calls | None:
 
 
 def _wrong_argument(task: Task, calls: Calls, rng: random.Random) -> Calls | None:
-    """One argument of one tool is another one; it goes on as if that were nothing."""
+    """Change one argument of one tool, and continue as if nothing happened."""
     if not (places := _tools(calls)):
         return None
     place = rng.choice(places)
@@ -82,14 +82,14 @@ def _wrong_argument(task: Task, calls: Calls, rng: random.Random) -> Calls | Non
 
 
 def _forgets_to_tell(task: Task, calls: Calls, rng: random.Random) -> Calls | None:
-    """Nothing is said after the last tool."""
+    """Say nothing after the last tool."""
     last = max(_tools(calls), default=-1)
     kept = [*calls[: last + 1], calls[-1]]
     return kept if len(kept) < len(calls) else None
 
 
 def _breaks_a_rule(task: Task, calls: Calls, rng: random.Random) -> Calls | None:
-    """What the policy forbids is done right after the first tool, without asking."""
+    """Do what the policy forbids right after the first tool, without asking."""
     tempting = task.data["tempting"]
     if tempting is None:
         return None
@@ -98,7 +98,7 @@ def _breaks_a_rule(task: Task, calls: Calls, rng: random.Random) -> Calls | None
 
 
 def _ends_early(task: Task, calls: Calls, rng: random.Random) -> Calls | None:
-    """It stops somewhere before the end."""
+    """Stop somewhere before the end."""
     return [*calls[: rng.randrange(1, max(2, len(calls) - 1))], _FINISH]
 
 
@@ -113,7 +113,7 @@ FLAWS: dict[str, Callable[[Task, Calls, random.Random], Calls | None]] = {
 
 
 class DeskEnvironment:
-    """A service desk of our own; see :class:`refiner_core.environments.protocol.Environment`.
+    """The shipped service desk; see :class:`refiner_core.environments.protocol.Environment`.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ class DeskEnvironment:
     Raises
     ------
     ConfigurationError
-        A domain does not exist or stands twice, a model is to be the user, or a file names tasks.
+        A domain does not exist or is repeated, a model is set as user, or a file names tasks.
     """
 
     name = "desk"
@@ -139,7 +139,7 @@ class DeskEnvironment:
             raise ConfigurationError(
                 f"The environment `desk` has a scripted user and tasks of its own, and no other "
                 f"({user.model or config.tasks})",
-                expected="no model and no file: its episodes repeat",
+                expected="no model and no file: its episodes are reproducible",
                 fix="leave environment.user.model, evaluate.user.model and environment.tasks empty",
             )
         self._domains = config.domains or tuple(DOMAINS)
@@ -169,7 +169,7 @@ class DeskEnvironment:
         return chosen
 
     def policy(self, domain: str) -> str:
-        """The rules that the agent is told."""
+        """The agent's rules."""
         return DOMAINS[domain].policy
 
     def tools(self, domain: str) -> tuple[ToolSpec, ...]:
@@ -177,15 +177,15 @@ class DeskEnvironment:
         return DOMAINS[domain].specs
 
     def episode(self, task: Task) -> DeskEpisode:
-        """A try at a task."""
+        """An attempt at a task."""
         return DeskEpisode(task)
 
     def expert(self, task: Task, seed: int, *, flawed: bool) -> Sequence[ToolCall]:
-        """The calls of a whole episode, right or with a mistake."""
+        """The calls of a whole episode, correct or with a mistake."""
         return expert_calls(task, seed, flawed=flawed)
 
     def describe(self) -> Mapping[str, Any]:
-        """Version, tasks, user: all that makes numbers comparable."""
+        """Version, tasks, user: everything that affects comparability."""
         return {
             "name": self.name,
             "version": self.version,
@@ -198,7 +198,7 @@ class DeskEnvironment:
 
 
 def _digest(tasks: Sequence[Task]) -> str:
-    """SHA-256 over tasks and everything that is said and allowed at the desk."""
+    """SHA-256 over tasks, texts and rules of the desk."""
     said = {
         name: [domain.policy, [spec.as_json() for spec in domain.specs]]
         for name, domain in DOMAINS.items()
@@ -215,7 +215,7 @@ def desk_digest(config: EnvironmentConfig) -> str:
     Raises
     ------
     ConfigurationError
-        As of :class:`DeskEnvironment`.
+        See :class:`DeskEnvironment`.
     """
     environment = DeskEnvironment(config, UserConfig())
     return str(environment.describe()["digest"])

@@ -1,11 +1,10 @@
-"""An episode at the desk: tools, user, rules, checks and what it was worth.
+"""An episode at the desk: tools, user, rules, checks and its value.
 
 In: a task and its :class:`~.domain.Domain`. Out: :class:`DeskEpisode`.
 
-What should be in the end is nowhere written down: a task's ``solution`` is played once, with a
-user of its own, and the state, the calls and the user's doings that it leads to are what an agent's
-episode is compared with. Formulas and classes of failure stand in
-``refiner_core/environments/README.md``.
+The expected end state is not stored: a task's ``solution`` is played once, with its own user, and
+the resulting state, calls and actions of the user are compared with those of an agent's episode.
+Formulas and classes of failure are in ``refiner_core/environments/README.md``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from refiner_core.environments.protocol import (
 
 
 def fault(schema: Mapping[str, Any], arguments: object) -> str:
-    """What a model is told where its arguments do not fit; empty where they do."""
+    """Message to a model about invalid arguments; empty if they are valid."""
     if not isinstance(arguments, Mapping):
         return "arguments are no object"
     properties: Mapping[str, Any] = schema.get("properties", {})
@@ -52,7 +51,7 @@ Ended = Literal["", "finished", "handed_over", "user_left"]
 
 @dataclass(frozen=True)
 class _Expected:
-    """Traces of a solved episode: what the user was asked for, calls of tools, doings of the
+    """Traces of a solved episode: questions to the user, calls of tools, actions of the
     user, tables, its device."""
 
     asked: tuple[str, ...]
@@ -63,7 +62,7 @@ class _Expected:
 
 
 class DeskEpisode:
-    """One try at a task; see :class:`refiner_core.environments.protocol.Episode`."""
+    """One attempt at a task; see :class:`refiner_core.environments.protocol.Episode`."""
 
     def __init__(self, task: Task, expected: _Expected | None = None) -> None:
         self._task = task
@@ -86,12 +85,12 @@ class DeskEpisode:
         return DOMAINS[self._task.domain]
 
     def reset(self, seed: int) -> tuple[Message, ...]:
-        """Begin (again): the user's opening."""
+        """Start (again): the user's opening."""
         self._begin(seed)
         return (Message("user", self._user.open(self._desk)),)
 
     def step(self, call: ToolCall) -> Step:
-        """Do what the agent wants. What is wrong with a call is told to it, and remembered."""
+        """Execute the agent's call. Faults of a call are reported to it, and remembered."""
         if self._ended:
             return Step((), done=True)
         spec = next((spec for spec in self._domain.specs if spec.name == call.name), None)
@@ -125,7 +124,7 @@ class DeskEpisode:
         return Step((message,), tool_error=kind)
 
     def checks(self) -> tuple[Check, ...]:
-        """The checks as they stand now."""
+        """The checks in their current state."""
         told = [
             Check("communicate", f"tell {i}", i in self._user.told, ", ".join(needles))
             for i, needles in enumerate(self._task.data["tell"])
@@ -159,7 +158,7 @@ class DeskEpisode:
         return checks
 
     def outcome(self) -> Outcome:
-        """Its worth: 1 where it has ended, all checks passed and no rule was broken."""
+        """The outcome: 1 if it has ended, all checks passed and no rule was broken."""
         checks = self.checks()
         kinds = [kind for kind in KINDS if any(check.kind == kind for check in checks)]
         components = {
@@ -182,7 +181,7 @@ class DeskEpisode:
         return Outcome(reward, checks, components, failure=failure, info=info)
 
     def _failure(self, checks: Sequence[Check]) -> Failure:
-        """The first class in the order of the protocol that applies."""
+        """The first applicable class in the order of the protocol."""
         if not self._ended:
             return "limit"
         for kind in ("rule_broken", "wrong_tool", "wrong_argument"):
@@ -203,11 +202,11 @@ class DeskEpisode:
         return "incomplete" if done or self._ended == "user_left" else "gave_up"
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources."""
 
 
 def _key(name: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """A call as it is compared; the words of a hand-over do not matter."""
+    """A call's key for comparisons; the words of a hand-over do not matter."""
     shown = {} if name in (HAND_OVER, FINISH) else dict(arguments)
     return name, json.dumps(shown, ensure_ascii=False, sort_keys=True)
 

@@ -1,28 +1,27 @@
-"""The desk's domains, and its own tasks, generated from a pinned seed.
+"""The desk's domains, and its tasks, generated from a pinned seed.
 
-In: nothing. Out: :data:`DOMAINS`, and
-:class:`Task` values.
+In: nothing. Out: :data:`DOMAINS`, and :class:`Task` values.
 
 ``bookings``: rooms by the day. Tables ``bookings`` (name, room, day, terms, fee, state) and
-``rooms`` (the days that are taken, one that is free, the id of the next booking). Only who gives
-the owner's name may have a booking changed or cancelled, and the agent has looked at it before.
-Terms ``fixed``: neither. Terms ``fee``: the user has been told the fee and has said yes. A room is
-reserved for a day that the user has asked for or agreed to.
+``rooms`` (the occupied days, a free one, the id of the next booking). A booking may be changed or
+cancelled only for a user who gives the owner's name, after the agent has looked it up.
+Terms ``fixed``: neither. Terms ``fee``: the user was told the fee and agreed. A room is
+reserved for a day that the user asked for or agreed to.
 
-``orders``: things that were sent. Tables ``orders`` (name, item, state, price, refund) and
-``items`` (stock). Only who gives the owner's name may have a refund or an exchange, and the agent
-has looked at the order before. An order whose state is ``sent`` is on its way: neither. A refund:
-the user has been told the amount and has said yes. An exchange: the agent has looked at the item
-that the user named, and there is some.
+``orders``: goods that were ordered. Tables ``orders`` (name, item, state, price, refund) and
+``items`` (stock). A refund or an exchange is only for a user who gives the owner's name, after the
+agent has looked the order up. An order in state ``sent`` is on its way: neither. A refund: the user
+was told the amount and agreed. An exchange: the agent has looked up the item that the user named,
+and it is in stock.
 
-``devices``: the thing that does not work stands at the user's, and only the user can touch it.
-Table ``devices`` (state, code, tries, and the day on which a new one comes), beside the user's own
-device (:mod:`.user`). A locked device is unlocked with the code that the user has read from it;
-after a wrong code the agent tries no other. A device is replaced only where the user has restarted
-it and its lamp is red still. A blocked device is for somebody else.
+``devices``: the broken device is at the user's, and only the user can touch it. Table ``devices``
+(state, code, tries, and the day on which a new one comes), beside the user's own device
+(:mod:`.user`). A locked device is unlocked with the code that the user read from it; after a wrong
+code the agent tries no other. A device is replaced only if the user has restarted it and its lamp
+is still red. A blocked device is handed over.
 
-Families take turns within a domain; no name, id, room or item stands in two tasks. Task ``i`` of a
-split depends on those before it for that reason alone.
+Families alternate within a domain; no name, id, room or item occurs in two tasks. Task ``i`` of a
+split depends on earlier ones for that reason only.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ def _booking(draw: Draw, terms: str, fee: int) -> dict[str, Any]:
 def _existing(
     draw: Draw, kind: str, terms: str, *, agrees: bool = True, insists: bool = False
 ) -> Draft:
-    """Families about a booking that is there: cancel or change it, under some terms."""
+    """Families about an existing booking: cancel or change it, under some terms."""
     key, fee = draw.id(), draw.amount() if terms == "fee" else 0
     record = _booking(draw, terms, fee)
     opening = draw.rng.choice(_BOOKING_OPENINGS[kind])
@@ -177,7 +176,7 @@ def _existing(
 
 
 def _with_another(draw: Draw, key: str, record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The table, with the booking of somebody else beside it."""
+    """The table, with another user's booking added."""
     return {key: record, draw.id(): _booking(draw, "free", 0)}
 
 
@@ -191,7 +190,7 @@ def _booking_of_another(draw: Draw) -> Draft:
 
 
 def _reserve_family(draw: Draw, taken: bool, agrees: bool = True) -> Draft:
-    """Families that want a new booking: the day is free, or another one is offered."""
+    """Families about a new booking: the day is free, or another one is offered."""
     room, key = draw.value(), draw.id()
     day, other = draw.days(2)
     opening = draw.rng.choice(("i want to reserve a room.", "i need a room please."))
@@ -324,7 +323,7 @@ def _order(draw: Draw, state: str) -> dict[str, Any]:
 
 
 class _OrderScene(Scene):
-    """An order, its user, and the calls up to the look-up; families add to it."""
+    """An order, its user, and the calls up to the look-up; families extend it."""
 
     def __init__(self, draw: Draw, wish: str, state: str, *, owner: bool = True) -> None:
         self.draw, self.key, self.record = draw, draw.id(), _order(draw, state)
@@ -334,7 +333,7 @@ class _OrderScene(Scene):
         self.items: dict[str, dict[str, Any]] = {draw.value(): {"stock": "some"}}
 
     def offers_refund(self, *, agrees: bool) -> None:
-        """The amount is told, and the user takes it or leaves it."""
+        """Tell the amount; the user accepts or declines it."""
         amount = str(self.record["refund"])
         self.answers(("refund", amount), agrees=agrees, to="refund")
         self.says(f"the refund is {amount}. do you want it?", "refund", amount)
@@ -343,7 +342,7 @@ class _OrderScene(Scene):
             self.says("your order is refunded.", "refunded")
 
     def asks_item(self, stock: str) -> str:
-        """The user wants an item of which there is some or none."""
+        """Let the user want an item that is in stock or not."""
         item = self.draw.value()
         self.items[item] = {"stock": stock}
         self.user["knows"]["item"] = item
@@ -376,7 +375,7 @@ def _sent_family(draw: Draw, wish: str, *, insists: bool) -> Draft:
 
 
 def _exchange_family(draw: Draw, stock_or_refund: str) -> Draft:
-    """``some``, ``none``, or ``refund``: there is none, and the user wants a refund then."""
+    """``some``, ``none``, or ``refund``: out of stock, and the user then wants a refund."""
     scene = _OrderScene(draw, "exchange", "arrived")
     stock = "some" if stock_or_refund == "some" else "none"
     item = scene.asks_item(stock)
@@ -522,7 +521,7 @@ def _device_family(
     broken: str = "no",
     wrong_code: bool = False,
 ) -> Draft:
-    """A family by what is wrong with the device, at the user's and at the desk."""
+    """A family by the faults of the device, at the user's and at the desk."""
     key, record = draw.id(), _device(draw, state)
     code = draw.id() if wrong_code else record["code"]
     device = {"id": key, "cable": cable, "wireless": wireless, "fresh": fresh, "broken": broken}
@@ -593,7 +592,7 @@ _DEVICES = Domain(
 DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (_BOOKINGS, _ORDERS, _DEVICES)}
 
 
-#: Pinned to the content of tasks, texts and rules by a test; see the README.
+#: Pinned by a test to the content of tasks, texts and rules; see the README.
 VERSION = "1"
 #: Tasks of each domain by split.
 COUNTS: Mapping[str, int] = {"train": 120, "test": 30}
@@ -601,7 +600,7 @@ COUNTS: Mapping[str, int] = {"train": 120, "test": 30}
 
 @functools.lru_cache(maxsize=1)
 def own_tasks() -> tuple[Task, ...]:
-    """All tasks of the desk's own, domain by domain, ``train`` before ``test``."""
+    """All tasks of the desk, domain by domain, ``train`` before ``test``."""
     draw, tasks = Draw(random.Random(), set()), []
     for name, domain in DOMAINS.items():
         families = list(domain.families.items())

@@ -1,22 +1,22 @@
-"""The simulated user of the desk: scripted, deterministic, and silent about what nobody asks.
+"""The simulated user of the desk: scripted, deterministic, and silent unless asked.
 
-In: the ``user`` part of a task, a seed, and what the agent says.
-Out: :class:`ScriptedUser`, whose :meth:`~ScriptedUser.answer` is what it says back.
+In: the ``user`` part of a task, a seed, and the agent's messages.
+Out: :class:`ScriptedUser`, whose :meth:`~ScriptedUser.answer` returns its replies.
 
-A message is understood by its words, in this order; the first that fits decides:
+A message is interpreted by its words, in this order; the first match decides:
 
-1. The user is satisfied already, or its patience is over: it says so.
-2. *Reactions* of the task, each once: the message has all the phrases that one waits for (a fee and
-   its amount, another day). The user agrees, refuses or asks for something else.
-3. Everything that the task wants the user to be told has been told: it thanks.
-4. *Instructions* (with a device): the message names one thing to do; the user does it and says what
-   lamp it sees. Of two at a time it does neither.
-5. *Questions* (a question mark, or a word such as ``what`` or ``please``): it says what it knows of
-   the slots that are named, and nothing else.
-6. Anything else: it asks what is meant.
+1. The user is already satisfied, or its patience is over: it says so.
+2. *Reactions* of the task, each once: the message has all the phrases of one (a fee and its
+   amount, another day). The user agrees, refuses or asks for something else.
+3. Everything that the user should be told has been told: it thanks.
+4. *Instructions* (with a device): the message names one action; the user does it and reports the
+   lamp. With two at a time it does neither.
+5. *Questions* (a question mark, or a word such as ``what`` or ``please``): it says what it knows
+   about the named slots, and nothing else.
+6. Anything else: it asks for clarification.
 
-Messages that brought nothing new are counted; after :data:`PATIENCE` of them the user leaves.
-The seed chooses among phrases that mean the same, and nothing else.
+Messages without progress are counted; after :data:`PATIENCE` of them the user leaves.
+The seed only chooses among equivalent phrases.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from refiner_core.environments.desk import words
 from refiner_core.environments.desk.domain import Desk
 
 WORKING = "green"
-#: What an agent can ask for, by the word that it is recognised by.
+#: Slots that an agent can ask for, by the word that identifies them.
 INSTRUCTIONS: dict[str, tuple[str, ...]] = {
     "cable": ("cable",),
     "wireless": ("wireless", "wifi"),
@@ -38,7 +38,7 @@ INSTRUCTIONS: dict[str, tuple[str, ...]] = {
 
 
 def lamp(desk: Desk) -> str:
-    """The colour that the user sees."""
+    """The lamp's colour for the user."""
     device = desk.device
     if device["cable"] == "out":
         return "dark"
@@ -58,7 +58,7 @@ def instructions(heard: Sequence[str]) -> list[str]:
 
 
 def do(desk: Desk, doing: str) -> bool:
-    """The user does it; whether that is something new."""
+    """Let the user do it; True if that changes something."""
     device, new = desk.device, doing not in desk.doings
     before = dict(device)
     if doing == "cable":
@@ -71,7 +71,7 @@ def do(desk: Desk, doing: str) -> bool:
     return new or device != before
 
 
-#: Useless messages after which a user leaves.
+#: Messages without progress after which a user leaves.
 PATIENCE = 4
 _QUESTION_WORDS = frozenset(
     ("what", "which", "who", "when", "where", "please", "tell", "give", "need", "provide", "may",
@@ -92,14 +92,14 @@ class ScriptedUser:
     Parameters
     ----------
     script
-        ``opening``, ``knows`` (slot to value), ``volunteers`` (slots that the opening gives away),
-        ``reactions`` (``hear``: phrases; ``say``: what it answers, one of several; ``agree``: what
-        it has then said yes to; ``again``: what, by number of ``tell``, it has to be told again;
-        ``end``: whether it wants nothing more).
+        ``opening``, ``knows`` (slot to value), ``volunteers`` (slots that the opening reveals),
+        ``reactions`` (``hear``: phrases; ``say``: possible answers; ``agree``: what it agrees to by
+        answering; ``again``: statements that it must be told again, by number in ``tell``;
+        ``end``: whether it is then satisfied).
     tell
-        What it has to be told, as phrases that one message contains; a task's ``tell``.
+        Statements that it must be told, as phrases that one message contains; a task's ``tell``.
     slots
-        The domain's; the first is what ``id`` or ``number`` means.
+        The domain's; the first is the meaning of ``id`` or ``number``.
     seed
         Chooses among phrases.
     """
@@ -126,11 +126,11 @@ class ScriptedUser:
         return str(self._script["opening"])
 
     def satisfied(self) -> bool:
-        """True if it has heard all that it wants to hear, or wants nothing more."""
+        """True if it has heard everything that it should, or wants nothing more."""
         return self._wants_nothing or (bool(self._tell) and len(self.told) == len(self._tell))
 
     def answer(self, content: str, desk: Desk) -> str:
-        """Its answer to a message; may change its device and what it has given away."""
+        """Its answer to a message; may change its device and what it has revealed."""
         if self.satisfied():
             return self._bored(self._one_of(words.THANKS))
         heard = words.words_of(content)

@@ -1,11 +1,11 @@
-"""Everything that is said at the desk: phrases, and the list of all words in them.
+"""All text at the desk: phrases, and the list of all their words.
 
 In: nothing. Out: phrases for tasks, users and experts, and :data:`VOCABULARY`.
 
-All texts of the desk (policies, tools, results, what users say, what an expert says) are made of
-:data:`WORDS` and :data:`PIECES`, beside names, ids and values, which come from
-:mod:`refiner_core.words`, and numbers of two digits. So a tokenizer of whole words
-that knows these reads an episode in few tokens, and a test holds the texts to the lists.
+All texts of the desk (policies, tools, results, words of users and experts) consist of
+:data:`WORDS` and :data:`PIECES`, names, ids and values from :mod:`refiner_core.words`, and
+two-digit numbers. So a tokenizer of whole words that knows these reads an episode in few tokens;
+a test checks the texts against the lists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DAYS: tuple[str, ...] = (
     "monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday",
 )  # fmt: skip
 
-#: All words of all texts, in lower case as they stand there.
+#: All words of all texts, in lower case.
 WORDS: tuple[str, ...] = tuple(
     """
     a active after agent all allowed an and another anyway arguments arrived ask at before blocked
@@ -33,7 +33,7 @@ WORDS: tuple[str, ...] = tuple(
     you your
     """.split()  # noqa: SIM905 (a list of these would be a page)
 ) + DAYS  # fmt: skip
-#: What stands between the words; runs of these that come often in JSON stand as one piece.
+#: Separators of words; runs that are frequent in JSON are one piece.
 PIECES: tuple[str, ...] = (
     ".", ",", "?", ":", "{", "}", "[", "]", '"', "_",
     '{"', '"}', '": "', '", "', '": {"', '": ', ', "', '"}}', '"]}', '": ["', '"}}}', '"}}, "',
@@ -51,7 +51,7 @@ YES = ("yes please.", "yes, do it.")
 NO = ("no, leave it.", "no thanks.")
 ANYWAY = ("please do it anyway.", "i need it anyway.")
 
-#: What an expert may say in the place of how its sentence begins.
+#: Alternative openings of an expert's sentences.
 _PARAPHRASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"^what is (your .*)\?$", (r"what is \1?", r"please tell me \1.")),
     (r"^your (\w+) is (.*)$", (r"your \1 is \2", r"the \1 is \2")),
@@ -61,12 +61,12 @@ _PARAPHRASES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def ask(slots: Sequence[str]) -> str:
-    """A question for what only the user knows."""
+    """A question for things that only the user knows."""
     return "what is your " + " and your ".join(slots) + "?"
 
 
 def paraphrase(text: str, rng: random.Random) -> str:
-    """The same said in one of the ways that an expert knows."""
+    """An equivalent phrase in one of the expert's variants."""
     for pattern, ways in _PARAPHRASES:
         if re.match(pattern, text):
             return re.sub(pattern, rng.choice(ways), text)
@@ -79,7 +79,7 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 def contains(heard: Sequence[str], phrase: str) -> bool:
-    """True if a phrase stands in words; ``a|b`` is either of two phrases, ``!a`` is without it."""
+    """True if a phrase occurs in the words; ``a|b``: either phrase, ``!a``: its absence."""
     if phrase.startswith("!"):
         return not contains(heard, phrase[1:])
     return any(_stands_in(heard, words_of(one)) for one in phrase.split("|"))

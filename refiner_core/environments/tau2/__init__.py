@@ -1,25 +1,25 @@
 """tau2-bench as an environment: its domains, tools, user simulator and evaluation.
 
-The package is not ours and on no package index (``tau2`` there is a library for chemistry), so it
-is imported where somebody has installed it, and only when an episode, a task or a policy is needed.
+The package is a separate project and on no package index (``tau2`` there is a chemistry library),
+so it is imported only if installed, and only when an episode, a task or a policy is needed.
 
 =================== ===============================================================================
-:mod:`.package`     where it is, what it must have, what identifies its code and data
-:mod:`.environment` tasks, splits, policies and tools in our terms
-:mod:`.episode`     one conversation, stepped by our agent; what of an exception was the user's
-:mod:`.tasks`       what is read off a task; its ``reward_info`` to components and checks;
+:mod:`.package`     its location, requirements, and the identity of its code and data
+:mod:`.environment` tasks, splits, policies and tools behind our interface
+:mod:`.episode`     one conversation, stepped by our agent; exceptions caused by the user
+:mod:`.tasks`       attributes of a task; its ``reward_info`` to components and checks;
                     assertions in plain language
 =================== ===============================================================================
 
-How it maps:
+Mapping:
 
-- A turn is one tool call. ``respond`` is what its agents say as plain text, ``done`` how they end.
-- In dual-control domains the user has tools of their own. The agent is not told of them; it has to
-  ask for what should be done, and the user simulator calls them.
-- ``environment.max_turns`` is given to it as ``max_steps``, too. It counts every message as a step
+- A turn is one tool call. ``respond`` is plain text of tau2's agents, ``done`` their end.
+- In dual-control domains the user has tools too. The agent does not see them; it asks the user for
+  an action, and the user simulator calls them.
+- ``environment.max_turns`` is also passed on as ``max_steps``, which counts every message as a step
   (a tool call and its result are two), so an episode of 100 steps has about 50 turns.
-- Its evaluation asks a model of its own choice about assertions in plain language. Here they are
-  taken out of the basis of the reward, and excluded or asked of the recipe's judge.
+- tau2's evaluation asks a fixed model about assertions in plain language. Here they are removed
+  from the reward's basis, and excluded or judged by the recipe's judge.
 """
 
 from refiner_core.environments.tau2.environment import Tau2Environment

@@ -1,10 +1,10 @@
-"""Tasks, splits, policies and tools of tau2-bench in our terms.
+"""Tasks, splits, policies and tools of tau2-bench behind our interface.
 
 In: the configuration, the simulated user and a judge. Out: :class:`Tau2Environment`. The package is
-imported at the first question that needs it.
+imported on first use.
 
-A task's id is ``DOMAIN-ID``, since its own ids are unique within a domain only.
-``environment.tasks`` may name a file with splits of one's own, JSON of the form
+A task's id is ``DOMAIN-ID``, since tau2's own ids are unique only within a domain.
+``environment.tasks`` may name a file with custom splits, JSON of the form
 ``{DOMAIN: {SPLIT: [ID, ...]}}``.
 """
 
@@ -34,7 +34,7 @@ from refiner_core.environments.tau2.package import (
 from refiner_core.environments.tau2.tasks import NL_BASIS, assertions_of, basis_of
 
 _SUMMARY = 160
-#: A server that wants no key gets this: its client refuses to ask without one.
+#: Sent to servers that need no key: the client refuses to work without one.
 _NO_KEY = "none"
 _TURNS = (
     "# How you act\n"
@@ -63,16 +63,16 @@ class Tau2Environment:
     Parameters
     ----------
     user
-        Model and endpoint of the user simulator, asked by tau2-bench through LiteLLM
-        (``openai/MODEL``); the key is read from ``user.api_key_env`` when an episode begins and
-        stands nowhere else. An empty ``base_url`` is OpenAI's own.
+        Model and endpoint of the user simulator, called by tau2-bench through LiteLLM
+        (``openai/MODEL``); the key is read from ``user.api_key_env`` when an episode starts and
+        stored nowhere else. An empty ``base_url`` means OpenAI's own.
     judge
-        Asked about assertions in plain language, where ``config.nl_assertions`` is ``judge``.
+        Judges assertions in plain language, if ``config.nl_assertions`` is ``judge``.
 
     Raises
     ------
     ConfigurationError
-        Assertions are to be judged, and there is no judge.
+        Assertions should be judged, but there is no judge.
     """
 
     name: Final = "tau2"
@@ -98,11 +98,11 @@ class Tau2Environment:
         self._made: dict[str, tuple[str, dict[str, Any]]] = {}
         self._digest = ""
 
-    # ---- what it is
+    # ---- identity
 
     @property
     def version(self) -> str:
-        """The installed version, and what its code and data are."""
+        """The installed version, with a digest of its code and data."""
         with self._lock:
             if not self._digest:
                 self._loaded()
@@ -110,11 +110,11 @@ class Tau2Environment:
         return f"tau2 {self._loaded().version} {self._digest[:16]}"
 
     def domains(self) -> tuple[str, ...]:
-        """Those of the configuration, or the three with a train and a test split."""
+        """The configured domains, or the three with a train and a test split."""
         return tuple(dict.fromkeys(self._config.domains)) or DOMAINS
 
     def describe(self) -> Mapping[str, Any]:
-        """Facts that make numbers comparable."""
+        """Facts that affect comparability."""
         judged = self._config.nl_assertions == "judge"
         return {
             "name": self.name,
@@ -195,7 +195,7 @@ class Tau2Environment:
             return _splits_of_file(Path(self._config.tasks).expanduser(), domain)
         loader = self._loaded().registry.get_task_splits_loader(domain)
         splits: Any = None if loader is None else _data(domain, loader)
-        # Without any, all of its tasks are one split.
+        # Without any splits, all of its tasks are one split.
         return {"base": list(self._tasks_of(domain))} if splits is None else splits
 
     def _tasks_of(self, domain: str) -> dict[str, Any]:
@@ -208,11 +208,11 @@ class Tau2Environment:
     # ---- policy and tools
 
     def policy(self, domain: str) -> str:
-        """Rules for turns, and then its policy word for word."""
+        """Rules for turns, then tau2's policy verbatim."""
         return _TURNS + self._domain(domain)[0]
 
     def tools(self, domain: str) -> tuple[ToolSpec, ...]:
-        """Its agent's tools, and those that speak and end."""
+        """Its agent's tools, plus those that speak and end."""
         own = [tool.openai_schema["function"] for tool in self._domain(domain)[1].values()]
         return (
             *(ToolSpec(f["name"], f.get("description", ""), f["parameters"]) for f in own),
@@ -249,7 +249,7 @@ class Tau2Environment:
     # ---- episodes
 
     def episode(self, task: Task) -> Tau2Episode:
-        """A try at a task.
+        """An attempt at a task.
 
         Raises
         ------
@@ -268,7 +268,8 @@ class Tau2Environment:
         return Tau2Episode(parts, domain, *given, self._user_args, self._judge)
 
     def _user_args(self) -> dict[str, Any]:
-        """For LiteLLM; made for each episode, so that the key is kept by none of ours."""
+        """Arguments for LiteLLM, made for each episode, so that none of our objects keeps the
+        key."""
         user = self._user
         values: dict[str, Any] = {
             "temperature": user.temperature,
@@ -283,7 +284,7 @@ class Tau2Environment:
 
 
 def _summary(task: Any) -> str:
-    """One line: what a task tests, or why the user calls."""
+    """One line: the purpose of a task, or the user's reason to call."""
     described = getattr(task.description, "purpose", None)
     instructions = task.user_scenario.instructions
     text = described or getattr(instructions, "reason_for_call", None) or str(instructions)
@@ -292,7 +293,7 @@ def _summary(task: Any) -> str:
 
 
 def _data(domain: str, load: Any) -> Any:
-    """What a loader of its gives; its data files may be elsewhere."""
+    """Result of one of tau2's loaders; raises if its data files are missing."""
     try:
         return load()
     except (OSError, ValueError) as error:
@@ -304,7 +305,7 @@ def _data(domain: str, load: Any) -> Any:
 
 
 def _splits_of_file(path: Path, domain: str) -> Mapping[str, Sequence[str]]:
-    """The splits of a domain in a file of one's own."""
+    """The splits of a domain from a custom file."""
     form = TypeAdapter(dict[str, dict[str, list[str]]])
     try:
         return form.validate_json(path.read_bytes(), strict=True)[domain]

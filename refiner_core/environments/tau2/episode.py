@@ -2,8 +2,8 @@
 
 In: a task, tau2-bench's parts, the user's settings. Out: messages, and an outcome.
 
-Its orchestrator carries messages between agent, user and tools; we turn it until it is the agent's
-turn again, and hand it our agent's message. Everything happens in the caller's thread.
+tau2's orchestrator carries messages between agent, user and tools; this module advances it until
+the agent's next turn, and passes our agent's message. Everything runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from refiner_core.environments.tau2.tasks import (
     without_assertions,
 )
 
-#: Kinds of faults by parts of the names of errors, since its client need not be importable here;
-#: what is none of them has made no answer of what the user said.
+#: Kinds of faults by parts of the names of errors, since its client may not be importable here;
+#: any other error means that the user's answer was unusable.
 _FAULTS = {
     "user_off_script": "Validation",
     "user_slow": "Timeout",
@@ -44,8 +44,8 @@ _FAULTS = {
 
 
 def user_fault(error: BaseException, user: UserConfig) -> InfrastructureError:
-    """The error of the infrastructure that stands for ``error``, by the first that is known of it
-    and what it came from: the simulated user is down, slow or off-script."""
+    """The infrastructure error for ``error``, by the first known type in its chain of causes: the
+    simulated user is down, slow or off-script."""
     one: BaseException | None = error
     while one is not None:
         names = " ".join(base.__name__ for base in type(one).__mro__)
@@ -59,23 +59,23 @@ def user_fault(error: BaseException, user: UserConfig) -> InfrastructureError:
 
 
 def off_script(what: str, user: UserConfig, kind: str = "user_off_script") -> InfrastructureError:
-    """A user that does not answer as a user does."""
+    """Error for a user that does not behave like one."""
     return InfrastructureError(
         f"The simulated user {user.model} {what}.",
         kind=kind,
-        expected="what a customer says whom the scenario tells of, or calls of the user's tools",
+        expected="words of the customer in the scenario, or calls of the user's tools",
         fix=f"check its base_url, model, key ({user.api_key_env}) and server, raise its timeout_s "
         "or max_tokens, or use a model that follows instructions and calls tools",
     )
 
 
 SPEAK, FINISH = "respond", "done"
-#: Errors of tools, the user's included, after which tau2-bench ends an episode; its own default.
+#: Errors of tools, including the user's, after which tau2-bench ends an episode; its own default.
 MAX_ERRORS = 10
-#: Tool calls of a user between two things that they say.
+#: Tool calls of a user between two of its messages.
 _MOST_USER_CALLS = 50
 _SEEDS = 2**31
-#: How it spells that an episode ended by itself.
+#: tau2's names of normal ends of an episode.
 _STOPPED = ("agent_stop", "user_stop")
 
 
@@ -83,7 +83,7 @@ _STOPPED = ("agent_stop", "user_stop")
 class Tau2Episode:
     """Implements :class:`~refiner_core.environments.protocol.Episode`.
 
-    ``task`` is as tau2-bench has it, ``tools`` are the agent's by name. ``judge`` is None where
+    ``task`` is tau2-bench's object, ``tools`` are the agent's by name. ``judge`` is None if
     assertions in plain language are excluded.
     """
 
@@ -102,7 +102,7 @@ class Tau2Episode:
     # ---- Episode
 
     def reset(self, seed: int) -> tuple[Message, ...]:
-        """Begin: tau2-bench's agent greets, and the user says what they want."""
+        """Start: tau2-bench's agent greets, and the user states its request."""
         self._seed, self._calls = seed, 0
         self._tools: list[str] = []
         self._errors: list[str] = []
@@ -115,9 +115,9 @@ class Tau2Episode:
         return (*said_before(self.task), self._told())
 
     def step(self, call: ToolCall) -> Step:
-        """One turn of the agent; what is no call that tau2-bench could take is answered here."""
+        """One turn of the agent; calls that tau2-bench could not take are answered here."""
         if self._orchestrator is None:
-            raise RuntimeError("an episode begins with reset()")
+            raise RuntimeError("call reset() first")
         if self._orchestrator.done:
             return Step((), done=True)
         self._calls += 1
@@ -138,10 +138,10 @@ class Tau2Episode:
         return Step((self._told(),), tool_error=error)
 
     def outcome(self) -> Outcome:
-        """Its own evaluation. An episode that was broken off is worth 0, as there; its checks are
+        """tau2's own evaluation. An interrupted episode is worth 0, as in tau2; its checks are
         those that hold as it stands."""
         if self._orchestrator is None:
-            raise RuntimeError("an episode begins with reset()")
+            raise RuntimeError("call reset() first")
         reason = self._reason()
         simulation = self._simulation()
         measured, reward_info = self._measure(simulation)
@@ -160,10 +160,10 @@ class Tau2Episode:
         )
 
     def close(self) -> None:
-        """Nothing is held that has to be given back."""
+        """Do nothing: there are no resources."""
         self._orchestrator = self._agent = None
 
-    # ---- beginning
+    # ---- start
 
     def _start(self) -> None:
         parts = self.parts
@@ -191,10 +191,10 @@ class Tau2Episode:
         except Exception as error:
             raise _crashed("a task could not be begun", error) from error
 
-    # ---- turning
+    # ---- stepping
 
     def _turn_until_agent(self) -> None:
-        """Until the agent is to speak and has nothing to say yet, or the episode is over."""
+        """Advance until the agent must speak, or the episode is over."""
         orchestrator, role = self._orchestrator, self.parts.Role
         user_calls = 0
         while not orchestrator.done:
@@ -213,7 +213,7 @@ class Tau2Episode:
                 raise off_script(f"called {user_calls} tools without a word in between", self.user)
 
     def _end_at_limits(self) -> None:
-        """As its own loop does after every step."""
+        """Apply the limits, as tau2's own loop does after every step."""
         orchestrator, reasons = self._orchestrator, self.parts.TerminationReason
         if orchestrator.to_role == self.parts.Role.ENV:
             return
@@ -224,8 +224,8 @@ class Tau2Episode:
             orchestrator.done, orchestrator.termination_reason = True, reasons.TOO_MANY_ERRORS
 
     def _blame_user(self) -> None:
-        """Calls of tools that fail are counted whoever makes them. Where most were the user's, the
-        agent has not failed."""
+        """Blame the user if most of the failed tool calls, which tau2 counts for both sides, were
+        the user's."""
         answers = (m for m in self._orchestrator.trajectory if getattr(m, "error", False))
         by_user = sum(answer.requestor == "user" for answer in answers)
         if 2 * by_user > self._orchestrator.num_errors:
@@ -248,7 +248,7 @@ class Tau2Episode:
         return parts.AssistantMessage(role="assistant", tool_calls=[made], cost=0.0)
 
     def _refused(self, call: ToolCall) -> str | None:
-        """Reason why a message to the user cannot be sent; None: it can, or is none."""
+        """Reason for refusing a message to the user; None if it is valid, or no message."""
         if call.name != SPEAK:
             return None
         said = call.arguments.get("content")
@@ -257,7 +257,7 @@ class Tau2Episode:
         return None
 
     def _told(self) -> Message:
-        """The last message as the agent reads it."""
+        """The last message as the agent sees it."""
         last = self._orchestrator.message
         said = str(last.content or "")
         return Message("tool" if isinstance(last, self.parts.ToolMessage) else "user", said)
@@ -275,8 +275,8 @@ class Tau2Episode:
         return "" if reason is None else str(getattr(reason, "value", reason))
 
     def _simulation(self) -> Any:
-        """What has happened, in its own words, as though it had ended by itself: its evaluation
-        looks at nothing else where it did not."""
+        """The simulation in tau2's format, marked as normally ended: otherwise its evaluation
+        ignores everything."""
         reason = self._reason()
         return self.parts.SimulationRun(
             id=self._id,
@@ -313,7 +313,7 @@ class Tau2Episode:
 
 
 def _agent_class(parts: Parts) -> type[Any]:
-    """Its gym's agent, but handed its message before it is asked: nobody waits for anybody."""
+    """Its gym's agent, but given its message in advance, so that nothing waits."""
 
     base: Any = parts.GymAgent
 
@@ -323,7 +323,7 @@ def _agent_class(parts: Parts) -> type[Any]:
             self.given: Any = None
 
         def set_seed(self, seed: int) -> None:
-            """Sampling is elsewhere."""
+            """Do nothing: sampling happens elsewhere."""
 
         def generate_next_message(self, message: Any, state: Any) -> tuple[Any, Any]:
             given, self.given = self.given, None
@@ -333,11 +333,11 @@ def _agent_class(parts: Parts) -> type[Any]:
 
 
 def _user_tools(environment: Any, task: Any) -> list[Any] | None:
-    """The tools of a user; None where the domain has none."""
+    """The tools of a user; None if the domain has none."""
     include = getattr(task, "user_tools", None)
     try:
         tools = environment.get_user_tools(**({} if include is None else {"include": include}))
-    except ValueError:  # "not available", says it
+    except ValueError:  # its way of saying "not available"
         return None
     return list(tools) or None
 

@@ -1,12 +1,12 @@
-"""The installed tau2-bench: where it is, what is used of it, what identifies it.
+"""The installed tau2-bench: its location, the parts used here, and its identity.
 
-In: what Python can import, and ``TAU2_DATA_DIR``. Out: :class:`Parts`, or an error that says how to
-install it; and a digest that needs no import.
+In: the importable packages, and ``TAU2_DATA_DIR``. Out: :class:`Parts`, or an error with
+installation instructions; and a digest that needs no import.
 
-Its gym (``tau2.gym``) is an agent and a loop around it. We take the agent and turn the loop
-ourselves, since the gym's own environment hides what the user simulator raises (such an episode
-ends with reward 0 there), reads an answer that looks like a call as one, reads all tasks again at
-every step, and asks a fixed model about assertions in plain language.
+Its gym (``tau2.gym``) is an agent with a loop around it. We use the agent with our own loop,
+since the gym's environment hides exceptions of the user simulator (such an episode ends with
+reward 0 there), parses answers that look like calls as calls, reads all tasks again at every step,
+and asks a fixed model about assertions in plain language.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from refiner_core.contract.errors import UnsupportedError
 #: The domains with a train and a test split.
 DOMAINS = ("airline", "retail", "telecom")
 DATA_VARIABLE = "TAU2_DATA_DIR"
-#: In the place of a digest where it is not installed: a recipe can be planned there all the same.
+#: Replaces the digest if tau2 is not installed, so that a recipe can still be planned.
 ABSENT = "tau2: not installed where this was planned"
 INSTALL = (
     "with Python 3.12 or 3.13: git clone https://github.com/sierra-research/tau2-bench, then "
     "`pip install -e 'tau2-bench[gym]'` into the environment that runs refiner (the name tau2 on "
     "the package index is another project)"
 )
-#: Modules that tell the benchmark from the library for chemistry of the same name.
+#: Modules that distinguish the benchmark from the chemistry library of the same name.
 _TELLING = ("registry.py", "orchestrator", "domains", "user")
-#: Folders of its code that decide how an episode goes and what it is worth.
+#: Folders of its code that decide the course and the value of an episode.
 _DECIDING = ("domains", "environment", "evaluator", "gym", "orchestrator", "user", "data_model")
 _DATA_SUFFIXES = (".json", ".toml", ".md")
 
 
-#: What is used of it, by its own names (:data:`_WHERE`), and its ``version``.
+#: The parts used here, by their own names (:data:`_WHERE`), and the ``version``.
 Parts = SimpleNamespace
 
 _WHERE: dict[str, tuple[str, ...]] = {
@@ -58,8 +58,7 @@ _WHERE: dict[str, tuple[str, ...]] = {
 
 
 def missing_tau2() -> str:
-    """Reason why it cannot be used here, as one paragraph; empty where nothing speaks against it.
-    Imports nothing of it."""
+    """Reason why it cannot be used here, as one paragraph; empty if it can be. Imports nothing."""
     try:
         _folder()
     except UnsupportedError as error:
@@ -68,7 +67,7 @@ def missing_tau2() -> str:
 
 
 def load_tau2() -> Parts:
-    """Import it; once per process and installation.
+    """Import it, once per process and installation.
 
     Raises
     ------
@@ -96,8 +95,8 @@ def _loaded(folder: str) -> Parts:
 
 
 def _quieten() -> None:
-    """It logs every message to the terminal, and its client asks the network for prices when it is
-    imported; neither has a use here. What is set already stays."""
+    """Quieten it: it logs every message to the terminal, and its client fetches prices from the
+    network on import. Existing settings are kept."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     if importlib.util.find_spec("loguru") is not None:
         importlib.import_module("loguru").logger.disable("tau2")
@@ -107,8 +106,8 @@ def _quieten() -> None:
 
 
 def widen_client(connections: int) -> None:
-    """Let so many users be asked at a time: it allows ten connections, and who waits for one of
-    them is soon taken for slow."""
+    """Allow so many users to be called at a time: its default is ten connections, and users waiting
+    for one would soon count as slow."""
     if importlib.util.find_spec("litellm") is None or connections <= 10:
         return
     litellm: Any = importlib.import_module("litellm")
@@ -139,7 +138,7 @@ def _folder() -> Path:
 
 
 def data_folder(folder: Path | None = None) -> Path:
-    """Its data: ``TAU2_DATA_DIR``, or beside its source."""
+    """Its data folder: ``TAU2_DATA_DIR``, or beside its source."""
     named = os.environ.get(DATA_VARIABLE)
     return Path(named) if named else (folder or _folder()).parents[1] / "data"
 
@@ -153,11 +152,11 @@ def _version() -> str:
 
 def tau2_digest(config: EnvironmentConfig) -> str:
     """Identity of tasks, rules and code, for plans: the version, and a hash over the domains' data
-    and over the modules that decide. Reads files alone: no import, no network.
+    and over the deciding modules. Reads files only: no import, no network.
 
-    Where it is not installed the digest says so (:data:`ABSENT`): the recipe can be planned, and
-    the data stage refuses to begin (:class:`~refiner_core.contract.errors.UnsupportedError`). A
-    plan made where it is installed has another fingerprint.
+    Without an installation the digest is :data:`ABSENT`: the recipe can be planned, and
+    the data stage refuses to start (:class:`~refiner_core.contract.errors.UnsupportedError`). A
+    plan made with an installation has another fingerprint.
     """
     try:
         folder = _folder()
@@ -169,7 +168,7 @@ def tau2_digest(config: EnvironmentConfig) -> str:
 def files_digest(
     domains: tuple[str, ...], tasks: str | None = None, folder: Path | None = None
 ) -> str:
-    """SHA-256 over names and content of what decides: 64 hexadecimal digits."""
+    """SHA-256 over names and contents of the deciding files: 64 hexadecimal digits."""
     folder = folder or _folder()
     whole = hashlib.sha256()
     for path, name in _files(folder, domains):

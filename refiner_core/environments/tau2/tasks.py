@@ -1,6 +1,6 @@
-"""What is read off a task and a simulation of tau2, and what is made of them.
+"""Attributes of tau2's tasks and simulations, and values derived from them.
 
-In: values of the package. Out: plain ones of ours.
+In: values of the package. Out: plain values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _QUESTION = "A conversation of a service agent with a customer, and with tools."
 
 @dataclass(frozen=True)
 class EpisodeWorth:
-    """Worth of an episode, so far as it was measured."""
+    """Measured value of an episode."""
 
     reward: float
     components: Mapping[str, float]
@@ -43,7 +43,7 @@ def read_reward_info(reward_info: Mapping[str, Any] | str) -> EpisodeWorth:
     Raises
     ------
     InfrastructureError
-        It has another shape (kind ``unreadable_reward``): no number is made up for it.
+        It has another shape (kind ``unreadable_reward``): no number is invented for it.
     """
     try:
         values = json.loads(reward_info) if isinstance(reward_info, str) else reward_info
@@ -104,15 +104,15 @@ def _json(value: Any) -> str:
 def with_judged(
     measured: EpisodeWorth, assertions: Sequence[str], transcript: str, judge: Judge
 ) -> EpisodeWorth:
-    """The same with assertions in plain language, each asked of the judge: an assertion holds where
-    the judge gives all of the score.
+    """Add assertions in plain language, each put to the judge: an assertion holds if
+    the judge gives the full score.
 
     Raises
     ------
     InfrastructureError
-        A judgement failed, or the judge is out of reach (kind ``judge_failed``).
+        A judgement failed, or the judge is unreachable (kind ``judge_failed``).
     Interrupted
-        A stop was asked for while the judge's servers were waited for.
+        A stop was requested while waiting for the judge's servers.
     """
     requests = [JudgeRequest("rubric", _QUESTION, transcript, text) for text in assertions]
     try:
@@ -140,20 +140,20 @@ def _judge_failed(why: str) -> InfrastructureError:
         f"The judge did not say whether an assertion holds: {why}",
         kind="judge_failed",
         expected="a score for each assertion",
-        fix="see the judge's log, or set environment.nl_assertions=exclude",
+        fix="check the judge's log, or set environment.nl_assertions=exclude",
     )
 
 
 def failure_of(
     measured: EpisodeWorth, *, reason: str, tools: Sequence[str], errors: Sequence[str]
 ) -> Failure | None:
-    """Reason why an episode failed, None where it did not; of several the first of
-    :data:`~refiner_core.environments.protocol.FAILURES` counts.
+    """Reason why an episode failed, None if it did not; the first applicable one of
+    :data:`~refiner_core.environments.protocol.FAILURES`.
 
-    ``reason`` is how tau2-bench says that it ended (empty: it was broken off); ``tools`` are the
-    agent's calls in order, ``errors`` what tools refused (``wrong_tool``, ``wrong_argument``).
-    What a tool refuses for its content is counted as an argument: tau2-bench does not tell a rule
-    from a value.
+    ``reason`` is tau2-bench's reason for the end (empty: it was interrupted); ``tools`` are the
+    agent's calls in order, ``errors`` the refusals of tools (``wrong_tool``, ``wrong_argument``).
+    A refusal because of content counts as a wrong argument: tau2-bench does not distinguish rules
+    from values.
     """
     if measured.reward >= 1.0 - 1e-9:
         return None
@@ -172,7 +172,7 @@ def failure_of(
     return "incomplete"
 
 
-#: Of its messages, what its own tools read.
+#: Fields of its messages that its own tools read.
 _KEPT = frozenset(
     {
         *("role", "content", "tool_calls", "id", "requestor", "error", "turn_idx", "timestamp"),
@@ -182,7 +182,7 @@ _KEPT = frozenset(
 
 
 def basis_of(task: Any) -> tuple[str, ...]:
-    """Factors of a task's reward, in its words."""
+    """Factors of a task's reward, by tau2's names."""
     criteria = task.evaluation_criteria
     if criteria is None:
         return ()
@@ -196,7 +196,7 @@ def assertions_of(task: Any) -> tuple[str, ...]:
 
 
 def without_assertions(task: Any) -> Any:
-    """The task with a basis that names none."""
+    """The task without assertions in its reward's basis."""
     copy = task.model_copy(deep=True)
     criteria = copy.evaluation_criteria
     criteria.reward_basis = [
@@ -206,8 +206,8 @@ def without_assertions(task: Any) -> Any:
 
 
 def said_before(task: Any) -> tuple[Message, ...]:
-    """A conversation that a task begins in the middle of, as one message: an agent can be told
-    things, but not that it has said something."""
+    """The conversation before a task that starts in the middle, as one message: an agent cannot be
+    given words of its own."""
     state = task.initial_state
     history = [] if state is None else list(state.message_history or ())
     if not history:
@@ -228,7 +228,7 @@ def lines_of(messages: Sequence[Any]) -> list[str]:
 
 
 def slim(simulation: dict[str, Any]) -> dict[str, Any]:
-    """A simulation with what tau2's own tools read, and no more."""
+    """A simulation reduced to the fields that tau2's own tools read."""
     messages = simulation.get("messages", [])
     kept = [{k: v for k, v in message.items() if k in _KEPT} for message in messages]
     return {**simulation, "messages": kept}

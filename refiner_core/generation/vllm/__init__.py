@@ -1,1 +1,1 @@
-"""Rollouts from vLLM servers over HTTP, and how new weights get there."""
+"""Rollouts from vLLM servers over HTTP, and the transfer of new weights to them."""

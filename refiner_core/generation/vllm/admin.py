@@ -1,7 +1,7 @@
-"""The routes of a rollout server that are not about samples: health, pause, new weights.
+"""The administrative routes of a rollout server: health, pause, new weights.
 
-In: an endpoint. Out: what it answered, or :class:`Failed`. They exist with
-``VLLM_SERVER_DEV_MODE=1`` alone; the key is sent with all of them, which vLLM by itself ignores.
+In: an endpoint. Out: its answers, or :class:`Failed`. The routes exist only with
+``VLLM_SERVER_DEV_MODE=1``; the key is sent with all of them, though vLLM itself ignores it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _TEXT = (
 )
 _TOKENS = 32
 _FEWEST = 8
-#: Largest difference by the type of the weights, where the recipe says none.
+#: Largest allowed difference by the type of the weights, if the recipe sets none.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 @dataclass(frozen=True, eq=False)
 class Canary:
-    """A prompt and how the trainer scores it.
+    """A prompt and the trainer's scores of it.
 
-    ``expected`` are log-probabilities of its tokens but the first; ``next_logprobs_V`` those of
-    all tokens that may come next, at the temperature of the canary.
+    ``expected`` are log-probabilities of its tokens except the first; ``next_logprobs_V`` those of
+    all possible next tokens, at the temperature of the canary.
     """
 
     prompt_ids: tuple[int, ...]
@@ -47,20 +47,20 @@ class Canary:
     next_logprobs_V: Tensor
 
     def difference(self, scores: Sequence[float], token: int, logprob: float) -> float:
-        """The largest difference to the trainer's; that of the next token in terms of logits."""
+        """The largest difference from the trainer's scores; that of the next token as logits."""
         prompt = max(abs(a - b) for a, b in zip(self.expected, scores, strict=True))
         sampled = abs(float(self.next_logprobs_V[token]) - logprob)
         return max(prompt, sampled * SCORING_TEMPERATURE)
 
 
 def tolerance_of(configured: float | None, dtype: Literal["float32", "bfloat16"]) -> float:
-    """Largest difference that may be."""
+    """Largest allowed difference."""
     return TOLERANCE[dtype] if configured is None else configured
 
 
 def make_canary(model: Any, tokenizer: Any, window: int) -> Canary:
-    """Let the live model score the prompt, which leaves room for one token in ``window``; the model
-    is left in the mode in which it was."""
+    """Score the prompt, which leaves one token of ``window`` free, with the live model; its mode is
+    restored."""
     known = int(model.config.get_text_config().vocab_size)
     prompt_ids = canary_ids(tokenizer, known)[: window - 1]
     training = model.training
@@ -78,7 +78,7 @@ def make_canary(model: Any, tokenizer: Any, window: int) -> Canary:
 
 
 def canary_ids(tokenizer: Any, vocabulary: int) -> tuple[int, ...]:
-    """A sentence, or numbers where the tokenizer has too few different words for one."""
+    """A sentence, or numbers if the tokenizer has too few distinct words for one."""
     ids = [i for i in tokenizer(_TEXT)["input_ids"][:_TOKENS] if i < vocabulary]
     if len(set(ids)) >= _FEWEST:
         return tuple(ids)
@@ -86,18 +86,18 @@ def canary_ids(tokenizer: Any, vocabulary: int) -> tuple[int, ...]:
 
 
 class Failed(Exception):
-    """A server did not do what it was told to; nothing is known of its state any more."""
+    """A server did not carry out a command; its state is now unknown."""
 
 
 class Admin:
-    """One server's control; each call is a connection of its own.
+    """One server's control; each call uses its own connection.
 
     Parameters
     ----------
     endpoint
         The server.
     timeout_s
-        How long one call may take: loading weights, or compiling before a first answer.
+        Limit of one call, which may load weights, or compile before a first answer.
     """
 
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
@@ -111,12 +111,12 @@ class Admin:
             raise Failed(f"its workers said {results!r} after loading (is the extension there?)")
 
     def forget_prefixes(self) -> None:
-        """Drop what was computed with other weights."""
+        """Drop the prefix cache of other weights."""
         if self.post("/reset_prefix_cache").get("success") is False:
             raise Failed("it could not drop its prefix cache: something still holds blocks of it")
 
     def difference(self, canary: Canary, version: str) -> float:
-        """How far its log-probabilities of the canary are from the trainer's."""
+        """Distance of its canary log-probabilities from the trainer's."""
         answer = self._ask("/v1/completions", content=scoring_body(canary.prompt_ids, version))
         try:
             return canary.difference(*read_scores(answer.content, canary.prompt_ids))
@@ -124,7 +124,7 @@ class Admin:
             raise Failed(f"its answer to the canary cannot be used: {error}") from error
 
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What a route answers."""
+        """The answer of a route."""
         answer = self._ask(route) if body is None else self._ask(route, json=body)
         try:
             found = answer.json() if answer.content else {}

@@ -1,26 +1,25 @@
-"""Samples completions from vLLM servers over HTTP: the generator of clusters.
+"""Sampling of completions from vLLM servers over HTTP, for clusters.
 
 In: requests (prompt ids and a seed each) and sampling parameters. Out: completions in the order of
-the requests, with the log-probabilities of the distribution that was sampled from.
+the requests, with the log-probabilities of the sampled distribution.
 
-How a call runs:
+How a call works:
 
-1. Each request is one HTTP request with its own seed, whatever server it goes to
+1. Each request is one HTTP request with its own seed, independent of its server
    (:mod:`refiner_core.generation.vllm.wire`).
-2. Prompts are spread over the servers; who runs out of work takes from the others.
-3. A sample that a server gave up (``abort``) is discarded and asked again. A server that says that
-   it is full is waited for. One that is gone, ill or hung is replaced by the fleet; what it had in
-   hand is asked again at once, of the others or of its successor.
-4. ``on_completion`` runs in the calling thread, while the requests go on in another.
+2. Prompts are spread over the servers; an idle server takes requests of the others.
+3. A sample aborted by a server (``abort``) is discarded and requested again. A server that reports
+   a full queue gets a pause. The fleet replaces a server that is gone, ill or hung; its running
+   requests are repeated at once, on the others or on its replacement.
+4. ``on_completion`` runs in the calling thread, while requests continue in another.
 
-Turns of conversations are requests too. The desk is looked at whenever a turn is sampled, and every
-:data:`POLL_S` seconds for tools that have ended since. Which turn comes back first is a matter of
-the servers, so other than the embedded backend this one gives the same bits twice only as far as
-the servers do.
+Turns of conversations are requests too. The desk is polled whenever a turn is sampled, and every
+:data:`POLL_S` seconds for finished tools. The order of finished turns depends on the servers, so,
+unlike the embedded backend, this one is reproducible only as far as the servers are.
 
 Weights never change during a call: the fleet's lock is held. Seeds alone decide a sample, as far as
-vLLM's kernels give the same sums in batches of another composition: in float32 that is usual, in
-bfloat16 a sample may differ from some token on.
+vLLM's kernels give the same sums in different batches: usual in float32; in bfloat16 a sample may
+differ from some token on.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ from refiner_core.http.client import CONNECT_S, Answered, Client, LoopThread, Lo
 
 log = logging.getLogger(__name__)
 
-#: How long an answer is waited for before the desk is asked again, seconds.
+#: Longest wait for an answer before the desk is polled again, seconds.
 POLL_S = 0.02
-#: How often the caller hears of progress while no turn is finished, seconds.
+#: Interval of the progress callback while no turn is finished, seconds.
 _TICK_S = 0.5
 
 
@@ -71,9 +70,9 @@ _TICK_S = 0.5
 class _Lane:
     """One server and its share.
 
-    ``heard_at`` is when it last answered or was given its first work (seconds of the loop's clock);
-    ``held_until`` when it may be asked again after it said that it is full; ``failed`` counts
-    failures in a row.
+    ``heard_at`` is the time of its last answer or its first work (seconds of the loop's clock);
+    ``held_until`` is the end of a pause after a full queue; ``failed`` counts consecutive
+    failures.
     """
 
     index: int
@@ -87,8 +86,8 @@ class _Lane:
 
 
 class _Shares:
-    """The requests that nobody has in hand. Those of one key (samples of a prompt, turns of a
-    conversation) go to one server, whose prefix cache has what they begin with."""
+    """The unassigned requests. Those of one key (samples of a prompt, turns of a conversation) go
+    to one server, whose prefix cache has their common prefix."""
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
         self.lanes = [_Lane(index, endpoint) for index, endpoint in enumerate(endpoints)]
@@ -97,8 +96,8 @@ class _Shares:
         self._of: dict[int, Hashable] = {}
 
     def add(self, index: int, key: Hashable) -> None:
-        """Request ``index``, for the server of its key; a new key, or one whose server is gone,
-        for who has fewest keys."""
+        """Add request ``index`` for the server of its key; a new key, or one whose server is gone,
+        goes to the server with the fewest keys."""
         home = self._home.get(key)
         if home is None or not home.up:
             keys = Counter(lane.index for lane in self._home.values())
@@ -109,8 +108,8 @@ class _Shares:
         home.queue.append(index)
 
     def take(self, lane: _Lane, *, others: bool = True) -> int | None:
-        """The next request for that server, with ``others`` also of another's share, whose key is
-        that server's from now on; None where none is left."""
+        """The next request for that server; with ``others`` also from another's share, whose key
+        then moves to that server. None if none is left."""
         if self._back:
             return self._moved(self._back.popleft(), lane)
         if lane.queue or not others:
@@ -119,11 +118,11 @@ class _Shares:
         return self._moved(longest.queue.pop(), lane) if longest.queue else None
 
     def give_back(self, index: int) -> None:
-        """It has to be asked again, of whoever is free first."""
+        """Return a request that must be repeated, by the first idle server."""
         self._back.append(index)
 
     def change(self, new: Iterable[tuple[int, Hashable]], ended: Iterable[Hashable]) -> None:
-        """Add requests with their keys; of others there are no further ones."""
+        """Add requests with their keys; drop the ended keys."""
         for key in ended:
             self._home.pop(key, None)
         for index, key in new:
@@ -135,27 +134,27 @@ class _Shares:
         return index
 
 
-#: How long a server that says that it is full is left alone, seconds.
+#: Pause after a server reports a full queue, seconds.
 _FULL_S = 0.25
-#: Failures in a row, with a server that says that it is well, before it is replaced all the same.
+#: Consecutive failures after which a server is replaced even if it reports good health.
 _FAILURES = 3
-#: How often one sample may be given up by servers before that is no accident.
+#: Aborts of one sample that are accepted as accidental.
 _MOST_ABORTS = 20
 
 
 class _Call:
-    """Works from the beginning to the end of its ``with`` block.
+    """A running call, from the beginning to the end of its ``with`` block.
 
     Parameters
     ----------
     fleet
-        The servers; its lock is held by who makes this.
+        The servers; the caller holds their lock.
     shares
-        Numbers of questions, and who asks which. The call's thread alone touches it from now on.
+        Numbers of questions, and their servers. Used by the call's thread alone from now on.
     question
         The question of a number.
     in_flight, silence_s
-        As of :class:`~refiner_core.generation.vllm.client.VllmGenerator`.
+        See :class:`~refiner_core.generation.vllm.client.VllmGenerator`.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class _Call:
         Raises
         ------
         queue.Empty
-            None within that time.
+            No sample finished within that time.
         """
         item = self._found.get(timeout=timeout_s)
         if isinstance(item, BaseException):
@@ -197,7 +196,7 @@ class _Call:
         return item
 
     def change(self, shares: Callable[[], None]) -> None:
-        """Change what is shared out, in the call's thread, and go on with it."""
+        """Change the shares in the call's thread, and continue with them."""
 
         def changed() -> None:
             shares()
@@ -222,10 +221,10 @@ class _Call:
         await self._client.close()
 
     def _pump(self) -> None:
-        """Give work to every server that has room for it."""
+        """Give work to every server with free capacity."""
         if not self._tasks:
-            return  # it is about to begin
-        for others in (False, True):  # what is its own first, so that nobody takes all at once
+            return  # not started yet
+        for others in (False, True):  # own requests first, so that no server takes all
             for lane in self._shares.lanes:
                 self._fill(lane, others=others)
 
@@ -235,7 +234,7 @@ class _Call:
             index = self._shares.take(lane, others=others)
             if index is None:
                 if others:
-                    lane.held_until = 0.0  # nothing is left that it could be waited for with
+                    lane.held_until = 0.0  # no request is left to retry
                 return
             if not lane.flying and not lane.held_until:
                 lane.heard_at = now
@@ -250,7 +249,7 @@ class _Call:
         self._pump()
 
     async def _take(self, lane: _Lane, index: int, answer: Answered | Lost) -> None:
-        """What an answer means for its sample and for its server."""
+        """Handle an answer for its sample and for its server."""
         if isinstance(answer, Answered) and answer.status == 200:
             lane.heard_at, lane.held_until, lane.failed = self._loop.time(), 0.0, 0
             self._read(lane, index, answer.raw)
@@ -268,8 +267,8 @@ class _Call:
             raise StageFailed(
                 f"The rollout server at {lane.endpoint.url} refuses a request with HTTP "
                 f"{answer.status}: {said(answer.raw, lane.endpoint)}",
-                expected="a vLLM server of a version that takes all fields of the request",
-                fix="see grpo.rollout_server.args, and the version of vLLM",
+                expected="a vLLM version that accepts all fields of the request",
+                fix="check grpo.rollout_server.args, and the version of vLLM",
             )
 
     def _read(self, lane: _Lane, index: int, raw: bytes) -> None:
@@ -277,10 +276,9 @@ class _Call:
             read = read_completion(raw, self._question(index))
         except Unusable as error:
             raise StageFailed(
-                f"The rollout server at {lane.endpoint.url} answers with what was not asked for: "
-                f"{error}",
+                f"The rollout server at {lane.endpoint.url} sent an unusable answer: {error}",
                 expected="what vLLM answers to a completion request with return_token_ids",
-                fix="see the version of vLLM (0.32 is known to work) and grpo.rollout_server.args",
+                fix="check the vLLM version (0.32 is known to work) and grpo.rollout_server.args",
             ) from error
         if read != "abort":
             self._found.put((index, read))
@@ -289,17 +287,17 @@ class _Call:
         if self._aborts[index] > _MOST_ABORTS:
             raise StageFailed(
                 f"Rollout servers gave up one sample {self._aborts[index]} times (`abort`)",
-                expected="nobody else who pauses the servers or aborts their requests",
-                fix="see that nobody but this stage asks them",
+                expected="no other client that pauses the servers or aborts their requests",
+                fix="make sure that only this stage uses the servers",
             )
         self._shares.give_back(index)
 
     async def _is_well(self, endpoint: Endpoint) -> bool:
-        """True if the server says that its engine lives: outside of the path of the API."""
+        """True if the server reports a live engine, on a route outside the API."""
         return await self._client.probe(urljoin(endpoint.url, "/health"), endpoint) == 200
 
     async def _doubt(self, lane: _Lane, why: str) -> None:
-        """A request failed: is it the server? One that is well may fail now and then."""
+        """Handle a failed request; a healthy server may fail occasionally."""
         lane.failed += 1
         endpoint = lane.endpoint
         if lane.failed < _FAILURES and await self._is_well(endpoint):
@@ -308,7 +306,7 @@ class _Call:
             self._down(lane, why)
 
     async def _watch(self) -> None:
-        """Look for servers from which nothing is heard any more."""
+        """Detect silent servers."""
         while True:
             await asyncio.sleep(min(1.0, self._silence_s / 4))
             now = self._loop.time()
@@ -318,7 +316,7 @@ class _Call:
                     self._down(lane, f"it has answered nothing for {now - lane.heard_at:.0f} s")
 
     def _down(self, lane: _Lane, why: str) -> None:
-        """That server is no more: others do its work until it is replaced."""
+        """Mark a server as lost; others do its work until it is replaced."""
         if not lane.up:
             return
         lane.up = False
@@ -348,7 +346,7 @@ class _Call:
 
 
 def _answers(call: _Call) -> Iterator[tuple[int, Completion]]:
-    """What has come: the first within :data:`POLL_S`, and what is there with it."""
+    """Finished samples: the first within :data:`POLL_S`, and all that are ready with it."""
     wait_s = POLL_S
     while True:
         try:
@@ -376,12 +374,12 @@ class _Batch:
         self.found: dict[int, Completion] = {}
 
     def take(self, room: int, *, wait: bool) -> Turns:
-        """All of them, at the first call."""
+        """All requests at the first call, none later."""
         begin, self._waiting = self._waiting, ()
         return Turns(begin, (), False)
 
     def finished(self, request: TurnRequest, completion: Completion) -> None:
-        """Keep it, and tell of it."""
+        """Store the completion, and report it."""
         self.found[request.conversation] = completion
         if self._on_completion is not None:
             self._on_completion(request.conversation, completion)
@@ -395,15 +393,15 @@ class VllmGenerator:
     fleet
         The servers.
     window
-        Tokens of prompt and completion together that they were started for.
+        Tokens of prompt and completion together that the servers were started with.
     in_flight
-        Requests that a server is given at a time; what exceeds its own batch waits in its queue.
+        Requests per server at a time; those beyond its own batch wait in its queue.
     silence_s
-        A server that has work and answers nothing for so long counts as hung.
+        A server with work that sends no answer for so long counts as hung.
     on_step
-        Called in the calling thread with (samples finished, samples asked for) after each sample
-        and about twice a second: a sign of life in calls that take minutes. What it raises ends
-        the call.
+        Called in the calling thread with (samples finished, samples requested) after each sample
+        and about twice a second: a sign of life in calls that take minutes. An exception from it
+        ends the call.
     """
 
     def __init__(
@@ -420,7 +418,7 @@ class VllmGenerator:
         self.on_step = on_step
 
     def sync(self, whole: AbstractContextManager[Any], version: str) -> None:
-        """Give all servers the weights of the model that ``whole`` yields; the first call starts
+        """Send all servers the weights of the model that ``whole`` yields; the first call starts
         them. See :meth:`refiner_core.generation.vllm.sync.WeightSync.sync`."""
         self.fleet.sync(whole, version)
 
@@ -435,11 +433,11 @@ class VllmGenerator:
         Raises
         ------
         ConfigurationError
-            If prompt and new tokens together exceed the servers' window.
+            Prompt and new tokens together exceed the servers' window.
         StageFailed
-            If a server answers with what was not asked for, or refuses a request.
+            A server sends an unusable answer, or refuses a request.
         KilledError
-            If servers had to be replaced more often than the recipe allows.
+            Servers had to be replaced more often than the recipe allows.
         """
         if not requests:
             return []
@@ -448,16 +446,16 @@ class VllmGenerator:
         return [batch.found[index] for index in range(len(requests))]
 
     def turns(self, desk: TurnDesk) -> None:
-        """Sample the turns of conversations, each as soon as it may begin.
+        """Sample the turns of conversations, each started as early as possible.
 
-        Each turn is a request of its own, with all of its context. The turns of a conversation go
-        to one server, whose prefix cache has what came before. Errors as of :meth:`generate`, and
-        those of the desk.
+        Each turn is a separate request with its whole context. The turns of a conversation go to
+        one server, whose prefix cache holds the earlier tokens. Raises the errors of
+        :meth:`generate` and of the desk.
         """
         self._serve(desk, lambda request: request.conversation)
 
     def _serve(self, desk: TurnDesk, key: Callable[[TurnRequest], Hashable]) -> None:
-        """Work until the desk has no more; requests of one key go to one server."""
+        """Work until the desk has no more turns; requests of one key go to one server."""
         with self.fleet.busy:
             weights = (self.fleet.stop_ids, self.fleet.version)
             shares = _Shares(self.fleet.endpoints())

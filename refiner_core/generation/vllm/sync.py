@@ -1,7 +1,7 @@
-"""New weights on running servers: never half, never wrong, never taken on trust.
+"""Transfer of new weights to running servers: complete, and verified.
 
-In: a context that yields the live model with all its weights, and a version. Out: servers that
-have them, proven by a canary (:mod:`refiner_core.generation.vllm.admin`).
+In: a context that yields the live model with all its weights, and a version. Out: servers with
+these weights, verified by a canary (:mod:`refiner_core.generation.vllm.admin`).
 
 ::
 
@@ -11,12 +11,12 @@ have them, proven by a canary (:mod:`refiner_core.generation.vllm.admin`).
       │                                     v                           v wrong
       └── nobody samples before      another server in its place, on the same weights; canary
 
-The lock of the fleet is held all the time, so no rollout is asked between the first step and the
-last canary: that is what a rollout waits for. The server's own pause is lifted just before the
-canary, because a paused server answers nobody. One whose load has failed is never resumed: it may
-say 200 and be wrong. It is ended, and another one started in its place.
+The fleet's lock is held throughout, so no rollout is requested between the first step and the last
+canary; rollouts wait for that. The server's own pause is lifted just before the canary, because a
+paused server answers nothing. A server whose load failed is never resumed, since it may answer 200
+with wrong weights. It is ended, and another one is started in its place.
 
-The folder of the current version stays, since servers may have to be started on it.
+The folder of the current version stays, since servers may have to be started from it.
 """
 
 from __future__ import annotations
@@ -39,40 +39,40 @@ from refiner_core.generation.completions import stop_ids
 from refiner_core.generation.vllm.admin import Admin, Canary, Failed, make_canary
 
 log = logging.getLogger(__name__)
-#: Take up no request from now on. Nobody's is under way: the fleet's lock sees to that.
+#: Accept no request from now on. None is running: the fleet's lock ensures that.
 _PAUSE = "/pause?mode=keep"
-#: Largest file of weights; host memory holds about one beside what is written.
+#: Largest weights file; host memory holds about one besides the written ones.
 _PART_SIZE = "2GB"
-#: What configuration and tokenizer may need beside the weights, bytes.
+#: Allowance for configuration and tokenizer beside the weights, bytes.
 _SMALL_FILES = 64 << 20
 
 
 class WeightSync:
-    """The fleet of a trainer: servers and the weights that they have.
+    """A trainer's fleet: servers and their weights.
 
     Parameters
     ----------
     servers
-        Starts, replaces and ends them.
+        Starts, replaces and ends the servers.
     folder
-        A folder of this trainer's own, in memory.
+        A private folder of this trainer, in memory.
     tokenizer
-        Goes into the servers' folder, for stop strings.
+        Stored in the servers' folder, for stop strings.
     tolerance
-        How far a canary may be off.
+        Largest allowed difference of a canary.
     window
-        Tokens that the servers were started for.
+        Tokens that the servers were started with.
     timeout_s
-        How long one step of a server may take: loading, or compiling before its first answer.
+        Limit of one step of a server: loading, or compiling before its first answer.
 
     Attributes
     ----------
     busy
-        Held while somebody samples, or sends weights.
+        Held while rollouts are sampled or weights are sent.
     version
-        That of the weights that all servers have; empty where nothing is known of them.
+        Version of the weights on all servers; empty if unknown.
     stop_ids
-        Tokens that end a text, by the model that was sent last.
+        Tokens that end a text, for the model that was sent last.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class WeightSync:
             No weights were sent yet, or sending the last ones failed.
         """
         if not self.version:
-            raise RuntimeError("a sync() that succeeds comes before rollouts: no weights are known")
+            raise RuntimeError("no weights are known: rollouts need a successful sync() first")
         return list(self._endpoints)
 
     def revive(self, index: int, why: str) -> Endpoint:
-        """Replace a server by another with the current weights.
+        """Replace a server by a new one with the current weights.
 
         Raises
         ------
@@ -121,17 +121,17 @@ class WeightSync:
         return self._endpoints[index]
 
     def sync(self, whole: AbstractContextManager[Any], version: str) -> None:
-        """Give all servers the model's weights; they are started at the first call.
+        """Send all servers the model's weights; the first call starts the servers.
 
-        Waits for a call of the generator that is under way. ``whole`` is entered once, and left as
-        soon as the weights are written.
+        Waits for a running call of the generator. ``whole`` is entered once, and left as soon as
+        the weights are written.
 
         Raises
         ------
         NoSpaceError
             The weights do not fit into memory.
         StageFailed
-            A server that was started on these very weights scores otherwise than the trainer.
+            A server started from these weights scores differently from the trainer.
         KilledError
             Servers had to be replaced more often than the recipe allows.
         """
@@ -158,8 +158,8 @@ class WeightSync:
             self.version = version
 
     def _reload(self, index: int) -> str:
-        """Load the current weights, make them count, lift the pause, and look whether they do: why
-        it failed, or nothing."""
+        """Load the current weights, activate them, lift the pause, and verify: the reason of a
+        failure, or an empty string."""
         admin = self._admin(index)
         try:
             admin.post(_PAUSE)
@@ -172,21 +172,21 @@ class WeightSync:
             return str(error)
 
     def _require(self, index: int) -> None:
-        """A server that was just started must be right."""
+        """Raise if a newly started server is wrong."""
         try:
             wrong = self._wrong(self._admin(index))
         except Failed as error:
             raise KilledError(
                 f"Rollout server {index} was started and then failed: {error}",
-                fix="nothing if it was killed from outside; else see its output",
+                fix="none needed if it was killed from outside; else check its output",
             ) from error
         if wrong:
             raise StageFailed(
                 f"Rollout server {index} was started on the trainer's weights, but {wrong}",
                 expected="the same log-probabilities on both sides, but for rounding",
-                fix="see that model.dtype and grpo.rollout_server.args (quantisation, another "
-                "--dtype) mean the same; grpo.rollout_server.canary_tolerance is how much rounding "
-                "may do",
+                fix="check that model.dtype and grpo.rollout_server.args (quantisation, another "
+                "--dtype) mean the same; grpo.rollout_server.canary_tolerance is the tolerance "
+                "for rounding",
             )
 
     def _wrong(self, admin: Admin) -> str:
@@ -203,12 +203,12 @@ class WeightSync:
 
 
 def write_folder(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write model, configuration and tokenizer, or nothing under that name.
+    """Write model, configuration and tokenizer; after an error the folder does not exist.
 
     Raises
     ------
     NoSpaceError
-        It does not fit; says how much it is.
+        It does not fit; the message has the size.
     """
     part = folder.with_name(f".{folder.name}.part")
     size = sum(parameter.nbytes for parameter in model.parameters())
@@ -224,9 +224,9 @@ def write_folder(model: Any, tokenizer: Any, folder: Path) -> None:
         raise NoSpaceError(
             f"New weights for the rollout servers ({size / 2**30:.2f} GiB) cannot be written to "
             f"{folder.parent}: {error}",
-            expected="room in memory for two versions of the weights",
-            fix="set grpo.rollout_server.weights_dir to a folder with more room, or give the job "
-            "more memory (grpo.resources.memory_gb): what lies in /dev/shm counts as memory",
+            expected="memory for two versions of the weights",
+            fix="set grpo.rollout_server.weights_dir to a folder with more space, or give the job "
+            "more memory (grpo.resources.memory_gb): files in /dev/shm count as memory",
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)

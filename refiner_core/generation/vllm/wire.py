@@ -1,12 +1,12 @@
-"""What is said to a vLLM server, and what its answers mean. Pure.
+"""Requests to a vLLM server and the meaning of its answers. Pure.
 
 In: one request and its sampling parameters. Out: the body of ``POST /v1/completions``; from an
-answer, a completion, or why it cannot be used. Nothing that a server would fill in by itself is
-left unsaid, and nothing that it should have done is taken on trust: a server ignores fields that it
-does not know, so each of them has an effect that is looked for in the answer.
+answer, a completion, or the reason why it is unusable. Every field with a server default is sent
+explicitly, and every requested effect is verified in the answer, since a server ignores fields that
+it does not know.
 
-One request is one sample with a seed of its own. (``n`` samples of one request take the seeds from
-``seed`` on, and the same seed for several prompts draws the same numbers for all of them.)
+One request is one sample with its own seed. (``n`` samples of one request use consecutive seeds
+from ``seed`` on, and the same seed for several prompts draws the same numbers for all of them.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from refiner_core.contract.types import Completion, Endpoint, GenerationRequest, SamplingParams
 
-#: The name that a rollout server serves its model under.
+#: The served name of a rollout server's model.
 MODEL = "policy"
 #: Fields of every request.
 _ALWAYS = {
@@ -33,21 +33,21 @@ _ALWAYS = {
     "logprobs": 0,
     "return_token_ids": True,
 }
-#: Not 1, so that log-probabilities from before the temperature are found out.
+#: Not 1, to detect log-probabilities computed before the temperature.
 SCORING_TEMPERATURE = 0.5
-#: Seeds are signed 64-bit numbers over there, and never negative here.
+#: Seeds are signed 64-bit numbers in vLLM, and never negative here.
 _SEEDS = 1 << 63
-#: A log-probability may exceed 0 by what rounding does.
+#: Rounding may raise a log-probability above 0 by this much.
 _ROUNDING = 1e-3
 
 
 class Unusable(Exception):
-    """An answer of status 200 that breaks the contract: asking again would not mend it."""
+    """An answer of status 200 that breaks the contract, so that a retry would not help."""
 
 
 class Question(NamedTuple):
-    """One sample that is wanted, and how: ``stop_ids`` are tokens that end a text, ``version`` is
-    that of the weights; the prefix cache of other versions is never read."""
+    """One requested sample: ``stop_ids`` are tokens that end a text, ``version`` is that of the
+    weights; the prefix cache of other versions is never read."""
 
     request: GenerationRequest
     params: SamplingParams
@@ -56,7 +56,7 @@ class Question(NamedTuple):
 
 
 def said(raw: bytes, endpoint: Endpoint, most: int = 300) -> str:
-    """Text of a server, to be quoted: one line, without the key."""
+    """A server's text for quoting: one line, without the key."""
     text = " ".join(raw[: 4 * most].decode(errors="replace").split())
     if endpoint.key:
         text = text.replace(endpoint.key, "***")
@@ -64,7 +64,7 @@ def said(raw: bytes, endpoint: Endpoint, most: int = 300) -> str:
 
 
 def completion_body(asked: Question) -> bytes:
-    """The body for one sample, with every sampling parameter said."""
+    """The body for one sample, with every sampling parameter explicit."""
     request, params = asked.request, asked.params
     return _encoded(
         {
@@ -90,12 +90,12 @@ def completion_body(asked: Question) -> bytes:
 
 
 def read_completion(raw: bytes, asked: Question) -> Completion | Literal["abort"]:
-    """The sample in an answer; ``abort`` where the server gave it up half-way.
+    """The sample in an answer; ``abort`` if the server aborted it.
 
     Raises
     ------
     Unusable
-        It is not what was asked for; says what is wrong with it.
+        It does not match the request; the message says how.
     """
     choice = _only_choice(raw, asked.request.prompt_ids)
     if isinstance(choice, _Abort):
@@ -113,7 +113,7 @@ def read_completion(raw: bytes, asked: Question) -> Completion | Literal["abort"
 
 
 def scoring_body(prompt_ids: Sequence[int], version: str) -> bytes:
-    """The body that asks for the log-probabilities of a prompt's own tokens, and of the next."""
+    """The body that requests the log-probabilities of a prompt's own tokens, and of the next."""
     return _encoded(
         {
             **_ALWAYS,
@@ -130,13 +130,13 @@ def scoring_body(prompt_ids: Sequence[int], version: str) -> bytes:
 
 
 def read_scores(raw: bytes, prompt_ids: Sequence[int]) -> tuple[list[float], int, float]:
-    """What a server makes of a prompt: log-probabilities of its tokens but the first, and a next
+    """A server's scores of a prompt: log-probabilities of its tokens except the first, and a next
     token with its own, at :data:`SCORING_TEMPERATURE`.
 
     Raises
     ------
     Unusable
-        It is not what was asked for.
+        It does not match the request.
     """
     choice = _only_choice(raw, prompt_ids)
     entries = choice.prompt_logprobs if isinstance(choice, _Choice) else None
@@ -176,7 +176,7 @@ class _Choice(_Answer):
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None = None
     token_ids: list[int] = Field(min_length=1)
-    prompt_token_ids: list[int]  # not there: return_token_ids was ignored, by an older vLLM
+    prompt_token_ids: list[int]  # missing if an older vLLM ignored return_token_ids
     logprobs: _Logprobs
     prompt_logprobs: list[dict[str, _Scored] | None] | None = None
 
@@ -188,7 +188,7 @@ class _Completions(_Answer):
 
 
 def _only_choice(raw: bytes, prompt_ids: Sequence[int]) -> _Abort | _Choice:
-    """The one choice of an answer, which is of this prompt and whole."""
+    """The one choice of an answer, complete and for this prompt."""
     try:
         [choice] = _Completions.model_validate_json(raw).choices
     except ValidationError as error:

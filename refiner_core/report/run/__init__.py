@@ -1,1 +1,1 @@
-"""The report of a run: what it did, how it went, what it learned to say."""
+"""The report of a run: its stages, cost, numbers and examples."""

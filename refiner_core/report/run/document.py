@@ -1,7 +1,7 @@
-"""The report of a run as values: all that its page and its JSON show.
+"""The report of a run as values, shown by its page and its JSON.
 
 In: nothing; :mod:`flows.reporting.run` fills these from the records of a workspace, and
-:mod:`refiner_core.report.run.rendering` draws them. A number that is not known is None, never 0.
+:mod:`refiner_core.report.run.rendering` renders them. An unknown number is None, never 0.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 RUN_REPORT_VERSION = 1
-#: What is shown of one thing, by name, as JSON has it.
+#: Displayed fields by name, as in JSON.
 Row = Mapping[str, Any]
-#: Outcome of an attempt that is at work.
+#: Outcome of a running attempt.
 UNDER_WAY = "under way"
 
 
@@ -21,13 +21,13 @@ UNDER_WAY = "under way"
 class StageRow:
     """One stage of the run.
 
-    ``state`` is that of ``refiner status``, or ``unreadable`` where its records are damaged, which
-    ``reason`` then explains. ``skipped``: it was there before the run began, made by
-    ``made_by``. ``seconds`` are of all its attempts. ``output_bytes`` is what its output takes.
+    ``state`` is that of ``refiner status``, or ``unreadable`` if its records are damaged, which
+    ``reason`` then explains. ``skipped``: it existed before the run started, made by
+    ``made_by``. ``seconds`` are of all its attempts. ``output_bytes`` is the size of its output.
 
-    Of each of ``attempts`` times are the writers' own, ISO 8601 in UTC, and ``seconds`` of work;
-    ``outcome`` is ``done``, a failure class, or :data:`UNDER_WAY`; of an attempt that nobody has
-    recorded an end of, and that is not at work either, how its stage stands (``killed``, …).
+    The times of each of ``attempts`` are the writers' own, ISO 8601 in UTC, with ``seconds`` of
+    work; ``outcome`` is ``done``, a failure class, or :data:`UNDER_WAY`; for an attempt that is not
+    running and has no recorded end, the state of its stage (``killed``, …).
     """
 
     name: str
@@ -51,7 +51,7 @@ class StageRow:
     output_bytes: int | None = None
 
 
-#: Of a run whose disk, or whose work, nobody has looked at.
+#: For a run whose disk or work was not checked.
 NO_DISK: Row = {
     **{"used": {}, "free_bytes": None, "limit_bytes": None},
     **{"source": "", "reclaimed_bytes": 0},
@@ -64,39 +64,38 @@ NO_COST: Row = {
 
 @dataclass(frozen=True)
 class RunReport:
-    """Everything about a run at one moment.
+    """The complete report of a run at one moment.
 
-    ``state``: ``running`` as long as somebody works on it, else ``done``, ``failed`` or
-    ``stopped``. ``settings`` are the fields whose values are not their defaults (dotted name ->
-    value), ``overrides`` what of that was said on the command line; secrets are left out of both.
+    ``state``: ``running`` while an orchestrator works on it, else ``done``, ``failed`` or
+    ``stopped``. ``settings`` are the fields with other values than their defaults (dotted name ->
+    value), ``overrides`` those set on the command line; secrets are left out of both.
 
-    Rows that are only shown are mappings, as ``report.json`` has them:
+    Display-only rows are mappings, as in ``report.json``:
 
-    - ``curves``: a ``metric`` of a training ``stage`` over its ``steps``; ``values`` has None where
+    - ``curves``: a ``metric`` of a training ``stage`` over its ``steps``; ``values`` has None if
       it was not logged, or not finite. ``from_attempts`` are the steps at which a further attempt
       took over.
-    - ``numbers``: an evaluated number of a ``model`` with its 95 % interval and what it was
-      measured by: ``protocol`` is the fingerprint (of a metric that is weighed, such as ``reward``,
-      it is another one than that of the others beside it), ``under`` the name of the protocol file,
+    - ``numbers``: an evaluated number of a ``model`` with its 95 % interval and its protocol:
+      ``protocol`` is the fingerprint (metrics with weights, such as ``reward``, have a different
+      one than the others), ``under`` the name of the protocol file,
       empty for the recipe's own settings: numbers with one ``under`` and ``decoding`` belong in one
-      table. ``reference``: not a model of this run, but what stands beside it (the random copier;
-      of agents doing nothing). They come in the order of training, references last.
-    - ``changes``: what training has changed of a number: ``after`` minus ``before``, paired over
+      table. ``reference``: not a model of this run, but its reference (the random copier;
+      for agents doing nothing). They are in the order of training, references last.
+    - ``changes``: the change of a number by training: ``after`` minus ``before``, paired over
       the prompts, with its 95 % interval; ``n`` counts prompts. The first trained model (or the
       base) against the last one comes first.
-    - ``incidents``: what went wrong (``at``, ``stage``, ``text``), and whether it is ``resolved``.
-    - ``examples``: a prompt with what several models, or one in the course of its training, said to
-      it. ``kind`` is ``before and after`` (the evaluated models, in the order of training) or
-      ``rollout`` (samples of one step of GRPO); ``why`` says why it was chosen (``improved most``,
-      ``got worse most``, ``typical``, ``best``, ``worst``, ``no score``); ``change`` is after minus
-      before. Each of ``said`` is an answer of a ``model`` (``sft``, ``grpo``, or ``step 12`` of
-      training) or an attempt of an agent: then ``episode`` is the JSON of an
+    - ``incidents``: problems (``at``, ``stage``, ``text``), and whether each is ``resolved``.
+    - ``examples``: a prompt with answers of several models, or of one model in the course of its
+      training. ``kind`` is ``before and after`` (the evaluated models, in the order of training) or
+      ``rollout`` (samples of one step of GRPO); ``why`` is the reason of its choice (``improved
+      most``, ``got worse most``, ``typical``, ``best``, ``worst``, ``no score``); ``change`` is
+      after minus before. Each of ``said`` is an answer of a ``model`` (``sft``, ``grpo``, or ``step
+      12`` of training) or an attempt of an agent: then ``episode`` is the JSON of an
       :class:`~refiner_core.environments.protocol.EpisodeRecord`, and ``text`` is empty. Its
       ``parts`` are those of its reward: the raw ``value``, the ``weight``, and the ``share`` that
-      it added; shares add up to the reward, where they are known; a part of weight 0 was measured
-      only.
-    - ``disk``: what the run takes by kind of file (``used``), and what is left; bytes.
-    - ``cost``: of attempts at the run's own stages since it began; None where nobody knows.
+      it added; known shares add up to the reward; a part of weight 0 was only measured.
+    - ``disk``: the run's usage by kind of file (``used``), and free space; bytes.
+    - ``cost``: of attempts at the run's own stages since it started; None if unknown.
     - ``published``: checkpoints, by stage, with ``target``, ``card`` and ``step``.
     """
 

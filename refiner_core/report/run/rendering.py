@@ -1,12 +1,11 @@
 """Report of a run as tables and sentences, as short Markdown, and as a page: one HTML file that
-needs nothing but a browser, from any disk.
+needs only a browser, from any disk.
 
-In: a :class:`~refiner_core.report.run.document.RunReport`. Out: cells and sentences that terminal,
-page and Markdown share; GitHub's Markdown, in which texts of people and of policies are escaped;
-the page's text. All that a page shows is in the HTML; its script only hides, leads and remembers
-(in the address, so that a page that loads itself again stays where it was). No request ever leaves
-it, everything is escaped, and what would make it too large to open is bounded: what is left out is
-said.
+In: a :class:`~refiner_core.report.run.document.RunReport`. Out: cells and sentences shared by
+terminal, page and Markdown; GitHub's Markdown, in which texts of people and policies are escaped;
+the page's text. The HTML contains everything; its script only hides, navigates and remembers
+(in the address, so that a page that reloads itself keeps its place). The page makes no requests,
+everything is escaped, and its size is bounded, with omissions reported.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from refiner_core.report.printing import MISSING, Section, counted, duration, es
 from refiner_core.report.run.document import UNDER_WAY, Row, RunReport, StageRow
 from refiner_core.report.transcripts import shown_example
 
-#: States of a stage that say that its last attempt came to no good end.
+#: States of a stage whose last attempt ended badly.
 _ENDED_BADLY = ("killed", "hung", "failed")
 STAGE_HEADER = ("stage", "state", "time", "attempts", "note")
 
@@ -39,7 +38,7 @@ def stage_cells(row: StageRow) -> tuple[str, ...]:
 
 def _note(row: StageRow) -> str:
     if row.skipped:
-        return f"made by {row.made_by}" if row.made_by else "there before this run began"
+        return f"made by {row.made_by}" if row.made_by else "existed before this run"
     parts = []
     if row.state not in ("done", "waiting") and row.total and row.step is not None:
         parts.append(f"{row.step} of {row.total}")
@@ -58,7 +57,7 @@ def _note(row: StageRow) -> str:
 
 
 def number_tables(report: RunReport) -> Iterator[Section]:
-    """Per protocol and decoding: the main numbers of all models, and what training changed."""
+    """Per protocol and decoding: the main metrics of all models, and the change by training."""
     for table in tables(report):
         pair, models = table["pair"], table["models"]
         change = (f"{pair[1]} minus {pair[0]}",) if pair else ()
@@ -90,7 +89,7 @@ def cost_text(report: RunReport) -> str:
     """``5 min 24 s of work, 0.09 core-hours; 3 steps (12 s) done twice.``"""
     cost = report.cost
     if cost["seconds"] is None:
-        return "Nothing has been worked on."
+        return "No work was done."
     parts = [f"{duration(cost['seconds'])} of work"]
     if cost["gpu_hours"]:
         parts.append(f"{hours(cost['gpu_hours'])} GPU-hours")
@@ -109,10 +108,10 @@ def cost_text(report: RunReport) -> str:
 
 def without_incident(report: RunReport) -> str:
     """Words for a run without a recorded incident: a worker that dies while no orchestrator
-    lives leaves none, and that is not "nothing went wrong"."""
+    runs leaves none, so this does not always mean "nothing went wrong"."""
     ended = [row.name for row in report.stages if row.state in _ENDED_BADLY]
     if ended:
-        return f"none is recorded yet: {', '.join(ended)} ended while nobody was there to note it"
+        return f"none is recorded yet: {', '.join(ended)} ended while no orchestrator was running"
     if report.state == "done":
         return "nothing went wrong"
     return "nothing went wrong so far"
@@ -122,17 +121,17 @@ MOST_NUMBERS = 1_000
 
 
 def model_index(report: RunReport) -> dict[str, int]:
-    """A model's place decides its colour in every view."""
+    """A model's index, which decides its colour in every view."""
     return {m: i for i, m in enumerate(dict.fromkeys(n["model"] for n in report.numbers))}
 
 
 def tables(report: RunReport) -> list[dict[str, Any]]:
-    """All numbers; sampled decoding first, for there a policy shows what training did to it.
+    """All numbers; sampled decoding first, since it shows the effect of training on a policy.
 
-    A table has numbers that were measured alike: one protocol file and decoding. ``pair`` is before
+    A table has numbers measured in the same way: one protocol file and decoding. ``pair`` is before
     and after; the first ``main`` of the lines are the main metrics; ``protocols`` are the
-    fingerprints of its numbers with what they say. A line is a metric: the cells of its models, the
-    drawing of all, what training changed.
+    fingerprints of its numbers with descriptions. A line is a metric: the cells of its models, the
+    drawing of all, the change by training.
     """
     index = model_index(report)
     by_way: dict[tuple[str, str], list[Row]] = {}
@@ -189,7 +188,7 @@ def _metric_line(
 
 
 def change_strip(change: Row) -> dict[str, Any] | None:
-    """Strip of a change, with its interval, against 0."""
+    """Strip of a change, with its interval, around 0."""
     scale = scale_for((0.0, change["difference"], change["low"], change["high"]), ticks=3)
     if scale is None:
         return None
@@ -200,8 +199,8 @@ def change_strip(change: Row) -> dict[str, Any] | None:
 
 
 def verdict(change: Row) -> str:
-    """``better`` or ``worse`` where the interval keeps clear of 0 and one of them is known to be
-    good; else ``changed`` or ``not clear``."""
+    """``better`` or ``worse`` if the interval excludes 0 and the metric has a direction; else
+    ``changed`` or ``not clear``."""
     low, high = printing.finite(change["low"]), printing.finite(change["high"])
     if low is None or high is None or low <= 0 <= high:
         return "not clear"
@@ -232,8 +231,8 @@ MOST_EXAMPLES, MOST_SAID = 40, 12
 def shown_examples(
     examples: Sequence[Row], pair: tuple[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Examples with as many answers as a page can hold. The models of a ``pair`` (before, after)
-    stand side by side, in front of the others."""
+    """Examples with as many answers as fit on a page. The models of a ``pair`` (before, after)
+    come first, side by side."""
     shown = examples[:MOST_EXAMPLES]
     made = []
     for place, example in enumerate(shown):
@@ -261,15 +260,15 @@ MOST_SETTINGS = 200
 
 
 def page(report: RunReport, *, reload_s: int = 0) -> str:
-    """The page's text, free of what UTF-8 cannot hold.
+    """The page's text, without characters that UTF-8 cannot encode.
 
     Parameters
     ----------
     report
-        What is shown.
+        The report.
     reload_s
-        Seconds after which the page of a run that goes on loads itself again; 0: never. A run that
-        is over has a page that stays.
+        Interval at which the page of a running run reloads itself; 0: never. The page of a
+        finished run does not reload.
     """
     parts = parts_of(__package__, charts=bool(report.curves))
     lead = report.changes[0] if report.changes else None
@@ -297,7 +296,7 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
 
 
 def _elapsed(report: RunReport) -> float | None:
-    """Seconds from beginning to end, or to now."""
+    """Seconds from start to end, or to now."""
     try:
         began, ended = map(
             datetime.fromisoformat, (report.began_at, report.ended_at or report.made_at)
@@ -307,12 +306,12 @@ def _elapsed(report: RunReport) -> float | None:
         return None
 
 
-#: Ends that say nothing against the stage itself.
+#: Outcomes that do not count against the stage itself.
 _FROM_OUTSIDE = ("interrupted", "cancelled", "preempted", "time_limit", "node_failure")
 
 
 def kind_of(attempt: Row) -> str:
-    """How an attempt is coloured: ``stop`` (it was ended from outside), ``bad``, or not at all."""
+    """Colour class of an attempt: ``stop`` (ended from outside), ``bad``, or none."""
     if attempt["outcome"] in ("", UNDER_WAY, "done", "none", "finished"):
         return ""
     return "stop" if attempt["outcome"] in _FROM_OUTSIDE else "bad"
@@ -322,7 +321,7 @@ def kind_of(attempt: Row) -> str:
 
 
 def plots(curves: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
-    """Charts by stage, one for each metric, with its summary in numbers."""
+    """Charts by stage, one per metric, with a summary in numbers."""
     shown = curves[:MOST_CURVES]
     found: dict[str, list[dict[str, Any]]] = {}
     for curve in shown:

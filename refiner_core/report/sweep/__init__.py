@@ -1,1 +1,1 @@
-"""The report of a sweep: its arms compared, drawn and said."""
+"""The report of a sweep: its arms, compared and drawn."""

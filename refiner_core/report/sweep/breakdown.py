@@ -1,14 +1,14 @@
 """Breakdown of a sweep's result by judge, by rubric and by prompt.
 
-In: groups of evaluations of the last model, and their comparisons; texts by the evidence's
+In: groups of evaluations of the last model, and their comparisons; texts from the evidence's
 ``stored``. Out: the judge x arm matrix, credit per rubric and arm, and the prompts on which an arm
 and the baseline differ most, with their answers.
 
-An arm whose evaluations met a judge that had moved has no rank. A judge that trains no arm is held
-out: training finds the weaknesses of the judge that it asks. Credit is the score of a positive
-rubric and 1 - score of a negative one; malformed answers were not judged and are not in it. Of very
-many evaluations only so many are read that a report stays quick. A prompt that all seeds moved the
-same way goes before one that a single seed moved as far.
+An arm evaluated after the judge had moved has no rank. A judge that trains no arm is held
+out: training exploits the weaknesses of its judge. Credit is the score of a positive
+rubric and 1 - score of a negative one; malformed answers were not judged and are not included. The
+number of evaluations read is limited to keep a report fast. A prompt that all seeds moved in the
+same direction ranks above one that a single seed moved as far.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ METRIC = "rubric_score"
 def make_matrix(
     evidence: Evidence, chosen: Group, comparisons: Sequence[Comparison]
 ) -> Iterator[Row]:
-    """A row for each comparison of judged scores of the model and decoding of the question."""
+    """A row for each comparison of judged scores of the question's model and decoding."""
     trains = _trained_by(evidence, chosen.model)
     for one in comparisons:
         key = one.key
@@ -65,7 +65,7 @@ def make_matrix(
 
 
 def _trained_by(evidence: Evidence, model: str) -> dict[str, tuple[object, object]]:
-    """Arm -> judge and rubrics of its reward, as its evaluation under its own protocol has them."""
+    """Arm -> judge and rubrics of its reward, from its evaluation under its own protocol."""
     found: dict[str, tuple[object, object]] = {}
     for trial in evidence.trials:
         own = evidence.evaluations.get(trial.stages.get(f"evaluate-{model}", ""))
@@ -79,7 +79,7 @@ def _asked(protocol: Mapping[str, Any]) -> tuple[object, object]:
 
 
 Floats = npt.NDArray[np.float64]
-#: Evaluations that are read.
+#: Limit on evaluations read.
 _MOST_READ = 80
 
 
@@ -88,7 +88,7 @@ def make_rubrics(
 ) -> tuple[Row, ...]:
     """A row per rubric, those that differ most between arms first.
 
-    ``differences`` are those of arms on the sweep's question.
+    ``differences`` are the arms' differences on the sweep's question.
     """
     if evidence.stored is None or evidence.sweep.baseline not in group.arms:
         return ()
@@ -130,10 +130,10 @@ def _largest(row: Row) -> float:
     return max((abs(d[0]) for d in row["differences"].values()), default=-1.0)
 
 
-#: Flips of an arm, where arms are few, and of all arms together.
+#: Flips of an arm, if arms are few, and of all arms together.
 _PER_ARM, _ALL = 10, 240
 _SHOWN_FLIPS, _SHOWN_AT_RANDOM, _SHOWN_ARMS = 8, 4, 12
-#: Of a prompt that is stored no more.
+#: Text for a prompt that is no longer stored.
 _NONE: Row = {"question": "", "prompt": ""}
 
 
@@ -174,9 +174,9 @@ def _questions(evidence: Evidence, group: Group, prompts: Sequence[str]) -> dict
 
 
 def make_side_by_side(evidence: Evidence, group: Group, flips: Sequence[Row]) -> tuple[Row, ...]:
-    """Answers of the baseline and the arms to the prompts that changed most, and to some that were
-    drawn at random: one sample each (of agents the first attempts), of the first seed that all
-    shown arms have."""
+    """Answers of the baseline and the arms to the prompts that changed most, and to some random
+    ones: one sample each (for agents the first attempts), of the first seed that all shown arms
+    have."""
     baseline = evidence.sweep.baseline
     if evidence.stored is None or baseline not in group.arms:
         return ()
@@ -219,7 +219,7 @@ def _shown_prompts(asked: Sequence[str], flips: Sequence[Row], seed: str) -> lis
 
 
 def _answer(arm: str, seed: int, row: Mapping[str, Any]) -> Row:
-    """A stored answer, or an agent's attempt: what was said in it stands in its record."""
+    """A stored answer, or an agent's attempt, whose text is in its record."""
     is_attempt = "episode" in row
     metrics = EPISODE_METRICS if is_attempt else METRICS
     episode = None

@@ -7,8 +7,8 @@
         ├─ curves (training) ───────────────────────────────────┤
         └─ flips (prompts that changed, answers side by side) ──┘
 
-Pure but for ``stored`` of the evidence, which is asked for the few texts
-that are shown.
+Pure except for the evidence's ``stored``, which loads the few texts that are
+shown.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from refiner_core.report.sweep.numbers import ALPHA, Setting, compare_group, pai
 from refiner_core.report.transcripts import summed
 
 Floats = npt.NDArray[np.float64]
-#: Metrics that are shown, where a stage logs them.
+#: Metrics shown, if a stage logs them.
 SHOWN = (
     "scores",
     "objective/rubric_reward",
@@ -101,13 +101,13 @@ def _curve(stage: str, metric: str, arm: str, seeds: Mapping[int, Training], mos
 
 
 def _plain(values: Floats) -> tuple[float | None, ...]:
-    """Numbers with six digits, None for what is not finite: a page is not to carry more."""
+    """Numbers with six digits, None if not finite, to limit a page's size."""
     return tuple(float(f"{v:.6g}") if v - v == 0 else None for v in values.tolist())
 
 
 def make_attempts(groups: Sequence[Group]) -> Iterator[Row]:
-    """Outcomes of agents' attempts, per arm and domain, in sum over seeds; errors of the
-    infrastructure stand apart from failures of the model."""
+    """Outcomes of agents' attempts, per arm and domain, summed over seeds; errors of the
+    infrastructure are separate from failures of the model."""
     for group in groups:
         for arm in () if group.reward else group.arms:
             by_domain: dict[str, list[Mapping[str, Any]]] = {}
@@ -129,7 +129,7 @@ POWER = 0.8
 
 
 def make_report(evidence: Evidence) -> SweepReport:
-    """All comparisons of a sweep, and what stands beside them."""
+    """All comparisons of a sweep, with the other parts of its report."""
     sweep = evidence.sweep
     groups = make_groups(evidence)
     chosen, metric, problems = choose_primary(evidence, groups)
@@ -183,11 +183,11 @@ def _changes(comparisons: Sequence[Comparison]) -> dict[str, float]:
 def choose_primary(
     evidence: Evidence, groups: Sequence[Group]
 ) -> tuple[Group | None, str, tuple[str, ...]]:
-    """The group and the metric that answer the sweep's question, and what was wrong with it.
+    """The group and the metric that answer the sweep's question, and its problems.
 
-    What the question leaves open: the last model that was trained, the ``sampled`` decoding if
-    there is one, the ``oracle`` where answers have a known truth and else ``rubric_score`` (of
-    agents ``pass@1``); the protocol under which the most arms were measured beside the baseline.
+    Defaults of an incomplete question: the last trained model, the ``sampled`` decoding if
+    there is one, ``oracle`` for answers with ground truth and else ``rubric_score`` (for
+    agents ``pass@1``); the protocol with the most arms measured beside the baseline.
     """
     asked = evidence.sweep.question
     wanted = {k: str(asked.get(k) or "") for k in ("model", "decoding", "metric", "protocol")}
@@ -219,17 +219,17 @@ def choose_primary(
 
 
 def _last_model(evidence: Evidence, groups: Sequence[Group]) -> str:
-    """The model that training ends with, of those that were evaluated."""
+    """The last trained model that was evaluated."""
     found = {g.model for g in groups}
     trained = {name for trial in evidence.trials[:1] for name in trial.stages}
-    # Records keep stages by name, not in the order in which they train.
+    # Records keep stages by name, not in the order of training.
     order = [name for name in MODELS if name in found]
     order += sorted(name for name in found & trained if name not in MODELS)
     return order[-1] if order else next(iter(g.model for g in reversed(groups)), "")
 
 
 def _detectable(evidence: Evidence, chosen: Group | None, metric: str) -> dict[str, Any]:
-    """The smallest effect that the primary comparison could see, from the spread that it has."""
+    """The smallest effect that the primary comparison could detect, from its spread."""
     found: dict[str, Any] = {"power": POWER, "alpha": ALPHA}
     wanted = evidence.sweep.question.get("smallest_effect")
     if isinstance(wanted, int | float):
@@ -263,8 +263,8 @@ def _detectable(evidence: Evidence, chosen: Group | None, metric: str) -> dict[s
 def _setting(
     evidence: Evidence, group: Group, groups: Sequence[Group]
 ) -> tuple[Setting, tuple[str, ...]]:
-    """Setting of a group's comparisons, and the arms that were measured in no way at all:
-    those are said to be missing beside the baseline."""
+    """Parameters of a group's comparisons, and the arms without any measurement, which are
+    reported as missing beside the baseline."""
     sweep = evidence.sweep
     arms = tuple(arm.name for arm in sweep.arms)
     beside = [g for g in groups if (g.model, g.decoding) == (group.model, group.decoding)]
@@ -284,7 +284,7 @@ def _why_absent(trial: TrialEvidence, group: Group) -> str:
     if row["state"] == "done" and not trial.missing:
         return "it was not measured in this way"
     names = [name for name in trial.missing if f"-{group.model}" in name]
-    if row["state"] == "done":  # so every stage is, and what there is of them could not be read
+    if row["state"] == "done":  # all its stages are done, but a result was unreadable
         return f"{names[0] if names else 'its evaluation'} is left out: see the warnings"
     what = f"{names[0]} is not done" if names else "it is not done"
     return f"{what}, the trial is {row['state']}" + (f" ({row['reason']})" if row["reason"] else "")
@@ -314,7 +314,7 @@ def _warnings(evidence: Evidence, groups: Sequence[Group]) -> list[str]:
     return found
 
 
-# ---------------------------------------------------------------- the rest
+# ---------------------------------------------------------------- other parts
 
 
 def _factors(evidence: Evidence) -> dict[str, tuple[str, ...]]:
@@ -326,7 +326,7 @@ def _factors(evidence: Evidence) -> dict[str, tuple[str, ...]]:
 
 
 def _protocols(evidence: Evidence, groups: Sequence[Group]) -> dict[str, Mapping[str, Any]]:
-    """Protocols behind the fingerprints of the shown numbers."""
+    """Protocols of the shown numbers, by fingerprint."""
     found: dict[str, Mapping[str, Any]] = {}
     for group in groups:
         spelt = evidence.protocols.get(group.protocol, {})

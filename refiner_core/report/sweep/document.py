@@ -1,7 +1,7 @@
-"""The report of a sweep as values: all that its page, its Markdown, its CSV and its JSON show.
+"""The report of a sweep as values, shown by its page, Markdown, CSV and JSON.
 
-Every number carries what it was computed from: ``n``, an interval, the protocol. A number that
-cannot be given is None, with the reason beside it; it is never 0.
+Every number has its basis: ``n``, an interval, the protocol. A missing number is None, with the
+reason beside it; it is never 0.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 REPORT_VERSION = 1
-#: What is shown of one thing, by name, as JSON has it.
+#: Displayed fields by name, as in JSON.
 Row = Mapping[str, Any]
 
 TrialState = Literal["waiting", "running", "done", "failed", "interrupted", "held"]
-#: What a comparison says. ``judge moved``: the same answers were scored differently meanwhile, so
+#: Verdicts. ``judge moved``: the same answers were scored differently in the meantime, so
 #: a difference is no progress. ``not comparable``: other prompts or another protocol.
 Verdict = Literal["better", "worse", "not clear", "judge moved", "not comparable", "missing"]
 
@@ -24,8 +24,8 @@ Verdict = Literal["better", "worse", "not clear", "judge moved", "not comparable
 class Key:
     """Identity of a number: a metric of a model under a decoding of a protocol.
 
-    ``protocol`` is the fingerprint that all compared numbers share, ``protocol_name`` is for
-    people; ``judge`` names the judge and rubric set of the protocol.
+    ``protocol`` is the fingerprint shared by all compared numbers, ``protocol_name`` its readable
+    name; ``judge`` names the judge and rubric set of the protocol.
     """
 
     model: str
@@ -38,12 +38,12 @@ class Key:
 
 @dataclass(frozen=True)
 class ArmNumber:
-    """One arm's number, and how it stands against the baseline.
+    """One arm's number, compared with the baseline.
 
     ``value``, ``low``, ``high``: mean over seeds and prompts with its 95 % interval.
     ``difference`` is arm minus baseline, paired over seeds and prompts, with its interval; ``p``
-    and ``p_adjusted`` (Holm, over the arms of this number) are two-sided. ``n`` prompts entered,
-    ``excluded`` did not. ``note`` says why something is missing or not to be trusted. Of the
+    and ``p_adjusted`` (Holm, over the arms of this number) are two-sided. ``n`` prompts are
+    included, ``excluded`` are not. ``note`` explains missing or unreliable values. For the
     baseline itself the difference is None. ``points`` are trials: ``seed``, ``value``, ``n``, and
     ``difference`` to the baseline's trial with the same seed.
     """
@@ -68,7 +68,7 @@ class ArmNumber:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All arms on one number. ``higher_is_better`` is None where neither is (a length)."""
+    """All arms on one number. ``higher_is_better`` is None without a direction (a length)."""
 
     key: Key
     numbers: tuple[ArmNumber, ...]
@@ -78,37 +78,37 @@ class Comparison:
 
 @dataclass(frozen=True)
 class SweepReport:
-    """Everything about a sweep at one moment.
+    """The complete report of a sweep at one moment.
 
     ``factors`` maps factors to their labels, ``arm_levels`` arms to {factor: label}. ``state`` is
-    ``running`` as long as somebody works on it. ``protocols`` spells out what each protocol's
-    fingerprint stands for; ``provenance`` says from what the report was made. ``detectable`` is the
-    smallest effect that the primary comparison could see (80 % power), with its basis.
+    ``running`` while an orchestrator works on it. ``protocols`` describes each protocol by
+    fingerprint; ``provenance`` lists the report's sources. ``detectable`` is the
+    smallest effect that the primary comparison could detect (80 % power), with its basis.
 
-    Rows that are only shown are mappings, as ``report.json`` has them:
+    Display-only rows are mappings, as in ``report.json``:
 
-    - ``trials``: the ``state`` of a trial, and what it has cost. Seconds are of work of its own
-      stages; a stage that trials share is counted with the first of them (``shared`` names these).
-      ``lost_seconds`` and ``lost_steps`` had to be done again; ``queue_seconds`` were waited in the
-      scheduler's queue. None: nobody knows.
+    - ``trials``: the ``state`` of a trial, and its cost. Seconds are of its own stages; a stage
+      shared by trials counts for the first of them (``shared`` names these).
+      ``lost_seconds`` and ``lost_steps`` were repeated; ``queue_seconds`` were spent in the
+      scheduler's queue. None: unknown.
     - ``curves``: a ``metric`` of a training ``stage`` over ``steps``, per arm: the mean over seeds
       and the band of all seeds, which is their range and no interval. ``steps``, ``mean``, ``low``
       and ``high`` have one length.
     - ``matrix``: one judge with one rubric set (``protocol``, ``judge``, ``rubrics``, ``metric``,
-      ``decoding``). ``trains`` are arms whose reward it is: a judge that trains nobody is held out.
-      ``cells`` have an ``arm``, its mean with its interval and its ``rank`` among arms, which it
-      has not where the judge has ``moved`` between its evaluations and the baseline's.
+      ``decoding``). ``trains`` are arms that it rewards: a judge that trains none is held out.
+      ``cells`` have an ``arm``, its mean with its interval and its ``rank`` among arms, which is
+      missing if the judge has ``moved`` between its evaluations and the baseline's.
     - ``rubrics``: mean scores of a ``rubric`` by arm (``values``), and ``differences`` to the
       baseline by arm: (difference, low, high).
     - ``flips``: prompts on which an ``arm`` and the baseline differ most: means over seeds and
-      samples, and how many of the ``seeds`` agree.
+      samples, and the number of ``seeds`` that agree.
     - ``side_by_side``: a prompt with ``answers`` of arms: ``text``, ``metrics``, ``judgements``; of
       an agent's attempt ``episode`` is the JSON of its
       :class:`~refiner_core.environments.protocol.EpisodeRecord`, and ``text`` is empty.
     - ``attempts``: outcomes of an arm's attempts at the tasks of a domain, over all its seeds:
       ``asked`` = ``passed`` + all of ``failures`` (by class) + all of ``errors`` (of the
-      infrastructure, by kind; they count as none).
-    - ``incidents``: what went wrong in a trial, and whether that is ``resolved``.
+      infrastructure, by kind; they do not count as attempts).
+    - ``incidents``: problems in a trial, and whether each is ``resolved``.
     """
 
     version: int
@@ -147,7 +147,7 @@ class SweepReport:
 def leading(
     arms: Iterable[str], baseline: str, changes: Mapping[str, float | None], most: int
 ) -> list[str]:
-    """The baseline, then those arms that differ most from it, in their order."""
+    """The baseline, then the arms that differ most from it, in the order of arms."""
     others = [arm for arm in arms if arm != baseline]
     kept = sorted(others, key=lambda arm: -abs(changes.get(arm) or 0.0))[: most - 1]
     return [baseline, *(arm for arm in others if arm in set(kept))]

@@ -1,14 +1,13 @@
-"""Evidence of a sweep: its records as values, and which evaluations may stand in one table.
+"""Evidence of a sweep: its records as values, and the grouping of comparable evaluations.
 
 In: nothing; ``flows.reporting`` fills :class:`Evidence` from a workspace, tests from a generator.
-Out: a :class:`Group` for each model, decoding and way of measuring, with the evaluation of each
-trial in it.
+Out: a :class:`Group` for each model, decoding and way of measuring, with each trial's evaluation.
 
-An evaluation is kept once however many trials share it. Texts (answers, prompts, judgements) are
-not held: ``Evidence.stored`` reads the few that a report shows. A way of measuring is a protocol
-without its prompts: evaluations that differ in prompts alone stand in one group, so that the report
-can say that they are *not comparable*, and why. All other differences (judge, rubrics, sampling)
-make groups of their own. So does, for the metric ``reward``, how the reward is combined.
+An evaluation shared by several trials is stored once. Texts (answers, prompts, judgements) are
+not in memory: ``Evidence.stored`` reads the few that a report shows. A way of measuring is a
+protocol without its prompts: evaluations that differ only in prompts are in one group, so that the
+report can call them *not comparable*, with the reason. All other differences (judge, rubrics,
+sampling) separate groups, as do, for the metric ``reward``, different combinations of the reward.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 class PromptMeans(NamedTuple):
     """Metrics per prompt, the mean over its samples.
 
-    ``values`` is [metrics, prompts], NaN where no sample of a prompt has the metric; ``prompts``
+    ``values`` is [metrics, prompts], NaN if no sample of a prompt has the metric; ``prompts``
     are sample ids in ascending order.
     """
 
@@ -43,14 +42,14 @@ class PromptMeans(NamedTuple):
     values: Floats
 
     def of(self, metric: str) -> Floats | None:
-        """One metric [prompts]; None where it was not measured."""
+        """One metric [prompts]; None if it was not measured."""
         if metric not in self.metrics:
             return None
         row: Floats = self.values[self.metrics.index(metric)]
         return row
 
     def about(self, metric: str) -> tuple[tuple[str, ...], Floats | None]:
-        """The prompts that a metric is about, and its values there: of a number of one domain
+        """The prompts of a metric, and its values there: for a metric by domain
         (``pass@4/retail``) the tasks of that domain, else all."""
         row = self.of(metric)
         if not domain_of(metric):
@@ -62,25 +61,25 @@ class PromptMeans(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """One decoding of an evaluate stage that is done.
+    """One decoding of a finished evaluate stage.
 
     Attributes
     ----------
     stage, model
-        Id of the stage, and what it has measured.
+        Id of the stage, and its evaluated model.
     protocol_file
-        The protocol that it belongs to, empty for the recipe's own.
+        Its protocol file, empty for the recipe's own protocol.
     protocol, reward_protocol
-        Fingerprints: of all metrics but ``reward``, and of that.
+        Fingerprints: of all metrics except ``reward``, and of ``reward``.
     means
         The model's answers.
     reference
-        The random copier's answers (of agents, the attempts of who does nothing), which are the
-        same in all evaluations of a protocol; None where the evaluation has none.
+        The random copier's answers (for agents, the attempts of the do-nothing agent), the
+        same in all evaluations of a protocol; None if the evaluation has none.
     samples
-        Where its samples lie.
+        Path of its samples.
     episodes
-        Of agents, what ``results.json`` counts of their attempts
+        For agents, the counts of attempts in ``results.json``
         (:mod:`refiner_core.evaluation.episodes`).
     """
 
@@ -102,10 +101,10 @@ Training = Mapping[str, tuple[npt.NDArray[np.int64], Floats]]
 
 @dataclass(frozen=True)
 class TrialEvidence:
-    """One trial: how it stands, and ids of its evaluations and (by name) training stages that are
-    there.
+    """One trial: its state, and the ids of its finished evaluations and (by name) training
+    stages.
 
-    ``missing`` names evaluations that are planned and not done.
+    ``missing`` names evaluations that are planned but not done.
     """
 
     row: Row
@@ -122,22 +121,22 @@ class TrialEvidence:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All of a sweep that a report is made of.
+    """Everything that a sweep's report is made of.
 
     Attributes
     ----------
     trials
         In the order of the sweep.
     evaluations, trainings
-        By stage id; of an evaluation what was measured, by decoding.
+        By stage id; for an evaluation its measurements, by decoding.
     protocols
-        Fingerprint -> what it stands for, as in ``results.json``.
+        Fingerprint -> its description, as in ``results.json``.
     stored
-        Reader of what is too large to be held: ``answers(measured, prompts)`` (rows of first
-        samples, of agents of the first few attempts), ``rubrics(measured, names)``
-        (:class:`RubricScores`, or None where nothing was judged by rubrics) and
-        ``questions(stage, prompts)`` (those that can be found). None where nothing can be read any
-        more: the report has no texts and no rubrics then.
+        Reader of large data: ``answers(measured, prompts)`` (rows of first
+        samples, for agents of the first few attempts), ``rubrics(measured, names)``
+        (:class:`RubricScores`, or None if nothing was judged by rubrics) and
+        ``questions(stage, prompts)`` (those that can be found). None if nothing can be read any
+        more: the report then has no texts and no rubrics.
     """
 
     sweep: SweepRecord
@@ -154,7 +153,7 @@ class Evidence:
 
 
 _PROMPTS = ("data", "prompts", "num_prompts")
-#: What a protocol's file is called says nothing of how it measures.
+#: Names of protocol files do not affect the way of measuring.
 _LEFT_OUT = (*_PROMPTS, "file")
 
 
@@ -169,11 +168,12 @@ class Group:
     Attributes
     ----------
     protocol
-        Fingerprint of the baseline's evaluations, or of the first where the baseline has none.
+        Fingerprint of the baseline's evaluations, or of the first if the baseline has none.
     name, judge
-        For people: the protocol file or the recipe's own; judge, its prompts and the rubrics.
+        Readable: the protocol file or the recipe's own protocol; judge, its prompts and the
+        rubrics.
     reward
-        Whether this group is of the metric ``reward`` alone (of agents, ``partial`` too).
+        Whether this group is for the metric ``reward`` only (for agents, also ``partial``).
     cells
         By arm and seed.
     """
@@ -188,12 +188,12 @@ class Group:
 
     @cached_property
     def arms(self) -> tuple[str, ...]:
-        """Arms that were measured so."""
+        """Arms measured in this way."""
         return tuple(dict.fromkeys(arm for arm, _ in self.cells))
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
-        """Metrics that were measured, in the order of reports."""
+        """Measured metrics, in the order of reports."""
         found = (m for cell in self.cells.values() for m in cell.means.metrics)
         return tuple(m for m in in_order(found) if weighed(m) == self.reward)
 
@@ -205,15 +205,15 @@ class Group:
 
     @cached_property
     def protocol_files(self) -> frozenset[str]:
-        """Names of the protocol files under which it was measured; ``""`` is the recipe's own."""
+        """Names of its protocol files; ``""`` is the recipe's own protocol."""
         return frozenset(cell.protocol_file for cell in self.cells.values())
 
     def fingerprint(self, cell: Measured) -> str:
-        """Of one of its cells."""
+        """Fingerprint of one of its cells."""
         return cell.reward_protocol if self.reward else cell.protocol
 
     def seeds_of(self, arm: str) -> tuple[int, ...]:
-        """Seeds with which an arm was measured, ascending."""
+        """Seeds of an arm's measurements, ascending."""
         return self._seeds.get(arm, ())
 
     @cached_property
@@ -225,9 +225,9 @@ class Group:
 
 
 def make_groups(evidence: Evidence) -> list[Group]:
-    """All groups in which arms can differ, in the order in which trials have them.
+    """All groups in which arms can differ, in the order of trials.
 
-    A model that all arms share (the base model, one SFT for all) is no outcome of the sweep: groups
+    A model shared by all arms (the base model, one SFT for all) is no outcome of the sweep: groups
     in which every seed has one evaluation for all arms are left out.
     """
     families = {fp: _family(protocol) for fp, protocol in evidence.protocols.items()}
@@ -251,9 +251,9 @@ def make_groups(evidence: Evidence) -> list[Group]:
 
 
 def _apart(evidence: Evidence, places: _Cells) -> list[dict[tuple[str, int], Measured]]:
-    """Evaluations that are alike, but made several times in one trial (under the recipe's own
-    protocol and under a file that says the same of all but the prompts, for example), each in a
-    group of its own; a trial without any that the baseline has stands beside the baseline's."""
+    """Equal evaluations made several times in one trial (for example under the recipe's own
+    protocol and under a file that differs only in prompts), each in a separate group. A trial
+    without the baseline's kind of evaluation is placed beside the baseline's."""
     if all(len(cells) == 1 for cells in places.values()):
         return [{place: next(iter(cells.values())) for place, cells in places.items()}]
     files = dict.fromkeys(file for cells in places.values() for file in cells)
@@ -302,14 +302,14 @@ def _group(
 
 
 def judge_text(protocol: Mapping[str, Any]) -> str:
-    """``qwen3-32b@v1, instance+static v3``; of agents, where they work and with whom."""
+    """``qwen3-32b@v1, instance+static v3``; for agents, environment and user."""
     if environment := protocol.get("environment"):
         return environment_text(environment)
     return ", ".join(filter(None, judge_and_rubrics(protocol)))
 
 
 def judge_and_rubrics(protocol: Mapping[str, Any]) -> tuple[str, str]:
-    """``qwen3-32b@v1`` and ``instance+static v3``; empty where there are none."""
+    """``qwen3-32b@v1`` and ``instance+static v3``; empty if there are none."""
     judge, rubrics = protocol.get("judge") or {}, protocol.get("rubrics") or {}
     who = "@".join(str(judge[k]) for k in ("model", "prompt") if judge.get(k))
     return who, " ".join(str(rubrics[k]) for k in ("source", "static") if rubrics.get(k))

@@ -2,27 +2,26 @@
 
 In: a :class:`~refiner_core.report.sweep.evidence.Group` and a metric. Out: a
 :class:`~refiner_core.report.sweep.document.Comparison`: mean and interval per arm, the paired
-difference, p-values that hold for all arms together (Holm), what each seed says, and a verdict.
+difference, p-values that hold for all arms together (Holm), values by seed, and a verdict.
 
-What is compared is what both sides have: the seeds that both were measured with, the prompts on
-which both have a value for all of these seeds. What was left out is said. Arms that were asked
-other prompts are refused.
+A comparison uses the seeds that both sides were measured with, and the prompts with a value on both
+sides for all of these seeds; exclusions are reported. Arms measured on other prompts are refused.
 
 The judge may have changed between two evaluations. The random copier's answers are the same in
-every evaluation of a protocol: where their scores differ, it is the judge, its server, or what
-scores answers that differs. The rule (:class:`Drift`), for a difference D of arm and baseline and a
+every evaluation of a protocol: if their scores differ, then the judge, its server, or the scoring
+code differs. The rule (:class:`Drift`), for a difference D of arm and baseline and a
 shift R of the reference, both paired over seeds and prompts:
 
-1. All references equal (to 1e-9): the judge has not moved. Nothing is changed.
+1. All references equal (to 1e-9): the judge has not changed, and neither does the result.
 2. R differs from 0 over prompts, all seeds together (p < 0.01) or one seed alone (p < 0.01 / number
    of seeds): the judge has moved. D is no progress, unless its whole interval, and that of D - R,
-   lie on one side of 0 by more than three times the most that R can be (its interval over prompts,
-   of all seeds or of the seed that moved): so much more would the judge have to have moved on the
+   lie on one side of 0 by more than three times the largest plausible R (its interval over prompts,
+   of all seeds or of the seed that moved): the judge would have to have moved that much more on the
    arm's answers than on the copier's.
-3. Else the judge is noisy. D counts only if D - R is clear, too; what the noise of the judge alone
-   may have made is not.
+3. Otherwise the judge is noisy. D counts only if D - R is clear as well, which excludes effects of
+   the judge's noise alone.
 
-Seeds are fixed in the test of R: the question is whether *these* evaluations were judged alike.
+Seeds are fixed in the test of R: the question is whether *these* evaluations were judged equally.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ MARGIN = 3.0
 
 
 class Drift(NamedTuple):
-    """Verdict of the reference on one arm against the baseline.
+    """The reference's verdict on one arm against the baseline.
 
     Attributes
     ----------
@@ -55,12 +54,12 @@ class Drift(NamedTuple):
         ``equal``; ``noise`` (differs, but not beyond chance); ``moved``; ``unknown`` (there is no
         reference).
     shift, low, high
-        The reference's mean shift with its interval over prompts, of all seeds or of the seed that
-        moved most clearly.
+        The reference's mean shift with its interval over prompts, of all seeds or of the seed with
+        the clearest shift.
     changed, prompts
-        How many of the reference's scores differ, of how many (all seeds).
+        Number of the reference's differing scores, and of all its scores (all seeds).
     net
-        The arm's difference less the reference's, prompt by prompt.
+        The arm's difference minus the reference's, by prompt.
     """
 
     kind: Literal["equal", "noise", "moved", "unknown"]
@@ -72,7 +71,7 @@ class Drift(NamedTuple):
     net: Difference | None = None
 
     def stands(self, found: Difference) -> bool:
-        """True if a difference that is clear by itself is one beside this drift."""
+        """True if a difference that is clear by itself remains so with this drift."""
         if self.kind in ("equal", "unknown"):
             return True
         if self.net is None or self.net.low is None or self.net.high is None:
@@ -89,12 +88,12 @@ UNKNOWN = Drift("unknown")
 
 
 def drift_of(reference: Floats, differences: Floats) -> Drift:
-    """What the reference says of one arm.
+    """The reference's verdict on one arm.
 
     Parameters
     ----------
     reference
-        Arm minus baseline of the copier's answers [seeds, prompts]; NaN where either has no value.
+        Arm minus baseline of the copier's answers [seeds, prompts]; NaN if either has no value.
     differences
         Arm minus baseline of the model's answers, of the same shape.
     """
@@ -123,7 +122,7 @@ ALPHA = 0.05
 
 @dataclass
 class _Side:
-    """One arm of a comparison, as it is put together."""
+    """One arm of a comparison under construction."""
 
     arm: str
     seeds: tuple[int, ...] = ()
@@ -134,16 +133,16 @@ class _Side:
     values: Floats | None = None  # [seeds, prompts]
     differences: Floats | None = None  # [shared seeds, prompts]
     refused: str = ""
-    absent: bool = False  # it was not measured at all
+    absent: bool = False  # not measured at all
     agents: bool = False
     p_adjusted: float | None = None
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting that comparisons of a sweep have in common.
+    """Shared parameters of a sweep's comparisons.
 
-    ``absent`` maps arm and seed to why there is no evaluation.
+    ``absent`` maps arm and seed to the reason why there is no evaluation.
     """
 
     baseline: str
@@ -152,7 +151,7 @@ class Setting:
     absent: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
 
-#: Above this share of prompts without a value, those that are left are no fair choice of them.
+#: Above this share of prompts without a value, the rest is no fair selection.
 _MANY_EXCLUDED = 0.2
 _NOTHING: Any = Difference(None, None, None, 0, 0, 0, None, "none")  # type: ignore[arg-type]
 
@@ -216,7 +215,7 @@ def _points(side: _Side, setting: Setting) -> Iterator[Row]:
 
 
 def _of_known(row: Floats | None) -> tuple[float | None, int]:
-    """The mean over the prompts that have a value, and their number."""
+    """The mean over the prompts with a value, and their number."""
     known = () if row is None else row[~np.isnan(row)]
     return (float(np.mean(known)) if len(known) else None), len(known)
 
@@ -243,8 +242,8 @@ def _notes(side: _Side, base: _Side | None, setting: Setting, is_base: bool) -> 
             yield "one prompt has no interval"
         if found.excluded > _MANY_EXCLUDED * (whole := found.n + found.excluded):
             yield (
-                f"{found.excluded} of {whole} prompts have no value on some side: what is left "
-                "need not be like them"
+                f"{found.excluded} of {whole} prompts have no value on some side: the rest "
+                "may differ from them"
             )
     if side.drift.kind in ("moved", "noise"):
         yield _of_drift(side.drift, agents=side.agents)
@@ -259,7 +258,7 @@ _FEW_SEEDS = {
 def _of_drift(drift: Drift, *, agents: bool) -> str:
     who, whose = "the judge", "answers of the random copier"
     if agents:
-        who, whose = "the environment or its user", "attempts of who does nothing"
+        who, whose = "the environment or its user", "attempts of the do-nothing agent"
     what = (
         f"{drift.changed} of {drift.prompts} {whose}, the same on both sides, were scored "
         f"otherwise, by {drift.shift:+.3g} ({drift.low:+.3g} to {drift.high:+.3g}) on average"
@@ -272,8 +271,8 @@ def _of_drift(drift: Drift, *, agents: bool) -> str:
 def compare_group(
     group: Group, setting: Setting, missing: Sequence[str] = (), *, primary: str = ""
 ) -> list[Comparison]:
-    """All metrics of a group. ``missing`` are arms that were not measured in any way; ``primary``
-    is the metric that answers the sweep's question, if it is of this group."""
+    """All metrics of a group. ``missing`` are arms without any measurement; ``primary``
+    is the metric that answers the sweep's question, if it belongs to this group."""
     return [_compare(group, m, setting, missing, m == primary) for m in group.metrics]
 
 
@@ -298,7 +297,7 @@ def _compare(
 
 
 def paired_layouts(group: Group, metric: str, baseline: str) -> dict[str, Floats]:
-    """Arm minus baseline [seeds that both have, prompts], of every arm that can be compared."""
+    """Arm minus baseline [shared seeds, prompts], for every comparable arm."""
     if baseline not in group.arms or metric not in group.metrics:
         return {}
     sides = _sides(group, metric, baseline)
@@ -307,11 +306,11 @@ def paired_layouts(group: Group, metric: str, baseline: str) -> dict[str, Floats
     return {s.arm: s.differences for s in compared if s.differences is not None}
 
 
-# ---------------------------------------------------------------- what there is
+# ---------------------------------------------------------------- available values
 
 
 def _sides(group: Group, metric: str, baseline: str) -> list[_Side]:
-    """Arms of the group with their values; those that were asked other prompts are refused."""
+    """Arms of the group with their values; those measured on other prompts are refused."""
     first = baseline if baseline in group.arms else group.arms[0]
     asked = group.cells[first, group.seeds_of(first)[0]].means.prompts
     sides = []
@@ -338,7 +337,7 @@ def _base(sides: Sequence[_Side], baseline: str) -> _Side | None:
 
 
 def _other_prompts(group: Group, place: tuple[str, int], asked: tuple[str, ...], first: str) -> str:
-    """Reason why an evaluation cannot be held against the first arm's; empty where it can."""
+    """Reason why an evaluation is not comparable with the first arm's; empty if it is."""
     cell = group.cells[place]
     own = cell.means.prompts
     if own is not asked and own != asked:
@@ -364,21 +363,21 @@ def _means(sides: Sequence[_Side], metric: str) -> None:
 
 
 def _bounded(found: Difference, metric: str) -> Difference:
-    """Means of shares stay in [0, 1]; where all are 0 or all are 1, the interval is Wilson's, as if
-    each prompt were one yes or no."""
+    """Clip means of shares to [0, 1]; if all are 0 or all are 1, use Wilson's interval, as if each
+    prompt were one yes or no."""
     if is_number(metric) or found.low is None or found.high is None:
         return found
     if found.value in (0.0, 1.0) and found.low == found.high:
         low, high = wilson(int(found.value) * found.n, found.n)
         return found._replace(low=low, high=high, interval="wilson over prompts")
     if metric == "rubric_score" and not 0.0 <= found.value <= 1.0:
-        return found  # a recorded alternative of the aggregation leaves [0, 1]
+        return found  # an alternative aggregation leaves [0, 1]
     return found._replace(low=max(0.0, found.low), high=min(1.0, found.high))
 
 
 def _differences(group: Group, metric: str, base: _Side, sides: Sequence[_Side]) -> None:
-    """Paired differences to the baseline over the seeds that both have, and what the reference says
-    of them."""
+    """Paired differences to the baseline over shared seeds, with the reference's verdict on
+    them."""
     for together, stacked in _stacked(_pair(base, sides), "differences"):
         for side, difference in zip(together, two_way_means(stacked), strict=True):
             side.found = difference if difference.n else None
@@ -387,7 +386,7 @@ def _differences(group: Group, metric: str, base: _Side, sides: Sequence[_Side])
 
 
 def _pair(base: _Side, sides: Sequence[_Side]) -> list[_Side]:
-    """Put arm minus baseline into the sides that can be compared; these."""
+    """Store arm minus baseline in the comparable sides; returns these."""
     at = {seed: i for i, seed in enumerate(base.seeds)}
     ready = []
     for side in sides:
@@ -402,7 +401,7 @@ def _pair(base: _Side, sides: Sequence[_Side]) -> list[_Side]:
 
 
 def _one_against_one(group: Group, metric: str, side: _Side) -> None:
-    """Of a yes or no with one sample per prompt and one seed, McNemar's exact test."""
+    """McNemar's exact test for a yes/no metric with one sample per prompt and one seed."""
     single = is_yes_no(metric) and once_per_prompt(metric, group.decoding)
     if len(side.shared) != 1 or not single or side.found is None or side.differences is None:
         return
@@ -412,9 +411,9 @@ def _one_against_one(group: Group, metric: str, side: _Side) -> None:
 
 
 def _look_at_reference(group: Group, metric: str, base: _Side, side: _Side) -> None:
-    if base_of(metric) in ("judge_failed", "episode_error"):  # an outage is nobody's opinion
+    if base_of(metric) in ("judge_failed", "episode_error"):  # an outage is no judgement
         return
-    assert side.differences is not None, "it is compared"
+    assert side.differences is not None, "only compared sides have a reference check"
     pairs = [
         tuple(group.cells[arm, seed].reference for arm in (side.arm, base.arm))
         for seed in side.shared
@@ -429,7 +428,7 @@ def _look_at_reference(group: Group, metric: str, base: _Side, side: _Side) -> N
 
 
 def _shift(one: PromptMeans | None, other: PromptMeans | None, metric: str) -> Floats | None:
-    """Scores of the copier's answers, less those in another evaluation."""
+    """Scores of the copier's answers, minus those in another evaluation."""
     if one is None or other is None or one.prompts != other.prompts:
         return None
     a, b = one.about(metric)[1], other.about(metric)[1]
@@ -437,8 +436,8 @@ def _shift(one: PromptMeans | None, other: PromptMeans | None, metric: str) -> F
 
 
 def _stacked(sides: Sequence[_Side], name: str) -> Iterator[tuple[list[_Side], Floats]]:
-    """Sides whose ``values`` or ``differences`` have one shape, with these [sides, seeds,
-    prompts]."""
+    """Sides whose ``values`` or ``differences`` have the same shape, with these as an array
+    [sides, seeds, prompts]."""
     found: dict[tuple[int, ...], list[_Side]] = {}
     for side in sides:
         if getattr(side, name) is not None:
@@ -448,7 +447,7 @@ def _stacked(sides: Sequence[_Side], name: str) -> Iterator[tuple[list[_Side], F
 
 
 def _adjust(sides: Sequence[_Side]) -> None:
-    """Holm over the arms that were compared."""
+    """Holm's correction over the compared arms."""
     tested = [s for s in sides if s.found is not None and s.found.p_value is not None]
     raw = [s.found.p_value for s in tested if s.found is not None and s.found.p_value is not None]
     for side, p_value in zip(tested, holm(raw), strict=True):

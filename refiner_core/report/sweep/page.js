@@ -1,4 +1,4 @@
-// Hides and sorts; all that it shows is in the page.
+// Hides and sorts; the page contains everything that it shows.
 (() => {
 const arms = $$("#arm-index li").map(li => [li.dataset.i, li.textContent.toLowerCase()]), compare = new Intl.Collator("en", {numeric: true}).compare;
 const {state, set, begin} = reportPage({x: "", t: ""}, show, a => a.dataset.goto ? {p: a.dataset.goto, l: "0", r: a.dataset.right} : {});

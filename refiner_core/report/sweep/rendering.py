@@ -1,17 +1,15 @@
 """Report of a sweep as Markdown, as CSV tables, as JSON, and as a page: one HTML file that needs
-nothing but a browser, from any disk.
+only a browser, from any disk.
 
 In: a :class:`~refiner_core.report.sweep.document.SweepReport`. Out: GitHub's Markdown for cards,
-issues and pull requests; rows (for W&B) and CSV, in which numbers are written in full and an empty
-cell is a number that is not there; JSON; the page's text. Texts of people and of policies are
-escaped: they cannot open a table, a link, an HTML tag or call anybody by name, nor be a formula of
-a spreadsheet.
+issues and pull requests; rows (for W&B) and CSV with full precision, where an empty cell is a
+missing number; JSON; the page's text. Texts of people and policies are escaped: they cannot start
+a table, a link, an HTML tag or a mention, nor a spreadsheet formula.
 
-All that a page shows is in the HTML; its script only hides, sorts and remembers (in the address, so
-that a page that loads itself again stays where it was). No request ever leaves it: a content
-security policy forbids them and lets no script run but the page's own, which is known by its hash.
-What would make it too large to open is bounded (answers, prompts, curves' points, rows) and what is
-left out is said; the JSON beside the page has it.
+The HTML contains everything; its script only hides, sorts and remembers (in the address, so that a
+page that reloads itself keeps its place). The page makes no requests: a content security policy
+forbids them and allows only the page's own scripts, by hash. Large parts are bounded (answers,
+prompts, curves' points, rows) with omissions reported; the JSON beside the page is complete.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from refiner_core.report.sweep.document import Comparison, Row, SweepReport, lea
 from refiner_core.report.sweep.wording import arm_row, column_of, comparison_notes
 from refiner_core.report.transcripts import attempts_of, attempts_tables, shown_example
 
-#: Comparisons besides the primary one that are printed in full, and rows of long tables.
+#: Comparisons printed in full besides the primary one, and rows of long tables.
 MOST_COMPARISONS = 8
 MOST_ARMS = 40
 
@@ -49,19 +47,19 @@ def markdown(report: SweepReport) -> str:
 
 
 def _arms(comparison: Comparison, report: SweepReport) -> list[dict[str, Any]]:
-    """One row per arm; of many arms the baseline and those that differ most."""
+    """One row per arm; of many arms the baseline and the most different ones."""
     column = column_of(comparison, report)
     changes = {n.arm: n.difference for n in comparison.numbers}
     kept = leading(changes, report.baseline, changes, MOST_ARMS)
     return [arm_row(n, column, report) for n in comparison.numbers if n.arm in kept]
 
 
-#: What a spreadsheet would take for a formula.
+#: Characters that start a formula in a spreadsheet.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def number_rows(report: SweepReport) -> list[dict[str, Any]]:
-    """One row per arm and number, by name; each factor and each seed has a column of its own."""
+    """One row per arm and number, by name; each factor and each seed has a column."""
     rows = []
     for comparison in report.comparisons:
         for found in comparison.numbers:
@@ -97,7 +95,7 @@ def _known(value: Any) -> Any:
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as ``report.csv`` and ``trials.csv`` have them."""
+    """Rows in the form of ``report.csv`` and ``trials.csv``."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
@@ -115,7 +113,7 @@ def _cell(value: Any) -> Any:
 
 
 def shown_sides(sides: Sequence[Row], first_arms: Sequence[str]) -> list[dict[str, Any]]:
-    """Prompts with as many of their answers as a page can hold; arms named first are preferred."""
+    """Prompts with as many of their answers as fit on a page; arms named first are preferred."""
     rank = {arm: i for i, arm in enumerate(first_arms)}
     shown = []
     for place, side in enumerate(sides):
@@ -130,8 +128,8 @@ def shown_sides(sides: Sequence[Row], first_arms: Sequence[str]) -> list[dict[st
 
 #: Rows of arms on the page, over all comparisons.
 MOST_ROWS = 600
-#: Arms in the charts of curves; those that are seen there until somebody chooses others, and in the
-#: columns of rubrics.
+#: Arms in the charts of curves; those visible by default, and in the columns of
+#: rubrics.
 MOST_LINES = 40
 FEW_ARMS = 7
 MOST_FLIPS = 600
@@ -147,7 +145,7 @@ VIEWS = (
     ("incidents", "Incidents"),
     ("protocols", "Protocols and provenance"),
 )
-#: What they are called in a report of agents, where there is one more.
+#: Their names in a report of agents, which has one more.
 OF_AGENTS = {
     "arms": {"arms": "Arms", "attempts": "Why attempts fail"},
     "flips": {"flips": "Tasks that flip"},
@@ -156,7 +154,7 @@ OF_AGENTS = {
 
 
 def views_of(report: SweepReport) -> dict[str, str]:
-    """The views of a report: of agents without those of judges, which are not asked about them."""
+    """The views of a report; for agents without those of judges, which agents do not use."""
     if not report.attempts:
         return dict(VIEWS)
     empty = {"judges": not report.matrix, "rubrics": not report.rubrics}
@@ -165,15 +163,15 @@ def views_of(report: SweepReport) -> dict[str, str]:
 
 
 def page(report: SweepReport, *, reload_s: int = 0) -> str:
-    """The page's text, free of what UTF-8 cannot hold.
+    """The page's text, without characters that UTF-8 cannot encode.
 
     Parameters
     ----------
     report
-        What is shown.
+        The report.
     reload_s
-        Seconds after which the page of a running sweep loads itself again; 0: never. A sweep that
-        is over has a page that stays.
+        Interval at which the page of a running sweep reloads itself; 0: never. The page of a
+        finished sweep does not reload.
     """
     compared = shown_comparisons(report)
     columns = [column_of(c, report) for c in compared]
@@ -212,23 +210,23 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
     return text
 
 
-# ---------------------------------------------------------------- what is chosen for the page
+# ---------------------------------------------------------------- selection for the page
 
 
 def arms_in_order(report: SweepReport) -> list[str]:
-    """All arms, the baseline first: an arm's place decides its colour in every view."""
+    """All arms, the baseline first: an arm's index decides its colour in every view."""
     return sorted(report.arms, key=lambda arm: arm != report.baseline)
 
 
 def shown_comparisons(report: SweepReport) -> list[Comparison]:
-    """The primary comparison and as many others, in their order, as a page can hold."""
+    """The primary comparison and as many others, in their order, as fit on a page."""
     ordered = sorted(report.comparisons, key=lambda c: not c.primary)
     rows = accumulate(len(c.numbers) for c in ordered)
     return [c for c, n in zip(ordered, rows, strict=True) if n <= MOST_ROWS or c is ordered[0]]
 
 
 def leading_arms(report: SweepReport, most: int = FEW_ARMS) -> list[str]:
-    """The baseline and the arms that differ most from it; all where there are few."""
+    """The baseline and the arms that differ most from it; all if there are few."""
     changes = {n.arm: n.difference for n in report.primary.numbers} if report.primary else {}
     return leading(report.arms, report.baseline, changes, most)
 
@@ -236,8 +234,8 @@ def leading_arms(report: SweepReport, most: int = FEW_ARMS) -> list[str]:
 def plots(
     report: SweepReport, index: Mapping[str, int], shown: frozenset[int]
 ) -> list[dict[str, Any]]:
-    """Learning curves, a chart for each metric of a stage; ``shown`` are arms that are seen until
-    somebody chooses others."""
+    """Learning curves, a chart per metric of a stage; ``shown`` are the arms visible by
+    default."""
     by_metric: dict[str, list[Series]] = {}
     arms = set(leading_arms(report, MOST_LINES))
     curves = [curve for curve in report.curves if curve["arm"] in arms]
@@ -256,7 +254,7 @@ def plots(
 
 
 def matrices(report: SweepReport) -> list[dict[str, Any]]:
-    """Judges against arms: judges are columns."""
+    """Judges against arms, with judges as columns."""
     if not report.matrix:
         return []
     name = ", ".join(filter(None, (report.matrix[0]["metric"], report.matrix[0]["decoding"])))

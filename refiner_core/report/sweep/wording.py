@@ -1,8 +1,8 @@
-"""Sentences and rows of a sweep's report, which page, Markdown and terminal share.
+"""Sentences and rows of a sweep's report, shared by page, Markdown and terminal.
 
 In: a :class:`~refiner_core.report.sweep.document.SweepReport`. Out: plain text, and rows of text
-and drawings. An answer claims what the numbers carry and no more: what is not clear is called that,
-with the smallest effect that could have been seen.
+and drawings. An answer claims no more than the numbers support: unclear results are called so,
+with the smallest effect that could have been detected.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def key_text(key: Key) -> str:
 
 
 def answer(report: SweepReport) -> str:
-    """The answer to the sweep's question, as far as there is one."""
+    """The answer to the sweep's question, if there is one."""
     primary = report.primary
     if primary is None:
-        return f"There is no answer yet: no number that decides has come. {state_text(report)}"
+        return f"There is no answer yet: the deciding numbers are missing. {state_text(report)}"
     decimals = decimals_of(primary)
     others = [n for n in primary.numbers if n.arm != report.baseline]
     said = [n for n in others if n.difference is not None]
@@ -59,7 +59,7 @@ def answer(report: SweepReport) -> str:
     told.sort(key=lambda n: (order.index(n.verdict or ""), -abs(n.difference or 0.0)))
     moved = [n.arm for n in said if n.verdict == "judge moved"]
     parts = [_compared(n, report, decimals) for n in told[:_NAMED]]
-    parts += [f"{len(told) - _NAMED} more stand below"] if len(told) > _NAMED else []
+    parts += [f"{len(told) - _NAMED} more are listed below"] if len(told) > _NAMED else []
     sentences = [f"On {key_text(primary.key)}, {'; '.join(parts)}."] if parts else []
     if any(n.verdict == "not clear" for n in told):
         sentences.append(detectable_phrase(report.detectable, decimals))
@@ -87,7 +87,7 @@ def _compared(n: ArmNumber, report: SweepReport, decimals: int) -> str:
 def _alone(report: SweepReport, primary: Comparison, decimals: int) -> str:
     n = primary.numbers[0] if primary.numbers else None
     if n is None or n.value is None:
-        return "The sweep has one arm, and no number of it has come yet."
+        return "The sweep has one arm, and no number yet."
     value = with_interval(n.value, n.low, n.high, decimals)
     return (
         f"The sweep has one arm, so nothing is compared. {n.arm}: {value} "
@@ -100,16 +100,16 @@ def _missing_text(missing: Sequence[ArmNumber]) -> str:
 
 
 def basis(n: ArmNumber, report: SweepReport) -> str:
-    """``3 seeds × 200 prompts``; of agents, tasks."""
+    """``3 seeds × 200 prompts``; for agents, tasks."""
     each = "task" if report.attempts else "prompt"
     return f"{counted(n.seeds, 'seed')} × {counted(n.n, each)}"
 
 
 def detectable_phrase(detectable: Mapping[str, Any], decimals: int) -> str:
-    """What would have been seen, or nothing where that is not known."""
+    """The detectable effect in words; empty if unknown."""
     effect = detectable.get("effect")
     if not isinstance(effect, int | float) or not finite(float(effect)):
-        return ""  # nor where nothing has varied: that tells of luck, not of an infinite precision
+        return ""  # also without any variation, which is luck, not infinite precision
     shown = max(decimals, decimals_for(None, float(effect)) - 1)
     power = detectable.get("power")
     share = f" in {power * 100:.0f}\u00a0% of such sweeps" if isinstance(power, float) else ""
@@ -117,7 +117,7 @@ def detectable_phrase(detectable: Mapping[str, Any], decimals: int) -> str:
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """``a, b and c``; of many the first, and how many more."""
+    """``a, b and c``; of a long list the first names, and the number of the rest."""
     names = list(dict.fromkeys(names))
     if len(names) > most:
         return f"{', '.join(names[:most])} and {len(names) - most} more"
@@ -135,8 +135,8 @@ def state_text(report: SweepReport) -> str:
 
 
 def cost_of(arm: str, trials: Sequence[Row]) -> dict[str, Any]:
-    """The sum over an arm's trials; ``unknown`` counts those of which hours are not known. None:
-    nobody knows it of any of them."""
+    """The sum over an arm's trials; ``unknown`` counts trials with unknown hours. None if all are
+    unknown."""
     begun = [t for t in trials if t["state"] != "waiting"]
     partly = ("gpu_hours", "cpu_hours", "queue_seconds", "judge_calls")
     always = ("lost_seconds", "lost_steps", "attempts")
@@ -151,7 +151,7 @@ def cost_of(arm: str, trials: Sequence[Row]) -> dict[str, Any]:
 
 
 def costs(report: SweepReport) -> list[dict[str, Any]]:
-    """One per arm, in the arms' order."""
+    """One per arm, in the order of arms."""
     by_arm: dict[str, list[Row]] = {arm: [] for arm in report.arms}
     for trial in report.trials:
         by_arm.setdefault(trial["arm"], []).append(trial)
@@ -167,14 +167,14 @@ def cost_text(report: SweepReport) -> str:
         parts.append(f"{count(int(whole['judge_calls']))} judge calls")
     if whole["lost_steps"]:
         parts.append(f"{counted(whole['lost_steps'], 'step')} done again")
-    return ", ".join(parts) or "nothing is known of what it has cost"
+    return ", ".join(parts) or "the cost is unknown"
 
 
 # ---------------------------------------------------------------- digits
 
 
 def decimals_of(comparison: Comparison) -> int:
-    """One number of decimals for all arms of a comparison, so that its columns line up."""
+    """The number of decimals of all arms of a comparison, so that columns align."""
     ends = [
         pair
         for n in comparison.numbers
@@ -187,7 +187,7 @@ def decimals_of(comparison: Comparison) -> int:
     return decimals_for(None, median(values) if values else None)
 
 
-#: What verdicts are shown as: a sign beside the word, so that nothing depends on colour.
+#: Signs of verdicts, shown beside the word, so that nothing depends on colour.
 SIGNS = {
     "better": "▲",
     "worse": "▼",
@@ -199,7 +199,7 @@ SIGNS = {
 
 
 def column_of(comparison: Comparison, report: SweepReport) -> dict[str, Any]:
-    """Column that all arms of a comparison share: digits, and scales that hold every interval and
+    """Shared column format of a comparison's arms: digits, and scales that fit every interval and
     every seed."""
     values, differences = [], []
     for n in comparison.numbers:
@@ -217,8 +217,8 @@ def column_of(comparison: Comparison, report: SweepReport) -> dict[str, Any]:
 
 
 def arm_row(found: ArmNumber, column: Mapping[str, Any], report: SweepReport) -> dict[str, Any]:
-    """One arm's number as text and drawings; one that is missing is a dash, and the note says
-    why."""
+    """One arm's number as text and drawings; a missing one is a dash, with the reason in the
+    note."""
     baseline = found.arm == report.baseline
     verdict = "baseline" if baseline else (found.verdict or "missing")
     excluded = f", {found.excluded} left out" if found.excluded else ""
@@ -245,7 +245,7 @@ def arm_row(found: ArmNumber, column: Mapping[str, Any], report: SweepReport) ->
 def _strip(
     found: ArmNumber, column: Mapping[str, Any], verdict: str, of: str
 ) -> dict[str, Any] | None:
-    """A strip of an arm's ``value``, or of how far it is from the baseline's (``difference``)."""
+    """Strip of an arm's ``value``, or of its ``difference`` to the baseline."""
     scale, value, decimals = column[of], getattr(found, of), column["decimals"]
     change = of == "difference"
     ends = (found.difference_low, found.difference_high) if change else (found.low, found.high)
@@ -265,6 +265,6 @@ def _strip(
 
 
 def comparison_notes(comparison: Comparison) -> list[str]:
-    """What an interval of a comparison is."""
+    """Methods of a comparison's intervals."""
     kinds = dict.fromkeys(n.interval for n in comparison.numbers if n.interval)
     return [f"Intervals are of 95 %: {', '.join(kinds)}."] if kinds else []

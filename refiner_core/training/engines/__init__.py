@@ -1,5 +1,5 @@
-"""Engines, which move weights: in plain torch or under DeepSpeed, in one process or many.
+"""Engines, which update the weights: plain torch or DeepSpeed, one process or many.
 
-:mod:`refiner_core.training.engines.protocol` says what a training loop may ask;
-:func:`refiner_core.training.engines.plain.open_engine` picks by the recipe.
+:mod:`refiner_core.training.engines.protocol` is the interface for a training loop;
+:func:`refiner_core.training.engines.plain.open_engine` chooses by the recipe.
 """

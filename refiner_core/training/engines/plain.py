@@ -3,9 +3,9 @@
 In: a loaded model, its learning rates, and the ranks that train together. Out: an
 :class:`~refiner_core.training.engines.protocol.Engine`.
 
-This is also what ZeRO-0 means, which shares nothing out: the gradients of a step are added up over
-its packs in float32 on each rank, then once over the ranks, and every rank makes the same update.
-Weights stay bitwise equal on all ranks; a snapshot and an export check that they did.
+This is also ZeRO-0, which shards nothing: each rank sums the gradients of a step over its packs in
+float32, then they are summed once over the ranks, and every rank makes the same update. Weights
+stay bitwise equal on all ranks; a snapshot and an export verify it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from refiner_core.training.ranks import Ranks, gpu_of
 
 
 class PlainEngine(Engine):
-    """Torch's own optimisers, in one process or data-parallel in several.
+    """Torch's own optimisers, in one process or data-parallel in several processes.
 
     Parameters
     ----------
     learning_rate, weight_decay
         Peak rate of AdamW, and decoupled decay.
     max_grad_norm
-        Where gradients are clipped; 0 clips none.
+        Limit of the gradient norm; 0 disables clipping.
     muon_learning_rate
-        Peak rate of Muon on hidden matrices; None trains everything with AdamW.
+        Peak rate of Muon on hidden matrices; None trains all parameters with AdamW.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PlainEngine(Engine):
     def backward(self, loss: Any) -> None:
         """Add the gradients of a loss."""
         if self._norm is not None:
-            raise RuntimeError("gradients were summed over the ranks already; step or drop first")
+            raise RuntimeError("gradients are already summed over the ranks; step or drop first")
         loss.backward()
 
     def step(self, factor: float) -> float:
@@ -107,7 +107,7 @@ class PlainEngine(Engine):
         return norm
 
     def gradient_norm(self) -> float:
-        """The norm of the gradients, which are summed over the ranks by then."""
+        """The gradient norm; sums the gradients over the ranks."""
         if self._norm is None:
             masters = self._masters.values()
             if self.ranks.world > 1:
@@ -129,8 +129,8 @@ class PlainEngine(Engine):
             yield self.model
 
     def states(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ParameterState]]:
-        """Live tensors of each parameter, by kind; nothing of one that has never been updated, but
-        for its master."""
+        """Live tensors of each parameter, by kind; only the master of a parameter that was never
+        updated."""
         for name, master in self._masters.items():
             if wanted(name):
                 own = {} if master is self._weights[name] else {"master": master.detach()}
@@ -160,7 +160,7 @@ class PlainEngine(Engine):
                 }
 
     def _copied_weights(self) -> Iterator[tuple[Any, Any]]:
-        """Weights that train through a master of their own, with it."""
+        """Weights with a separate master copy, together with it."""
         for weight, master in zip(self._weights.values(), self._masters.values(), strict=True):
             if master is not weight:
                 yield weight, master
@@ -172,20 +172,20 @@ def open_engine(
     model_ref: str,
     ranks: Ranks | None = None,
 ) -> Engine:
-    """The model of ``model_ref``, ready to be trained as the stage's section says.
+    """The model of ``model_ref``, ready for training by the stage's section.
 
-    ``deepspeed_stage`` 1 to 3 shares optimiser states, gradients and weights out by DeepSpeed. 0
-    shares nothing, and is what plain torch does over several ranks: DeepSpeed's own way of it adds
-    bfloat16 gradients up in bfloat16.
+    ``deepspeed_stage`` 1 to 3 shards optimiser states, gradients and weights with DeepSpeed. 0
+    shards nothing, and is plain torch also on several ranks: DeepSpeed's stage 0 sums bfloat16
+    gradients in bfloat16.
 
     Raises
     ------
     ConfigurationError
         The model cannot be found or read.
     UnsupportedError
-        It cannot be packed, or this machine lacks what the section asks for.
+        The model cannot be packed, or this machine lacks something that the section requires.
     """
-    seed_random(config.seed)  # before anything draws; a checkpoint's states are put back later
+    seed_random(config.seed)  # before anything draws; a checkpoint's states are restored later
     section = section_of(config, stage)
     muon = section if isinstance(section, SftConfig) and section.optimizer == "muon" else None
     ranks = ranks or Ranks()
@@ -205,14 +205,14 @@ def open_engine(
 
 
 def device_of(resources: Resources, ranks: Ranks) -> Any:
-    """This rank's GPU where one is asked for, else the CPU.
+    """This rank's GPU if one is requested, else the CPU.
 
     Raises
     ------
     UnsupportedError
-        If a GPU is asked for and torch sees none.
+        A GPU is requested and torch sees none.
     ConfigurationError
-        If this rank has none.
+        This rank has none.
     """
     import torch
 
@@ -223,9 +223,10 @@ def device_of(resources: Resources, ranks: Ranks) -> Any:
 
 
 def sum_over_ranks(parameters: Sequence[Any], ranks: Ranks) -> None:
-    """Make float32 gradients their sums over all ranks, bitwise the same on each.
+    """Replace float32 gradients by their sums over all ranks, bitwise equal on each.
 
-    A parameter without a gradient on one rank counts as 0 there; one without any has none after.
+    A parameter without a gradient on one rank counts as 0 there; one without any gradient keeps
+    none.
     """
     import torch.distributed as dist
 

@@ -1,41 +1,41 @@
-"""Engines: what a training loop may ask of whatever moves the weights, and its state on disk.
+"""Engines: the interface of a training loop to the weights, and the saved state.
 
 In: batches and losses of *this rank's* share. Out: gradients summed over all ranks, one update, and
-state that can be written and read back.
+a state that can be saved and restored.
 
-How a loop uses it, on every rank alike:
+Use in a loop, the same on every rank::
 
     for batch in my_batches:                # equally many on every rank, neutral ones included
         scores = engine.score(batch, temperature=..., entropy="metric")
         engine.backward(loss_of(scores))    # this rank's part of one sum over all ranks
-    norm = engine.step(factor)              # or engine.drop() to make no update
+    norm = engine.step(factor)              # or engine.drop() to skip the update
 
 The loss is a *sum* over ranks (its weights are fixed before the first pack), not a mean of means:
-results do not depend on how samples fell onto ranks, but for the order of sums.
+results do not depend on the assignment of samples to ranks, except for the order of sums.
 
-A saved state is read back exactly, by any engine and number of ranks. Its files lie in a folder
-that somebody else (``StageIO``) made and will make visible:
+A saved state is restored exactly, by any engine and number of ranks. Its files lie in a folder
+made and published by ``StageIO``:
 
 * ``model.safetensors``: parameters and persistent buffers, tied ones once (rank 0);
-* ``state-rank00000-of-00002.safetensors``: of a share of the parameters, whole and under their
-  names, what optimisers keep (``exp_avg.NAME`` and the like) and float32 masters (``master.NAME``)
-  of weights that are kept in less. Every parameter is in one rank's file;
+* ``state-rank00000-of-00002.safetensors``: for a share of the parameters, whole and by name, the
+  optimiser's tensors (``exp_avg.NAME`` etc.) and float32 masters (``master.NAME``) of weights in
+  smaller types. Every parameter is in one rank's file;
 * ``rng-rank00000-of-00002.pt``: this rank's random states of Python, NumPy, torch and CUDA;
-* ``progress.json``: step, position in the data, running numbers, and who wrote it. Floats survive
+* ``progress.json``: step, position in the data, running numbers, and its writer. Floats survive
   JSON exactly. Rank 0 writes it, last.
 
-Whole tensors under names instead of DeepSpeed's own shards: theirs can be read by the same stage on
-the same number of ranks only, or after a conversion. Gathering costs one pass over the network per
-save, one parameter at a time; nothing is held twice on a GPU but the largest parameter. Host memory
-of a snapshot: 12 bytes a parameter over the number of ranks (AdamW; 8 where weights are float32),
-and on rank 0 the weights.
+Tensors are stored whole, by name, instead of as DeepSpeed's shards, which only the same stage on
+the same number of ranks can read without a conversion. Gathering costs one pass over the network
+per save, one parameter at a time; a GPU holds at most one extra parameter. Host memory of a
+snapshot: 12 bytes per parameter divided by the number of ranks (AdamW; 8 if weights are float32),
+plus the weights on rank 0.
 
-On the same engine and number of ranks everything comes back bitwise. On another one the values do,
-too; sums are taken in another order from there on. ``restored_from`` in the progress then names who
-wrote it.
+On the same engine and number of ranks the restored state is bitwise equal. On another one its
+values are equal, but later sums are taken in another order. ``restored_from`` in the progress then
+names the writer.
 
-A full disk or quota ends in whatever the writing library makes of it (torch raises a RuntimeError
-without errno, safetensors an error of its own): who gave the folder recognises it.
+A full disk or quota appears as an error of the writing library (torch raises a RuntimeError
+without errno, safetensors its own error): the owner of the folder recognises it.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ from refiner_core.training.ranks import Ranks, on_first
 
 FORMAT_VERSION = 2
 PROGRESS = "progress.json"
-#: Key of the progress file that says who wrote it.
+#: Key of the progress file that names its writer.
 WRITTEN_BY = "written_by"
-#: Kinds of tensors that are kept of a parameter beside its weight.
+#: Kinds of tensors that are saved for a parameter beside its weight.
 KINDS = ("master", *ADAM_STATE, *MUON_STATE)
 
-#: What is kept of one parameter, by kind: masters and the optimiser's tensors.
+#: The saved tensors of one parameter, by kind: masters and the optimiser's tensors.
 ParameterState = Mapping[str, torch.Tensor]
 #: Weights, states, random states and progress of a saved state.
 _Opened = tuple[
@@ -91,7 +91,7 @@ _Opened = tuple[
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """One rank's part of a training state in host memory, to be written at leisure."""
+    """One rank's part of a training state in host memory, to be written later."""
 
     rank: int
     world: int
@@ -101,8 +101,8 @@ class StateSnapshot:
     progress_text: str | None
 
     def write(self, folder: Path) -> None:
-        """Write this rank's files into ``folder``, and to the disk (fsync). No rank waits for
-        another here; may be called from another thread, and again after a full disk."""
+        """Write this rank's files into ``folder``, with fsync. Ranks do not wait for each other
+        here. May be called from another thread, and again after a full disk."""
         if self.tensors is not None:
             _save_tensors(self.tensors, folder / WEIGHTS)
         _save_tensors(self.states, folder / state_file(self.rank, self.world))
@@ -124,14 +124,14 @@ def rng_file(rank: int, world: int) -> str:
 
 
 class Engine(ABC):
-    """A model in training. Every method is called by all ranks together, but where it says not.
+    """A model in training. All ranks call every method together, unless stated otherwise.
 
-    ``model`` is the transformers model, whose weights are there inside :meth:`whole` only;
-    ``device`` is where batches must lie; ``share_prompts`` and ``balance`` are what
-    :mod:`refiner_core.training.batches` calls so; padding is made of ``pad_id``.
+    ``model`` is the transformers model, whose weights are available only inside :meth:`whole`;
+    batches must be on ``device``; ``share_prompts`` and ``balance`` are arguments of
+    :mod:`refiner_core.training.batches`; ``pad_id`` is the padding token.
     """
 
-    #: Which engine it is: `plain`, `zero3`.
+    #: Name of the engine: `plain`, `zero3`.
     name = "plain"
 
     def __init__(
@@ -147,7 +147,7 @@ class Engine(ABC):
     def score(
         self, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "off"
     ) -> TokenScores:
-        """Log-probabilities of this rank's batch, with gradients where torch records them."""
+        """Log-probabilities of this rank's batch, with gradients if torch records them."""
 
     @abstractmethod
     def backward(self, loss: Any) -> None:
@@ -157,13 +157,13 @@ class Engine(ABC):
     def step(self, factor: float) -> float:
         """Update with the gradients of all ranks at ``factor`` times the peak rates; clear them.
 
-        Returns the global gradient norm before clipping; one that is not finite changes nothing.
+        Returns the global gradient norm before clipping; if it is not finite, nothing changes.
         """
 
     @abstractmethod
     def gradient_norm(self) -> float:
-        """The global norm that the next :meth:`step` would report; gradients stay, and none can be
-        added any more."""
+        """The global norm that the next :meth:`step` would return; gradients stay, but no more can
+        be added."""
 
     @abstractmethod
     def drop(self) -> None:
@@ -171,11 +171,11 @@ class Engine(ABC):
 
     @abstractmethod
     def whole(self) -> AbstractContextManager[Any]:
-        """The model with all its weights and in evaluation mode, to read (generate, export, send to
-        servers)."""
+        """The model with all its weights and in evaluation mode, for reading (generate, export,
+        send to servers)."""
 
     def reference(self, model_ref: str) -> Any:
-        """A frozen model beside it, for the KL term, whole on every rank's device."""
+        """A frozen model for the KL term, whole on every rank's device."""
         return loading.load_model(model_ref, self._config, self.device).requires_grad_(False)
 
     # ------------------------------------------------------------ state
@@ -183,32 +183,32 @@ class Engine(ABC):
     def gathered(
         self, tensors: Sequence[Any], *, changed: bool = False
     ) -> AbstractContextManager[Any]:
-        """Context in which parameters are whole; with ``changed`` rank 0's values go to all at its
+        """Context with whole parameters; with ``changed`` rank 0's values are copied to all at its
         end."""
         return nullcontext()
 
     def weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Whole parameters and persistent buffers, one at a time; None where this rank does not
-        want them."""
+        """Whole parameters and persistent buffers, one at a time; None for those that this rank
+        does not want."""
         for name, tensor in model_tensors(self.model).items():
             with self.gathered([tensor]):
                 yield name, tensor.detach() if wanted(name) else None
 
     @abstractmethod
     def states(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ParameterState]]:
-        """Masters and optimisers' tensors; nothing where this rank does not want them."""
+        """Masters and optimisers' tensors that this rank wants."""
 
     @abstractmethod
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take weights back."""
+        """Restore weights."""
 
     @abstractmethod
     def set_states(self, state_of: Callable[[str], ParameterState]) -> None:
-        """Take states back; called after :meth:`set_weights`."""
+        """Restore states; call it after :meth:`set_weights`."""
 
     def snapshot(self, progress: Mapping[str, Any]) -> StateSnapshot:
-        """This rank's part of the training state as of now, in host memory: weights, optimiser,
-        every random state, and ``progress`` (JSON-ready). Its memory serves the next one again."""
+        """This rank's part of the current training state, in host memory: weights, optimiser,
+        all random states, and ``progress`` (JSON-ready). The next snapshot reuses the memory."""
         self._require_equal_weights()
         ranks = self.ranks
         first = ranks.rank == 0
@@ -233,17 +233,17 @@ class Engine(ABC):
         )
 
     def restore(self, folder: Path) -> dict[str, Any]:
-        """Put a saved state back; returns its progress. Saved by another number of ranks, or by
-        another engine, it is read all the same, and progress says so (``restored_from``).
+        """Restore a saved state; returns its progress. A state saved by another number of ranks or
+        engine works too, and the progress then names it (``restored_from``).
 
-        Everything is opened and compared with the model by every rank before anything is changed.
+        Every rank opens all files and compares them with the model before anything changes.
 
         Raises
         ------
         DamagedCheckpoint
-            A file of it is missing, cut short or not what it should be; nothing was changed.
+            A file is missing, cut short or malformed; nothing was changed.
         WorkspaceError
-            It is of another model or format.
+            It belongs to another model or has another format.
         """
         self.drop()
         opened: _Opened | None = None
@@ -271,7 +271,7 @@ class Engine(ABC):
             progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
         if progress.pop("format", None) != FORMAT_VERSION:
             raise WorkspaceError(
-                f"{folder} is a checkpoint of another format",
+                f"{folder} is a checkpoint in another format",
                 expected=f"format {FORMAT_VERSION}",
                 fix="remove the checkpoint, or use the version of refiner that wrote it",
             )
@@ -287,7 +287,7 @@ class Engine(ABC):
         return {"world": self.ranks.world, "engine": self.name}
 
     def _copied(self, name: str, tensor: Any) -> torch.Tensor:
-        """A copy in host memory, contiguous; finished when this returns."""
+        """A contiguous copy in host memory, complete on return."""
         kept = self._copies.get(name)
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
             shape = tuple(tensor.shape)
@@ -295,23 +295,23 @@ class Engine(ABC):
             self._copies[name] = kept
         return kept.copy_(tensor.detach())
 
-    # ------------------------------------------------------------ what comes out
+    # ------------------------------------------------------------ output
 
     def export(self, folder: Path) -> None:
-        """Write the model and tokenizer as ``from_pretrained`` takes them (rank 0 writes)."""
+        """Write the model and tokenizer for ``from_pretrained`` (rank 0 writes)."""
         self._require_equal_weights()
         weights = self._exported()
         export = partial(loading.export, self.model, self.tokenizer, folder, weights)
         on_first(self.ranks, export)
 
     def memory(self) -> dict[str, float]:
-        """``memory/…`` metrics: the most of any rank so far, GiB."""
+        """``memory/…`` metrics: the peak of any rank so far, GiB."""
         mine = loading.memory_metrics(self.device)
         gathered = self.ranks.gather(mine) or []
         return self.ranks.broadcast({n: max((v[n] for v in gathered), default=0.0) for n in mine})
 
     def _exported(self) -> dict[str, Any] | None:
-        """Whole weights on rank 0; None: those of the model itself."""
+        """Whole weights on rank 0; None for those of the model itself."""
         return None
 
     def _require_equal_weights(self) -> None:
@@ -322,13 +322,13 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def require_equal_weights(model: Any, ranks: Ranks) -> None:
-    """Fail where two ranks do not hold bitwise the same weights.
+    """Raise if two ranks do not hold bitwise the same weights.
 
     Raises
     ------
     StageFailed
-        On every rank: something is wrong with a machine or a library, and a checkpoint of it would
-        hold the weights of one rank only.
+        On every rank: a machine or a library is faulty, and a checkpoint would hold the weights
+        of one rank only.
     """
     if ranks.world == 1:
         return
@@ -346,7 +346,7 @@ def require_equal_weights(model: Any, ranks: Ranks) -> None:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _fingerprint(model: Any) -> int:
-    """The same for the same bits (and hardly ever for others): sums of the bits as integers."""
+    """A hash of the bits (collisions are unlikely): sums of the bits as integers."""
     sums = [
         tensor.contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
         for tensor in model_tensors(model).values()
@@ -356,8 +356,8 @@ def _fingerprint(model: Any) -> int:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """A model in evaluation mode: while it trains with activation checkpointing, transformers keeps
-    no cache, and what it generates is wrong."""
+    """A model in evaluation mode: in training with activation checkpointing, transformers keeps no
+    cache, and its generation is wrong."""
     training = model.training
     model.eval()
     try:
@@ -367,7 +367,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def shares(sizes: Mapping[str, int], world: int) -> list[list[str]]:
-    """Which rank writes which parameter: the largest first, to the rank with the least so far."""
+    """Assignment of parameters to writing ranks: the largest first, to the least loaded rank."""
     loads = [0] * world
     chosen: list[list[str]] = [[] for _ in range(world)]
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
@@ -378,7 +378,7 @@ def shares(sizes: Mapping[str, int], world: int) -> list[list[str]]:
 
 
 def rng_state() -> dict[str, Any]:
-    """Every random state of the process, in types that torch loads without pickle's dangers."""
+    """Every random state of the process, in types that torch loads without full pickle."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -390,7 +390,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the random states back. CUDA's are left alone where the devices are others."""
+    """Restore the random states. CUDA's are left alone if the devices differ."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -401,7 +401,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a file, to the disk."""
+    """Write a file, with fsync."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

@@ -1,20 +1,19 @@
-"""DeepSpeed: ZeRO-2 and 3 share optimiser states, gradients and weights out over the ranks.
+"""DeepSpeed: ZeRO-2 and 3 shard optimiser states, gradients and weights over the ranks.
 
 In: a training stage's section and the ranks. Out: an
 :class:`~refiner_core.training.engines.protocol.Engine`.
 
-DeepSpeed is asked for what it does well (partitioning, gathering, reducing, stepping) and for
-nothing else: batches, loss scales, schedules, norms that are not finite, and checkpoints are ours,
-the same as in plain torch. Points to know:
+DeepSpeed does partitioning, gathering, reducing and stepping only. Batches, loss scales, schedules,
+non-finite norms and checkpoints are handled here, the same as in plain torch. Points to know:
 
 * Gradients are summed over packs and over ranks in float32; DeepSpeed averages over ranks, so a
-  loss is multiplied by their number first.
-* DeepSpeed must know before a backward pass whether it is the step's last. A loop tells by asking
-  for the norm or the step, so a backward pass is put off until what comes next is known.
-* A model is loaded whole on each rank's device and checked there before it is taken apart.
-* Weights are read whole inside :meth:`ZeroEngine.whole` only.
+  loss is first multiplied by their number.
+* DeepSpeed must know before a backward pass whether it is the step's last. A loop shows this by
+  asking for the norm or the step, so a backward pass is deferred until the next call.
+* A model is loaded whole on each rank's device and checked there before it is partitioned.
+* Weights can be read whole only inside :meth:`ZeroEngine.whole`.
 
-DeepSpeed is imported when the first engine is opened: that takes seconds.
+DeepSpeed is imported when the first engine is opened, since the import takes seconds.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from refiner_core.training.model.logprobs import Entropy, ScoringModel, TokenSco
 from refiner_core.training.model.optim import adamw, parameter_groups, trainable
 from refiner_core.training.ranks import Ranks
 
-#: What DeepSpeed puts in the place of a norm that is not finite.
+#: DeepSpeed's placeholder for a norm that is not finite.
 _INVALID = -1.0
 
 
 def gradient_norm(optimizer: Any) -> float:
-    """The global 2-norm of the summed gradients; infinite where it is not finite."""
+    """The global 2-norm of the summed gradients; infinite if it is not finite."""
     if hasattr(optimizer, "scaled_global_norm"):  # ZeRO-2
         norm = float(optimizer.scaled_global_norm())
     else:
@@ -55,8 +54,8 @@ def gradient_norm(optimizer: Any) -> float:
 
 
 def drop_gradients(wrapped: Any) -> None:
-    """Take the way that DeepSpeed takes for gradients that are not finite: nothing is changed, and
-    all that was accumulated is cleared."""
+    """Use DeepSpeed's handling of non-finite gradients: no update, and all accumulated gradients
+    are cleared."""
     optimizer = wrapped.optimizer
     zero3 = not hasattr(optimizer, "scaled_global_norm")
     name = "_get_norm_groups" if zero3 else "scaled_global_norm"
@@ -64,15 +63,15 @@ def drop_gradients(wrapped: Any) -> None:
     setattr(optimizer, name, lambda *_: [invalid] if zero3 else invalid)
     said = logging.getLogger("DeepSpeed")
     level = said.level
-    said.setLevel(logging.ERROR)  # it would warn of an overflow
+    said.setLevel(logging.ERROR)  # suppresses its overflow warning
     try:
         wrapped.step()
     finally:
         said.setLevel(level)
         delattr(optimizer, name)
     if not optimizer.overflow:
-        raise RuntimeError("DeepSpeed made an update that was to be given up")
-    if not zero3:  # with offload it forgets these, and would add the next step's to them
+        raise RuntimeError("DeepSpeed made an update that should have been dropped")
+    if not zero3:  # with offload it keeps these, and would add the next step's
         for group in optimizer.averaged_gradients:
             optimizer.averaged_gradients[group] = None
 
@@ -81,7 +80,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def _share(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, padded like DeepSpeed's."""
+    """This rank's part of a whole tensor, padded as in DeepSpeed."""
     import torch.distributed as dist
 
     size = parameter.ds_tensor.numel()
@@ -93,7 +92,7 @@ def _share(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
 
 log = logging.getLogger(__name__)
 
-#: Numbers that DeepSpeed gathers or reduces at once.
+#: Elements that DeepSpeed gathers or reduces at once.
 BUCKET_ELEMENTS = 200_000_000
 
 
@@ -104,8 +103,8 @@ def open_zero_engine(
     ranks: Ranks,
     device: Any,
 ) -> _ZeroEngine:
-    """The model of ``model_ref`` under ``section.deepspeed_stage``: 3, or 2, which 1 is, too: for
-    the same traffic it also shares out the gradients.
+    """The model of ``model_ref`` under ``section.deepspeed_stage`` 3, or 2, which is also used for
+    1: it shards the gradients too, for the same traffic.
 
     Raises
     ------
@@ -124,7 +123,7 @@ def open_zero_engine(
     module = ScoringModel(loaded.model)
     module.train(loaded.model.training)
     said = io.StringIO()
-    with redirect_stdout(said):  # it prints how much memory the machine has, and more
+    with redirect_stdout(said):  # it prints the machine's memory, among others
         wrapped, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=settings, dist_init_required=False
         )
@@ -136,7 +135,7 @@ def open_zero_engine(
 def _deepspeed_settings(
     section: SftConfig | GrpoConfig, stage: int, config: ModelConfig, width: int, *, cuda: bool
 ) -> dict[str, Any]:
-    """Settings of DeepSpeed, as the dictionary that it takes for a file."""
+    """Settings of DeepSpeed, as the dictionary form of its configuration file."""
     zero: dict[str, Any] = {
         "stage": stage,
         "contiguous_gradients": True,
@@ -149,7 +148,7 @@ def _deepspeed_settings(
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
     if stage == 3:
         zero |= {
-            # Vectors stay whole everywhere; matrices do not, however small.
+            # Vectors stay whole on all ranks; matrices do not, however small.
             "stage3_param_persistence_threshold": 10 * width,
             "stage3_prefetch_bucket_size": BUCKET_ELEMENTS // 4,
             "memory_efficient_linear": False,  # it would replace torch's own for the whole process
@@ -157,13 +156,13 @@ def _deepspeed_settings(
         if section.offload_param:
             zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # losses are weighted by us
-        "gradient_accumulation_steps": 1,  # and boundaries are set by us
+        "train_micro_batch_size_per_gpu": 1,  # losses are weighted here
+        "gradient_accumulation_steps": 1,  # and boundaries are set here
         "gradient_clipping": max(0.0, section.max_grad_norm),
         "bf16": {"enabled": config.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
-        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU, unbuilt
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW needs no build on the CPU
         "zero_optimization": zero,
         "steps_per_print": None,
         "wall_clock_breakdown": False,
@@ -171,7 +170,7 @@ def _deepspeed_settings(
 
 
 class _ZeroEngine(Engine):
-    """A model that DeepSpeed shares out."""
+    """A model sharded by DeepSpeed."""
 
     def __init__(
         self,
@@ -183,10 +182,10 @@ class _ZeroEngine(Engine):
         learning_rate: float,
     ) -> None:
         super().__init__(loaded, wrapped.device, config, ranks)
-        #: Whether weights are shared out.
+        #: Whether weights are sharded.
         self.name, self.partitioned = f"zero{stage}", stage == 3
         self._wrapped, self._learning_rate = wrapped, learning_rate
-        self._pending: Any = None  # a loss whose backward pass was put off
+        self._pending: Any = None  # a loss whose backward pass is deferred
         self._last: tuple[Batch, float, Entropy] | None = None
         self._begun = self._reduced = False
         self._norm: float | None = None
@@ -203,9 +202,9 @@ class _ZeroEngine(Engine):
             return TokenScores(*self._wrapped(batch, temperature, entropy))
 
     def backward(self, loss: Any) -> None:
-        """Add the gradients of a loss, before anything else happens to them."""
+        """Add the gradients of a loss; the backward pass is deferred."""
         if self._reduced:
-            raise RuntimeError("gradients were summed over the ranks already; step or drop first")
+            raise RuntimeError("gradients are already summed over the ranks; step or drop first")
         self._run_pending(last=False)
         self._pending = loss * self.ranks.world
         self._begun = True
@@ -223,7 +222,7 @@ class _ZeroEngine(Engine):
         return norm
 
     def gradient_norm(self) -> float:
-        """The norm of the gradients; no more can be added to them."""
+        """The norm of the gradients; afterwards no more can be added."""
         if not self._begun:
             return 0.0
         self._reduce()
@@ -241,7 +240,7 @@ class _ZeroEngine(Engine):
     @contextmanager
     def whole(self) -> Iterator[Any]:
         """The model with all its weights, in evaluation mode and without DeepSpeed's hooks. Under
-        ZeRO-3 it takes the memory of all weights on every rank."""
+        ZeRO-3 every rank needs memory for all weights."""
         self._run_pending(last=False)
         parameters = list(self.model.parameters())
         with (
@@ -253,7 +252,7 @@ class _ZeroEngine(Engine):
 
     @contextmanager
     def gathered(self, tensors: Sequence[Any], *, changed: bool = False) -> Iterator[None]:
-        """Whole weights of ZeRO-3 parameters on every rank; others are whole already."""
+        """Whole weights of ZeRO-3 parameters on every rank; other weights already are."""
         partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
         if not partitioned:
             yield
@@ -315,7 +314,7 @@ class _ZeroEngine(Engine):
                 self._state_of(flat)["step"].fill_(steps)
 
     def _set(self, parameter: Any, kind: str | None, whole: torch.Tensor) -> None:
-        """Put this rank's share of a whole float32 tensor where the optimiser has it."""
+        """Store this rank's share of a whole float32 tensor in the optimiser."""
         from deepspeed.utils import (
             safe_set_full_fp32_param,
             safe_set_full_optimizer_state,
@@ -339,7 +338,7 @@ class _ZeroEngine(Engine):
     # ------------------------------------------------------------ flat partitions
 
     def _flat(self) -> list[Any]:
-        """This rank's flat float32 partitions, which the optimiser steps."""
+        """This rank's flat float32 partitions, the optimiser's parameters."""
         optimizer = self._wrapped.optimizer
         zero3 = self.partitioned
         name = "fp32_partitioned_groups_flat" if zero3 else "single_partition_of_fp32_groups"
@@ -350,7 +349,7 @@ class _ZeroEngine(Engine):
         return state
 
     def _steps(self) -> torch.Tensor | None:
-        """Number of updates made; None before the first."""
+        """Number of updates; None before the first."""
         states = self._wrapped.basic_optimizer.state
         found = [states[flat]["step"] for flat in self._flat() if states.get(flat)]
         return found[0].detach().to("cpu") if found else None
@@ -365,15 +364,15 @@ class _ZeroEngine(Engine):
         self._link_moments()
 
     def _link_moments(self) -> None:
-        """Let parameters know where their moments are. DeepSpeed does it once, after the first of
-        its parameter groups was stepped: the other groups' moments are not there yet."""
+        """Link parameters to their moments. DeepSpeed does it once, after the first of its
+        parameter groups was stepped: the other groups' moments do not exist yet."""
         optimizer = self._wrapped.optimizer
         if not self.partitioned:
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
 
     def _exported(self) -> dict[str, Any]:
-        """Whole weights, which rank 0 gathers in host memory."""
+        """Whole weights, gathered by rank 0 in host memory."""
         first = self.ranks.rank == 0
         return {
             name: tensor.to("cpu", copy=True)
@@ -390,14 +389,14 @@ class _ZeroEngine(Engine):
         if loss is None:
             return
         self._wrapped.set_gradient_accumulation_boundary(last)
-        with torch.enable_grad():  # whoever asks next may not want any
+        with torch.enable_grad():  # the next caller may have disabled gradients
             self._wrapped.backward(loss, scale_wrt_gas=False)
         self._reduced = last
 
     def _reduce(self) -> None:
-        """End the accumulation of this step."""
+        """Finish the accumulation of this step."""
         if not self._reduced and self._pending is None and self._last is not None:
-            # The last backward pass ran before anybody knew that it was: one more, that adds 0.
+            # The last backward pass ran before it was known to be the last: run one more, adding 0.
             batch, temperature, entropy = self._last
             with torch.enable_grad():
                 scores = self._wrapped(batch, temperature, entropy)
@@ -411,7 +410,7 @@ class _ZeroEngine(Engine):
 
 @contextmanager
 def _without_hooks(module: Any) -> Iterator[None]:
-    """DeepSpeed's hooks would gather and free weights in the middle of somebody else's forward."""
+    """Remove DeepSpeed's hooks, which would gather and free weights inside another forward pass."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     kept = [(m, name, getattr(m, name)) for m in module.modules() for name in names]
     try:
@@ -424,13 +423,13 @@ def _without_hooks(module: Any) -> Iterator[None]:
 
 
 def _import_deepspeed(device: Any) -> Any:
-    """The package, quiet, and told which kind of device it is for."""
+    """The package, with quiet logging, set up for the kind of device."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    # It takes the GPU of this number, also where a rank sees its own only: when it is opened, and
+    # It uses the GPU of this number, even if a rank sees only its own: when it is opened, and
     # again at the first steps under ZeRO-3.
     number = os.environ.get("LOCAL_RANK", "0") if device.index is None else str(device.index)
     os.environ["LOCAL_RANK"] = number
-    # It calls what this torch has renamed, at every gather.
+    # At every gather it calls a function that this torch has renamed.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     try:
         import deepspeed
@@ -441,13 +440,13 @@ def _import_deepspeed(device: Any) -> Any:
             fix="install it (`pip install deepspeed`), or set deepspeed_stage=null",
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # On a CPU it would compile an all-reduce of its own first, which not every CPU can run.
+    # On a CPU it would first compile its own all-reduce, which not every CPU can run.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def _join_process_group(device: Any) -> None:
-    """A process by itself is a group of one; others have joined theirs already."""
+    """Make a single process a group of one; ranks have already joined theirs."""
     import torch.distributed as dist
 
     if not dist.is_initialized():

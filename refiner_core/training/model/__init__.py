@@ -1,6 +1,6 @@
-"""The model itself: in and out of a folder, its log-probabilities, tensors and optimisers.
+"""The model: loading and export, log-probabilities, optimisers.
 
-In order of reading: ``loading`` (a folder to a model that may be trained, and back; parameters by
+In order of reading: ``loading`` (from a folder to a trainable model and back; parameters by
 name), ``logprobs`` (a batch to log-probabilities of its targets), ``optim`` (gradients to weights,
 schedules).
 """

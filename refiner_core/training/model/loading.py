@@ -1,11 +1,11 @@
-"""A model comes in, runs in plain torch in one process, and goes out.
+"""Loading and export of a model in one process.
 
 In: a folder or Hub name and the ``model`` section. Out: a live model and tokenizer, and at the end
-an exported folder that ``from_pretrained`` takes.
+an exported folder for ``from_pretrained``.
 
-Loading checks what training relies on, on the model itself: that packed sequences do not see each
-other, and that output head times last hidden state is all there is to a logit. A model that does
-otherwise (linear attention, soft-capped logits) is refused instead of trained wrongly.
+Loading verifies training's assumptions on the model itself: packed sequences do not attend to each
+other, and a logit is exactly output head times last hidden state. A model that violates them
+(linear attention, soft-capped logits) is refused instead of trained wrongly.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ WEIGHTS = "model.safetensors"
 
 
 def load_weights(folder: Path, model: Any) -> None:
-    """Put the saved parameters and buffers into ``model``.
+    """Load the saved parameters and buffers into ``model``.
 
     Raises
     ------
     WorkspaceError
-        If they are those of another model, or cannot be read.
+        They belong to another model, or cannot be read.
     """
     saved = saved_tensors(folder / WEIGHTS)
     check_shapes(model, saved, folder)
@@ -58,7 +58,7 @@ def check_shapes(model: Any, saved: Mapping[str, torch.Tensor], folder: Path) ->
     Raises
     ------
     WorkspaceError
-        Names one that differs.
+        The message names a differing tensor.
     """
     shapes = {name: whole_shape(tensor) for name, tensor in model_tensors(model).items()}
     found = {name: tuple(tensor.shape) for name, tensor in saved.items()}
@@ -72,20 +72,20 @@ def check_shapes(model: Any, saved: Mapping[str, torch.Tensor], folder: Path) ->
 
 
 def model_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters (a tied one under its first name) and persistent buffers, as they lie here."""
+    """Parameters (a tied one under its first name) and persistent buffers, as stored here."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters())
     persistent = model.state_dict(keep_vars=True).keys()
     return named | {name: b for name, b in model.named_buffers() if name in persistent}
 
 
 def whole_shape(tensor: Any) -> tuple[int, ...]:
-    """The shape of a tensor, also where DeepSpeed keeps a part of it here."""
+    """The full shape of a tensor, also if DeepSpeed keeps only a part of it here."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def saved_tensors(*paths: Path) -> dict[str, torch.Tensor]:
-    """The tensors of several safetensors files, mapped: each is read when it is used. A file that
-    is cut short is a :class:`DamagedCheckpoint`."""
+    """The tensors of several safetensors files, memory-mapped: each is read on use. A truncated
+    file raises :class:`DamagedCheckpoint`."""
     found: dict[str, torch.Tensor] = {}
     for path in paths:
         with reading(path):
@@ -95,7 +95,7 @@ def saved_tensors(*paths: Path) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Whatever a reading library makes of a damaged file."""
+    """Turn any error of a reading library into :class:`DamagedCheckpoint`."""
     try:
         yield
     except MemoryError:
@@ -104,12 +104,12 @@ def reading(path: Path) -> Iterator[None]:
         raise DamagedCheckpoint(
             f"{path} cannot be read ({error})",
             expected="a complete checkpoint of this stage",
-            fix="remove the checkpoint to go on from the one before it",
+            fix="remove the checkpoint to resume from the previous one",
         ) from error
 
 
 def read_pickled(path: Path) -> Any:
-    """Content that torch.save wrote, tensors and plain values only."""
+    """Content written by torch.save, tensors and plain values only."""
     with reading(path):
         return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -117,15 +117,14 @@ def read_pickled(path: Path) -> Any:
 _LEAK_TOLERANCE = 1e-3
 _HEAD_TOLERANCE = 1e-2
 _GIB = 2**30
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of `ru_maxrss`
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of `ru_maxrss` in bytes
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to train, its tokenizer, and how it wants its packs.
+    """A model ready to train, its tokenizer, and the layout of its packs.
 
-    ``share_prompts`` and ``balance`` are what :mod:`refiner_core.training.batches` calls
-    so.
+    ``share_prompts`` and ``balance`` are arguments of :mod:`refiner_core.training.batches`.
     """
 
     model: Any
@@ -140,7 +139,7 @@ class Loaded:
 
     @property
     def pad_id(self) -> int:
-        """Token of padding; any token would do, since nothing sees it."""
+        """Padding token; any token works, since it is masked."""
         return int(self.tokenizer.pad_token_id or 0)
 
 
@@ -150,8 +149,8 @@ def load_for_training(
     """Load a model and its tokenizer for training, and check that it can be packed.
 
     ``model_ref`` is a folder or Hub id; the revision applies to Hub ids only. ``reentrant`` chooses
-    the kind of activation checkpointing: ZeRO-3 needs the older one, because what the newer one
-    compares of saved weights changes when they are gathered and freed.
+    the older kind of activation checkpointing, needed by ZeRO-3: the newer one compares properties
+    of saved weights that change when they are gathered and freed.
     """
     model = load_model(model_ref, config, device)
     loaded = Loaded(
@@ -165,7 +164,7 @@ def load_for_training(
         model.activation_checkpointing_enable(
             activation_checkpointing_kwargs={"use_reentrant": reentrant}
         )
-        model.train()  # transformers recomputes in train mode only; there is no dropout left
+        model.train()  # transformers recomputes in train mode only; dropout is off
     return loaded
 
 
@@ -177,8 +176,8 @@ def load_model(model_ref: str, config: ModelConfig, device: Any) -> Any:
 
 
 def memory_metrics(device: Any) -> dict[str, float]:
-    """The most memory that this process has taken so far, GiB: of the host, and of its GPU where it
-    has one. Measurements: a step logs them."""
+    """Peak memory of this process so far, GiB: of the host, and of its GPU if it has one. Logged
+    by a step as measurements."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / _GIB
     found = {"memory/host_peak_gib": most}
     if device.type == "cuda":
@@ -187,7 +186,7 @@ def memory_metrics(device: Any) -> dict[str, float]:
 
 
 def disable_dropout(model: Any) -> None:
-    """Set every dropout to 0: log-probabilities must be those of the model that samples."""
+    """Set every dropout to 0: log-probabilities must be those of the sampling model."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -196,12 +195,12 @@ def disable_dropout(model: Any) -> None:
 
 
 def check_window(model: Any, longest: int) -> None:
-    """Refuse sequences of ``longest`` tokens where the model has positions for fewer.
+    """Refuse sequences of ``longest`` tokens if the model has fewer positions.
 
     Raises
     ------
     ConfigurationError
-        With both numbers.
+        The message has both numbers.
     """
     window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if window is not None and longest > window:
@@ -213,8 +212,8 @@ def check_window(model: Any, longest: int) -> None:
 
 
 def check_model(loaded: Loaded) -> None:
-    """Refuse a model whose packed sequences see each other, or whose head's weight is not the whole
-    logit (one with a bias, a cap).
+    """Refuse a model whose packed sequences attend to each other, or whose logits need more than
+    the head's weight (a bias, a cap).
 
     Two packs differ only in their first sequence; with isolated blocks the second one's hidden
     states cannot differ.
@@ -222,7 +221,7 @@ def check_model(loaded: Loaded) -> None:
     Raises
     ------
     UnsupportedError
-        If either does not hold.
+        Either condition fails.
     """
     model, device = loaded.model, loaded.device
     vocabulary = int(model.config.get_text_config().vocab_size)
@@ -249,10 +248,10 @@ def check_model(loaded: Loaded) -> None:
 def export(
     model: Any, tokenizer: Any, folder: Path, weights: Mapping[str, Any] | None = None
 ) -> None:
-    """Write model and tokenizer as ``from_pretrained`` takes them (safetensors; tied weights once).
+    """Write model and tokenizer for ``from_pretrained`` (safetensors; tied weights once).
 
-    ``weights`` stand in for the model's own, where those are not whole. A folder from an earlier
-    try is replaced.
+    ``weights`` replace the model's own if those are not whole. A folder of an earlier attempt is
+    replaced.
     """
     part = folder.with_name(f".{folder.name}.part")
     for leftover in (part, folder):
@@ -265,7 +264,7 @@ def export(
 
 
 def _can_share_prompts(model: Any) -> bool:
-    """A hand-made mask reaches every layer alike, so all layers must attend to everything."""
+    """Whether all layers use full attention: a custom mask reaches every layer alike."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     full = all(kind == "full_attention" for kind in kinds)
@@ -275,10 +274,10 @@ def _can_share_prompts(model: Any) -> bool:
 
 def _attention_balance(model: Any) -> float | None:
     """The row length at which dense attention costs as much as a layer's matrices; None for kernels
-    that skip what a block does not see.
+    that skip masked blocks.
 
-    Per token and layer: 2 x parameters against 4 x length x attention width floating-point
-    operations, forward.
+    Forward floating-point operations per token and layer: 2 x parameters for the matrices,
+    4 x length x attention width for attention.
     """
     config = model.config.get_text_config()
     if config._attn_implementation in ("flash_attention_2", "flex_attention"):

@@ -1,15 +1,14 @@
 """Log-probabilities of a batch's targets under a model.
 
-In: a causal language model of transformers and a
-:class:`~refiner_core.training.batches.Batch`.
-Out: for each of T targets its log-probability in float32 and, where asked, the entropy there.
+In: a causal language model of transformers and a :class:`~refiner_core.training.batches.Batch`.
+Out: for each of T targets its log-probability in float32 and, if requested, the entropy there.
 
-Only positions that predict a loss token go through the output head, and in chunks: the backward
-pass makes a chunk's logits again, so that vocabulary x length logits are never alive at once,
-forward or backward. What fits into one chunk is kept instead, which saves the second time.
+Only positions that predict a loss token go through the output head, in chunks: the backward pass
+recomputes a chunk's logits, so that vocabulary x length logits never exist at once, forward or
+backward. If everything fits into one chunk it is kept, which saves the recomputation.
 
 :class:`ScoringModel` is the same computation as one module. ZeRO-3 needs that: it gathers a
-module's weights when the module runs, and frees them after.
+module's weights when the module runs, and frees them afterwards.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from refiner_core.training.batches import Batch
 #: Whether entropies are computed, and whether a gradient flows through them.
 Entropy = Literal["off", "metric", "loss"]
 
-#: Logits alive at once (float32 elements): 256 MiB.
+#: Logits in memory at once (float32 elements): 256 MiB.
 CHUNK_ELEMENTS = 1 << 26
 
 
 class TokenScores(NamedTuple):
-    """Over T targets, float32. ``entropy_T`` is empty where it was not asked for."""
+    """Over T targets, float32. ``entropy_T`` is empty if not requested."""
 
     logprob_T: torch.Tensor
     entropy_T: torch.Tensor
@@ -44,7 +43,7 @@ def token_scores(
 
 
 class ScoringModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """:func:`token_scores` as a module of its own, whose parameters are those of ``model``."""
+    """Module form of :func:`token_scores`; its parameters are those of ``model``."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class ScoringModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
     def forward(
         self, batch: Batch, temperature: float, entropy: Entropy
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What :class:`TokenScores` holds, as a plain tuple."""
+        """The fields of :class:`TokenScores`, as a plain tuple."""
         hidden_TD = hidden_states(self.model, batch)
         scores: tuple[torch.Tensor, torch.Tensor] = self.head(
             hidden_TD, batch.target_T, temperature, entropy
@@ -63,7 +62,7 @@ class ScoringModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
 
 
 class _Head(torch.nn.Module):  # type: ignore[misc]
-    """The output head's weights under a forward of our own (tied ones stay tied)."""
+    """The output head's weights with a forward of this module (tied weights stay tied)."""
 
     def __init__(self, head: Any) -> None:
         super().__init__()
@@ -94,12 +93,13 @@ def head_scores(
     temperature: float = 1.0,
     entropy: Entropy = "off",
 ) -> TokenScores:
-    """Scores from hidden states. Logits come in the type of the weights, all else is float32."""
+    """Scores from hidden states. Logits have the type of the weights, everything else is
+    float32."""
     return TokenScores(*_LinearLogprob.apply(hidden_TD, weight_VD, target_T, temperature, entropy))
 
 
 def _mask_for(model: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """sdpa takes booleans; eager attention adds the mask to the scores."""
+    """The mask: sdpa takes booleans; eager attention adds it to the scores."""
     if mask is None or model.config._attn_implementation == "sdpa":
         return mask
     lowest = torch.finfo(model.dtype).min
@@ -179,8 +179,7 @@ class _LinearLogprob(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:
-    """Slices of at most :data:`CHUNK_ELEMENTS` logits; one at least, and none longer by one than
-    another without need."""
+    """Slices of at most :data:`CHUNK_ELEMENTS` logits, at least one, of nearly equal length."""
     count = max(1, -(-rows * vocabulary // CHUNK_ELEMENTS))
     size = max(1, -(-rows // count))
     return [slice(start, start + size) for start in range(0, max(1, rows), size)]
@@ -196,7 +195,7 @@ def _log_softmax(
 
 
 def _entropy(logp_TV: torch.Tensor) -> torch.Tensor:
-    """Without a third tensor of T x V: a batch of inner products."""
+    """Entropy without a third T x V tensor: a batch of inner products."""
     if logp_TV.shape[0] == 0:
         return logp_TV.new_empty(0)
     return -torch.bmm(logp_TV.exp()[:, None, :], logp_TV[:, :, None]).flatten()

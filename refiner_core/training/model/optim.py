@@ -1,11 +1,11 @@
 """Optimisers and learning-rate schedules.
 
-In: a model and the fields of its configuration. Out: torch's optimisers over its parameters, by
-groups, which an engine steps (:mod:`refiner_core.training.engines`).
+In: a model and the fields of its configuration. Out: torch optimisers over its parameter groups,
+stepped by an engine (:mod:`refiner_core.training.engines`).
 
-Schedules are functions of the step alone, so there is no scheduler state to lose. Weights kept in
+Schedules are functions of the step alone, so there is no scheduler state to save. Weights in
 bfloat16 train through a float32 copy ("master weights"): at learning rates near 1e-6 most updates
-would otherwise round to nothing. Their gradients are added up in float32, too.
+would otherwise round to nothing. Their gradients are summed in float32 as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEWTON_SCHULZ_STEPS = 5
 MUON_MOMENTUM = 0.95
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
-#: What an optimiser keeps of a parameter: AdamW the first three, Muon the last.
+#: An optimiser's tensors of a parameter: AdamW the first three, Muon the last.
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
 MUON_STATE = ("momentum",)
 
@@ -33,10 +33,10 @@ MUON_STATE = ("momentum",)
 def schedule_factor(
     step: int, total_steps: int, schedule: Schedule, warmup_ratio: float = 0.0
 ) -> float:
-    """What the peak learning rate is multiplied by at ``step`` (counted from 0).
+    """Factor on the peak learning rate at ``step`` (counted from 0).
 
-    Linear warm-up over the first ``round(total * warmup_ratio)`` steps, whose first is not 0; then
-    constant, or down to 0 one step after the last.
+    Linear warm-up over the first ``round(total * warmup_ratio)`` steps, nonzero from the first;
+    then constant, or a decay to 0 one step after the last.
     """
     warmup = round(total_steps * warmup_ratio)
     if step < warmup:
@@ -50,7 +50,8 @@ def schedule_factor(
 
 
 def orthogonalize(matrices_BMN: torch.Tensor) -> torch.Tensor:
-    """U V^T of each matrix U S V^T, nearly: five steps leave singular values in about .7 to 1.2."""
+    """Approximately U V^T of each matrix U S V^T: five steps leave singular values of about
+    .7-1.2."""
     a, b, c = NEWTON_SCHULZ
     x = matrices_BMN.to(torch.bfloat16 if matrices_BMN.is_cuda else torch.float32)
     tall = x.shape[-2] > x.shape[-1]
@@ -64,10 +65,10 @@ def orthogonalize(matrices_BMN: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untyped here
-    """Momentum, orthogonalised: each 2-D weight moves by the same amount in every direction.
+    """Orthogonalised momentum: each 2-D weight moves by the same amount in every direction.
 
     Nesterov momentum .95, then :func:`orthogonalize`, scaled by sqrt(max(1, rows / columns)). For
-    hidden matrices only; embeddings, heads and vectors belong to AdamW. Decay is decoupled.
+    hidden matrices only; embeddings, heads and vectors use AdamW. Decay is decoupled.
     """
 
     def __init__(self, params: Iterable[Any], lr: float, weight_decay: float = 0.0) -> None:
@@ -101,10 +102,10 @@ class Muon(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untyped her
 
 
 def parameter_groups(model: Any, *, muon: bool = False) -> tuple[list[str], list[str], list[str]]:
-    """Names of parameters by how they are trained (a tied one under its first): AdamW with decay
-    on matrices, without on vectors; with ``muon`` hidden matrices are Muon's, and come last.
+    """Names of parameters by their training (a tied one under its first): AdamW with decay
+    on matrices, AdamW without decay on vectors, and with ``muon`` Muon on hidden matrices, last.
 
-    Call it while weights have their shapes: before ZeRO-3 takes them apart.
+    Call it before ZeRO-3 partitions the weights, while they have their shapes.
     """
     hidden: list[str] = []
     decayed: list[str] = []
@@ -120,7 +121,7 @@ def parameter_groups(model: Any, *, muon: bool = False) -> tuple[list[str], list
 
 
 def trainable(model: Any) -> dict[str, Any]:
-    """Parameters that training moves."""
+    """Trainable parameters."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -141,14 +142,14 @@ def adamw(
 
 
 def master_of(weight: Any) -> Any:
-    """The float32 copy that a weight of a smaller type trains through, else the weight itself."""
+    """The float32 copy of a weight in a smaller type, else the weight itself."""
     if weight.dtype == torch.float32:
         return weight
     return torch.nn.Parameter(weight.detach().float().clone())
 
 
 def adding_to(master: Any) -> Callable[[Any], None]:
-    """Moves a weight's gradient to its master copy, in float32."""
+    """A hook that moves a weight's gradient to its master copy, in float32."""
 
     def move(weight: Any) -> None:
         gradient = weight.grad

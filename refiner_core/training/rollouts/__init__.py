@@ -1,6 +1,6 @@
 """Prompts and tasks to rollouts with rewards and advantages.
 
-In order of reading: ``policies`` (what samples, with which weights), ``rollout`` (answers of one
-step: advantages, what is trained on and stored), ``lane`` (what a rollout is), ``episodes`` (the
-same of episodes), ``pipeline`` (which batch is sampled when, and what is under way).
+In order of reading: ``policies`` (samplers and their weights), ``rollout`` (answers of one step:
+advantages, training samples, stored rows), ``lane`` (the kind of a rollout), ``episodes`` (the
+same for episodes), ``pipeline`` (the sampling schedule and the batches in flight).
 """

@@ -1,10 +1,10 @@
-"""Episodes as rollouts: sampled, rewarded, counted, and written down.
+"""Episodes as rollouts: sampled, rewarded, counted and stored.
 
-In: prepared tasks, a policy that samples turns, an environment. Out: the same things as of single
-answers (:mod:`refiner_core.training.rollouts.rollout`), so that one pipeline carries both:
-completions with a mask of own tokens and a record, rewards, metrics, and rows of rollouts.
+In: prepared tasks, a policy that samples turns, an environment. Out: the same as for single answers
+(:mod:`refiner_core.training.rollouts.rollout`), so that one pipeline handles both: completions
+with a mask of own tokens and a record, rewards, metrics, and rows of rollouts.
 
-An episode is seeded by what it is: ``derive_seed(run seed, "rollout", step, prompt, sample)``.
+An episode's seed is ``derive_seed(run seed, "rollout", step, prompt, sample)``.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ from refiner_core.training.rollouts.rollout import (
 @dataclass(frozen=True)
 class _EpisodeBatch(RolloutBatch):
     """A step's episodes. ``records`` has one entry per sample, ``weights`` one per group: the
-    curriculum's factor, which is in the advantages already."""
+    curriculum's factor, already applied to the advantages."""
 
     records: tuple[EpisodeRecord, ...] = ()
     weights: tuple[float, ...] = ()
 
     def train_samples(self, *, mask_truncated: bool) -> list[TrainSample]:
-        """Episodes of kept groups that have a reward and own tokens. Those that begin with the same
-        tokens stand together, so that packs read these once; groups stay whole."""
+        """Episodes of kept groups that have a reward and own tokens. Episodes with a common prefix
+        are adjacent, so that packs compute it once; groups stay whole."""
         size = len(self.samples) // len(self.groups)
         kept = [
             self._train_sample(i, sample, advantage, i // size)
@@ -95,9 +95,9 @@ class _EpisodeBatch(RolloutBatch):
 
 
 def sampled_logprobs(record: EpisodeRecord, completion: Completion) -> tuple[float, ...]:
-    """Log-probabilities to hold the trainer's own against: NaN in turns that were repaired.
-    Those were decoded greedily, so what stands there is not what they were sampled with; they carry
-    loss like all own tokens, without correction for who sampled them."""
+    """The sampler's log-probabilities; NaN in repaired turns. Those were decoded greedily, so their
+    log-probabilities are not those of the sampling; they carry loss like all own tokens, without
+    importance weights."""
     logprobs = list(completion.logprobs)
     for turn in record.turns:
         if turn.repaired is not None:
@@ -113,7 +113,7 @@ def form_episode_groups(
     weight: Callable[[str], float],
 ) -> _EpisodeBatch:
     """Advantages within each task's samples. ``weight(sample_id)`` is the factor on a task's
-    advantages, which comes after the statistics of its group."""
+    advantages, applied after the statistics of its group."""
     size = grpo.num_samples_per_prompt_rollout
     groups: list[GroupAdvantages] = []
     weights: list[float] = []
@@ -129,7 +129,7 @@ def form_episode_groups(
     )
 
 
-#: Counts of a step that a report sums up.
+#: Counts of a step that the report sums.
 EPISODE_COUNTS = (
     "episodes/successes",
     "episodes/errors",
@@ -137,7 +137,7 @@ EPISODE_COUNTS = (
     "episodes/repairs",
     "episodes/tool_errors",
 )
-#: Further metrics whose course a report keeps.
+#: Further metrics whose curves the report keeps.
 EPISODE_CURVES = ("episodes/success", "episodes/turns")
 
 
@@ -148,12 +148,12 @@ def record_of(sample: Sampled) -> EpisodeRecord:
     return record_from_json(sample.completion.episode)
 
 
-# ---------------------------------------------------------------- what is logged
+# ---------------------------------------------------------------- metrics and rows
 
 
 def attempts(batch: _EpisodeBatch) -> dict[str, tuple[int, int]]:
-    """Attempts and successes of a step, by task. Errors of the infrastructure are no attempts;
-    episodes that are left out of training on purpose are."""
+    """Attempts and successes of a step, by task. Infrastructure errors are no attempts; episodes
+    that are excluded from training on purpose are."""
     found: dict[str, tuple[int, int]] = {}
     for sample, record in zip(batch.samples, batch.records, strict=True):
         if record.status == "finished":
@@ -163,8 +163,8 @@ def attempts(batch: _EpisodeBatch) -> dict[str, tuple[int, int]]:
 
 
 def episode_metrics(batch: _EpisodeBatch) -> dict[str, float]:
-    """Numbers of a step's episodes. Rates and means of outcomes are over those that have one; turns
-    and tokens over all. ``val/stop_rate`` is the share that no limit of turns or context ended."""
+    """Metrics of a step's episodes. Rates and means of outcomes are over those with an outcome;
+    turns and tokens over all. ``val/stop_rate``: share not ended by a limit of turns or context."""
     records = batch.records
     ended = [record for record in records if record.status == "finished"]
     own = [sum(own_tokens(sample.completion)) for sample in batch.samples]
@@ -205,7 +205,7 @@ def episode_metrics(batch: _EpisodeBatch) -> dict[str, float]:
 
 
 def _outcomes(ended: Sequence[EpisodeRecord]) -> Iterator[tuple[str, float]]:
-    """Success, reward and partial score of each, overall and by domain."""
+    """Success, reward and partial score of each episode, overall and by domain."""
     for record in ended:
         found = {"success": record.success, "reward": record.reward, "partial": record.partial}
         for name, value in found.items():
@@ -215,9 +215,9 @@ def _outcomes(ended: Sequence[EpisodeRecord]) -> Iterator[tuple[str, float]]:
 
 
 def episode_rows(step: int, batch: _EpisodeBatch) -> list[dict[str, Any]]:
-    """One row per episode: the columns of single answers, and ``own`` (whose tokens they are),
-    ``episode`` (the record as JSON, without durations, which no run repeats) and
-    ``curriculum_weight``. A log-probability is None where the model has not sampled the token."""
+    """One row per episode: the columns of single answers, plus ``own`` (mask of the model's
+    tokens), ``episode`` (the record as JSON, without durations, which are not reproducible) and
+    ``curriculum_weight``. A log-probability is None if the model did not sample the token."""
     rows = rollout_rows(step, batch)
     size = len(batch.samples) // len(batch.groups)
     for i, (row, sample) in enumerate(zip(rows, batch.samples, strict=True)):
@@ -234,7 +234,7 @@ def _without_durations(sample: Sampled) -> dict[str, Any]:
     return values
 
 
-#: Where the counters of tasks stand in the progress.
+#: Key of the task counters in the progress.
 PROGRESS = "curriculum"
 
 
@@ -244,12 +244,12 @@ class EpisodeLane(Lane):
     Parameters
     ----------
     environment
-        The one to use; None opens the recipe's, where this rank ``samples``.
+        The environment to use; None opens the recipe's, if this rank ``samples``.
 
     Raises
     ------
     UnsupportedError
-        The environment asks a judge, which rank 0 alone has, and every rank samples.
+        The environment needs a judge, which only rank 0 has, but every rank samples.
     """
 
     counts = EPISODE_COUNTS
@@ -270,7 +270,7 @@ class EpisodeLane(Lane):
                 raise UnsupportedError(
                     "environment.nl_assertions is judge, and this process samples episodes "
                     "without a judge: one process of a stage has it",
-                    expected="one training process, or rollout servers, from which it samples",
+                    expected="one training process, or rollout servers",
                     fix="set grpo.nproc_per_node=1, grpo.generation_backend=vllm, or "
                     "environment.nl_assertions=exclude",
                 )
@@ -278,12 +278,12 @@ class EpisodeLane(Lane):
         self.curriculum = Curriculum(config.grpo.curriculum)
 
     def check(self, prompts: Sequence[PromptRow]) -> None:
-        """Refuse, before anything is sampled, rows that are no tasks or leave no room."""
+        """Refuse, before any sampling, rows that are no tasks or leave no space for tokens."""
         for row in prompts:
             task_of_row(row)
         check_room(prompts, self.grpo)
         if self.environment is not None and not self.config.environment.domains:
-            # the data stage has said so too, but is skipped where its outputs are there already
+            # the data stage checks this too, but is skipped if its outputs exist
             check_settings(self.config.environment.shaping, self.environment.domains())
 
     @property
@@ -295,7 +295,7 @@ class EpisodeLane(Lane):
     def sample(
         self, policy: Policy, tokenizer: Any, wanted: Sequence[Wanted], finished: OnCompletion
     ) -> None:
-        """Run episodes; ``finished(place, completion)`` is told of each as it ends."""
+        """Run episodes; ``finished(place, completion)`` is called for each as it ends."""
         assert self.environment is not None, "this rank samples nothing"
         sampling = SamplingParams(self.grpo.temperature, self.grpo.top_p)
         settings = settings_of(self.config, self.environment, sampling)
@@ -305,7 +305,7 @@ class EpisodeLane(Lane):
         )
 
     def read(self, tokenizer: Any, wanted: Wanted, completion: Completion) -> Sampled:
-        """An episode with its text: all that was said in it, by whomever."""
+        """An episode with its text: everything said in it, by all parties."""
         text: str = tokenizer.decode(
             list(completion.token_ids),
             skip_special_tokens=False,
@@ -314,7 +314,7 @@ class EpisodeLane(Lane):
         return sampled(wanted, completion, text)
 
     def rewards(self, *, patient: bool) -> None:
-        """Nothing is asked: the environment has said rewards already."""
+        """None: the environment already gave the rewards."""
 
     def results(
         self,
@@ -322,7 +322,7 @@ class EpisodeLane(Lane):
         samples: Sequence[Sampled],
         on_judged: Callable[[int, int], None],
     ) -> list[RewardResult]:
-        """Rewards of the environment, shaped; refuses where errors ended too many episodes."""
+        """Rewards of the environment, shaped; raises if errors ended too many episodes."""
         environment = self.config.environment
         results = [shaped_reward(record_of(sample), environment) for sample in samples]
         require_episodes(results, environment.max_error_share, of="episodes of a step")
@@ -343,7 +343,7 @@ class EpisodeLane(Lane):
     attempts = staticmethod(attempts)
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        """The counters of tasks."""
+        """Restore the counters of tasks."""
         self.curriculum.restore(progress.get(PROGRESS))
 
     def count(self, progress: dict[str, Any], attempts: Attempts) -> None:

@@ -1,9 +1,9 @@
-"""Lanes of rollouts: an answer to a prompt here, an episode of a task in
+"""Lanes: the kinds of rollouts. Here: one answer to a prompt; episodes of a task are in
 :mod:`refiner_core.training.rollouts.episodes`.
 
 In: the recipe. Out: a :class:`Lane`, which samples, rewards, groups, counts and writes rollouts.
-Everything else about a GRPO step is the same for both: when what is sampled, what is in flight, the
-update, checkpoints.
+The rest of a GRPO step is the same for both: the schedule, batches in flight, the update,
+checkpoints.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Attempts = Mapping[str, tuple[int, int]]
 
 
 class Lane:
-    """One prompt, one answer. Rank 0's has what rewards; the others' sample alone."""
+    """One prompt, one answer. Rank 0's lane also rewards; the others only sample."""
 
-    #: Counts and curves that a report keeps beside the usual ones.
+    #: Additional counts and curves of the report.
     counts: tuple[str, ...] = ()
     curves: tuple[str, ...] = ()
 
@@ -48,17 +48,17 @@ class Lane:
         self.config, self.grpo, self._judge = config, config.grpo, judge
 
     def check(self, prompts: Sequence[PromptRow]) -> None:
-        """Nothing more: the configuration has room for every prompt that the data stage keeps."""
+        """Nothing to check: the configuration has space for every prompt kept by the data stage."""
 
     @property
     def longest(self) -> int:
-        """Most tokens that a rollout can have sampled."""
+        """The most tokens that a rollout can sample."""
         return self.grpo.response_length
 
     def wanted(
         self, prompts: Sequence[PromptRow], step: int, indices: Sequence[int]
     ) -> list[Wanted]:
-        """All samples of some prompts in a step, prompt by prompt."""
+        """All samples of some prompts in a step, grouped by prompt."""
         return [
             Wanted(prompts[i], n, derive_seed(self.config.seed, "rollout", step, i, n), i)
             for i in indices
@@ -68,7 +68,7 @@ class Lane:
     def sample(
         self, policy: Policy, tokenizer: Any, wanted: Sequence[Wanted], finished: OnCompletion
     ) -> None:
-        """Sample rollouts; ``finished(place, completion)`` is told of each as it ends."""
+        """Sample rollouts; ``finished(place, completion)`` is called for each as it ends."""
         grpo = self.grpo
         params = SamplingParams(
             temperature=grpo.temperature,
@@ -84,12 +84,13 @@ class Lane:
         return sampled(wanted, completion, text, closing_ids(tokenizer, completion))
 
     def rewards(self, *, patient: bool) -> RewardStream | None:
-        """Rewards of a batch while it is sampled (rank 0's); None where nothing can."""
+        """Reward stream of a batch while it is sampled, on rank 0; None if rewards cannot
+        stream."""
         assert self._judge is not None
         return RewardStream(self.config.reward, self._judge, patient=patient)
 
     def ask(self, rewards: RewardStream, samples: Mapping[int, Sampled]) -> None:
-        """Let a judge that streams begin with samples, by place."""
+        """Submit samples, by place, to a streaming judge."""
         for place, sample in samples.items():
             rewards.add(place, RewardInput(sample.prompt, sample.text, sample.stopped))
 
@@ -99,7 +100,7 @@ class Lane:
         samples: Sequence[Sampled],
         on_judged: Callable[[int, int], None],
     ) -> list[RewardResult]:
-        """The rewards of a batch; refuses to train where too many have none."""
+        """The rewards of a batch; raises if too many samples have none."""
         rewards = rewards or self.rewards(patient=True)
         assert rewards is not None
         self.ask(rewards, dict(enumerate(samples)))
@@ -117,36 +118,36 @@ class Lane:
         )
 
     def metrics(self, batch: Any) -> dict[str, float]:
-        """Numbers of a step's rollouts."""
+        """Metrics of a step's rollouts."""
         return rollout_metrics(batch)
 
     def rows(self, step: int, batch: Any) -> list[dict[str, Any]]:
-        """A step's rollouts as they are kept."""
+        """Stored rows of a step's rollouts."""
         return rollout_rows(step, batch)
 
     def attempts(self, batch: Any) -> Attempts:
-        """The step's part in the counters of tasks."""
+        """Attempts and successes of the step, by task."""
         return {}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        """Take back what a checkpoint's progress holds."""
+        """Restore counters from a checkpoint's progress."""
 
     def count(self, progress: dict[str, Any], attempts: Attempts) -> None:
-        """Count a step's attempts."""
+        """Add a step's attempts to the progress."""
 
     def report(self) -> dict[str, Any]:
-        """Entries of a report beside the usual ones."""
+        """Additional entries of the report."""
         return {}
 
 
 def sampled(
     wanted: Wanted, completion: Completion, text: str, closing: tuple[int, ...] = ()
 ) -> Sampled:
-    """What was made of what was wanted."""
+    """A :class:`Sampled` from the request and its completion."""
     return Sampled(wanted.prompt_index, wanted.number, wanted.prompt, completion, text, closing)
 
 
 def longest_of(lane: Lane, prompts: Sequence[PromptRow], grpo: GrpoConfig) -> int:
-    """Most tokens that one of these prompts and what is sampled for it can have."""
+    """The most tokens of one of these prompts and its rollout together."""
     longest = max(len(row.prompt_ids) for row in prompts) + lane.longest
     return min(longest, grpo.max_token_length)

@@ -1,30 +1,30 @@
-"""Batches of rollouts on their way to their updates: which is sampled when, and with what weights.
+"""Pipeline of rollout batches: the schedule of sampling, and the weights of each batch.
 
-In: prompts, a policy, a judge (rank 0's). Out: for each step its rollouts with their results, on
-rank 0; the other ranks know how many there are.
+In: prompts, a policy, a judge (on rank 0). Out: for each step its rollouts with their results, on
+rank 0; the other ranks know their number.
 
 The schedule is a function of the step. With ``async_steps`` k, the batch of step t is sampled with
-the weights that max(0, t - 1 - k) steps have made::
+the weights after max(0, t - 1 - k) steps::
 
     k = 1   step t:  take t ─ sync ─ begin t+1 ─ judge t ─ update t        (t+1 is sampled in a
                                           └── sampled in a thread ────>      thread meanwhile)
     k = 0   step t:  sync ─ sample t ─ judge t ─ update t
 
-A sync waits until nothing is sampled, so nothing ever changes under a sample; the judge may be
-behind. Results never depend on how fast anything is. With k = 2 a batch has a step more until it is
+A sync waits until sampling ends, so weights never change during a sample; the judge may lag
+behind. Results never depend on speed. With k = 2 a batch has one more step until it is
 needed, which hides a slow judge, not a slow sampler.
 
-Every rank samples its share of the prompts (or rank 0 has servers do it); what is said between
-ranks is said by the main thread, in the order of steps. Rank 0 collects, and asks the judge: about
-its own samples as they finish, about the others' once they are collected.
+Every rank samples its share of the prompts (or rank 0 uses servers). Ranks communicate from the
+main thread only, in the order of steps. Rank 0 collects, and submits to the judge: its own samples
+as they finish, the others' once they are collected.
 
-With active sampling a batch is *settled* in rounds: while it has too few groups whose rewards
-differ, further prompts are sampled with the same weights. That happens before the next sync.
+With active sampling a batch is *settled* in rounds: while too few groups have differing rewards,
+further prompts are sampled with the same weights, before the next sync.
 
-A batch whose weights are older than ``async_steps`` (a checkpoint of other settings) is dropped and
-counted, and sampled again with the newest. So is one of which errors
-of an environment have ended too many episodes: it ends the stage, no checkpoint keeps it, and the
-next attempt samples it anew.
+A batch whose weights are older than ``async_steps`` (a checkpoint of other settings) is dropped,
+counted, and sampled again with the newest. So is a batch that lost too many episodes to
+environment errors: it ends the stage, no checkpoint includes it, and the next attempt samples it
+again.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ from refiner_core.training.rollouts.policies import Policy
 from refiner_core.training.rollouts.rollout import Sampled
 from refiner_core.training.steps.boundary import Clock, Tell
 
-#: The checkpoint's file, and the version of what it holds.
+#: Name of the checkpoint file, and version of its format.
 IN_FLIGHT = "in_flight.json"
 FORMAT_VERSION = 1
 
 
 @dataclass
 class _Round:
-    """Prompts that are sampled together: a step's only round, but with active sampling.
+    """Prompts that are sampled together: the only round of a step, except with active sampling.
 
-    ``made`` has this rank's own completions by place, and ``read`` the samples of them on rank 0;
+    ``made`` has this rank's own completions by place, and ``read`` their samples on rank 0;
     ``samples`` is complete on rank 0 once all are collected, and ``results`` once they are judged.
     """
 
@@ -87,10 +87,10 @@ class _Round:
 class Flight:
     """A step's batch of rollouts, from its first prompt to its update.
 
-    ``version`` counts the training steps behind the weights that sampled it; ``epoch`` and
-    ``cursor`` say where the data stand after its last prompt. ``settled``: active sampling has done
-    with it; ``cut_short``: an error has ended that. ``lost``: too many of its episodes ended by an
-    error of the infrastructure; no checkpoint keeps it, and it is sampled again.
+    ``version`` counts the training steps of the weights that sampled it; ``epoch`` and ``cursor``
+    give the data position after its last prompt. ``settled``: active sampling is finished;
+    ``cut_short``: an error ended it. ``lost``: too many of its episodes ended by infrastructure
+    errors; no checkpoint includes it, and it is sampled again.
     """
 
     step: int
@@ -105,27 +105,27 @@ class Flight:
 
     @property
     def age(self) -> int:
-        """Training steps between the weights that sampled it and those that it is to train."""
+        """Training steps between the weights that sampled it and those that it will train."""
         return self.step - 1 - self.version
 
     @property
     def size(self) -> int:
-        """Samples, on all ranks."""
+        """Number of samples on all ranks."""
         return sum(len(part.wanted) for part in self.rounds)
 
     @property
     def samples(self) -> list[Sampled]:
-        """All rounds' samples (rank 0's)."""
+        """Samples of all rounds, on rank 0."""
         return [sample for part in self.rounds for sample in part.samples]
 
     @property
     def results(self) -> list[RewardResult]:
-        """All rounds' results (rank 0's), once they are judged."""
+        """Results of all rounds, on rank 0, once they are judged."""
         return [result for part in self.rounds for result in part.results or ()]
 
 
 def to_bytes(flights: Sequence[Flight]) -> bytes:
-    """Bytes that a checkpoint keeps of batches that are sampled."""
+    """Sampled batches in the format of a checkpoint."""
     value = {"format": FORMAT_VERSION, "flights": [_flight_to_json(f) for f in flights]}
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -144,7 +144,7 @@ def _flight_to_json(flight: Flight) -> dict[str, Any]:
 
 
 def _completion(completion: Completion) -> list[Any]:
-    """Tokens, log-probabilities and end; of an episode also whose tokens they are, and its
+    """Tokens, log-probabilities and end reason; for an episode also the mask of own tokens and the
     record."""
     plain = [list(completion.token_ids), list(completion.logprobs), completion.finish_reason]
     if completion.own is None:
@@ -168,7 +168,7 @@ def _completion_again(
 
 
 T = TypeVar("T")
-#: How often a wait for samples says that it goes on, seconds.
+#: Interval of progress messages while waiting for samples, seconds.
 _TICK_S = 1.0
 
 
@@ -178,9 +178,9 @@ class Pipeline:
     Parameters
     ----------
     lane
-        What a rollout is: what samples, rewards and groups them. Rank 0 alone rewards.
+        How rollouts are sampled, rewarded and grouped. Only rank 0 rewards.
     tell
-        Called with (part of a step, samples done, samples in all) while something takes long.
+        Called with (part of a step, samples done, samples in all) during long operations.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Pipeline:
     # ------------------------------------------------------------ a step's rollouts
 
     def begin(self, step: int, position: tuple[int, int], kept: bytes | None, where: str) -> None:
-        """Go on after ``step`` steps, with what the checkpoint kept of later ones."""
+        """Resume after ``step`` steps, with the checkpoint's batches for later ones."""
         flights = [] if kept is None else self._from_bytes(kept, where)
         self._position = max([position, *((f.epoch, f.cursor) for f in flights)])
         for flight in flights:
@@ -219,12 +219,12 @@ class Pipeline:
                 self.flights[flight.step] = flight
 
     def take(self, step: int, clock: Clock) -> Flight:
-        """The batch of ``step``, sampled; with active sampling judged as well.
+        """The batch of ``step``, sampled; with active sampling also judged.
 
         Raises
         ------
         StageFailed
-            The policy does not take over newer weights.
+            The policy still samples with outdated weights.
         """
         self._begin_missing(step, clock)
         more = self.behind and step + self.behind <= self.last
@@ -236,19 +236,19 @@ class Pipeline:
                 f"grpo step {step}: rollouts are sampled with the weights of step "
                 f"{flight.version}, {flight.age} steps behind",
                 expected=f"weights at most {self.behind} steps behind (grpo.async_steps)",
-                fix="look at what samples: it does not take over new weights",
+                fix="check the sampler: it does not load new weights",
             )
         return flight
 
     def ahead(self, step: int, clock: Clock) -> None:
-        """Begin what may be sampled while ``step`` trains, with the weights before its update."""
+        """Start the sampling allowed while ``step`` trains, with the weights before its update."""
         later = step + self.behind
         if self.behind and later <= self.last and later not in self.flights:
             self._sync(step - 1, clock)
             self._start(later, clock)
 
     def judge(self, flight: Flight, clock: Clock) -> None:
-        """See that all its results are there (on rank 0).
+        """Wait for all its results (on rank 0).
 
         Raises
         ------
@@ -260,20 +260,20 @@ class Pipeline:
                 self._judge_round(flight, part)
 
     def done(self, step: int) -> None:
-        """The step is counted: its batch is not needed again."""
+        """Drop the batch of a finished step."""
         self.flights.pop(step, None)
         self.dropped_stale = 0
 
     # ------------------------------------------------------------ checkpoints
 
     def savable(self, step: int) -> bool:
-        """True if the state after ``step`` can be saved: not where active sampling was cut short,
+        """True if the state after ``step`` can be saved: not if active sampling was cut short,
         since its next round needs weights that no checkpoint has."""
         return not any(flight.cut_short for flight in self._after(step))
 
     def dump(self, step: int, *, judged: bool) -> Mapping[str, bytes]:
-        """The file that keeps what is in flight after ``step``; waits until it is sampled, and with
-        ``judged`` until it is judged, where the judge answers. All ranks call it together."""
+        """The file with the batches in flight after ``step``; waits until they are sampled, and
+        with ``judged`` until they are judged, if the judge responds. All ranks call it together."""
         flights, clock = self._after(step), Clock()
         for flight in flights:
             self._finish(flight, clock)
@@ -281,26 +281,26 @@ class Pipeline:
                 try:
                     self.judge(flight, clock)
                 except (JudgeOutage, EnvironmentOutage, Interrupted):
-                    # Asked again, when the results are needed.
+                    # Requested again when the results are needed.
                     judged = False
         if not flights or self.ranks.rank > 0:
             return {}
         return {IN_FLIGHT: to_bytes(flights)}
 
     def close(self) -> None:
-        """End what is being sampled, and the thread."""
+        """Stop the sampling and the thread."""
         if self._thread is not None:
             self.policy.cancel()
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
 
     def _from_bytes(self, data: bytes, where: str) -> list[Flight]:
-        """The batches again.
+        """Batches from a checkpoint's file.
 
         Raises
         ------
         WorkspaceError
-            The file is of another format.
+            The file has another format.
         """
         try:
             value = json.loads(data)
@@ -311,7 +311,7 @@ class Pipeline:
             raise WorkspaceError(
                 f"{IN_FLIGHT} of {where} cannot be read ({type(error).__name__}: {error})",
                 expected=f"rollouts in flight, format {FORMAT_VERSION}",
-                fix="remove the checkpoint to go on from the one before it",
+                fix="remove the checkpoint to resume from the previous one",
             ) from error
 
     def _flight_from_json(self, value: Mapping[str, Any]) -> Flight:
@@ -336,13 +336,14 @@ class Pipeline:
     # ------------------------------------------------------------ beginning
 
     def _begin_missing(self, step: int, clock: Clock) -> None:
-        """At the start, or where a checkpoint kept fewer: all begin with the newest weights."""
+        """Start missing batches with the newest weights: at the start, or after a smaller
+        checkpoint."""
         due = range(step, min(step + max(1, self.behind), self.last + 1))
         missing = [s for s in due if s not in self.flights]
         if missing:
             self._sync(step - 1, clock)
         for later in missing:
-            if self.grpo.active_sampling:  # where its prompts begin hangs on the batches before
+            if self.grpo.active_sampling:  # its first prompt depends on the batches before
                 for s in sorted(self.flights):
                     self._finish(self.flights[s], clock)
             self._start(later, clock)
@@ -352,7 +353,7 @@ class Pipeline:
             for s in sorted(self.flights):
                 for part in self.flights[s].rounds:
                     self._wait(part)
-        if self._sent and self.policy.version == version:  # it has these very weights
+        if self._sent and self.policy.version == version:  # it already has these weights
             return
         with clock.time("sync"):
             self.policy.sync(self.engine, version)
@@ -372,10 +373,10 @@ class Pipeline:
         self.flights[step] = flight
 
     def _draw(self, count: int, flight: Flight) -> tuple[int, ...]:
-        """The next ``count`` prompts that the batch does not have; fewer where there are no more.
+        """The next ``count`` prompts that the batch does not have; fewer at the end of the data.
 
-        A batch's first prompts come from one epoch, as without active sampling: an epoch's tail
-        that is too short for them is left out.
+        A batch's first prompts come from one epoch, as without active sampling: a tail of an epoch
+        that is too short for them is skipped.
         """
         total, (epoch, cursor) = len(self.prompts), self._position
         taken = {index for part in flight.rounds for index in part.indices}
@@ -395,7 +396,7 @@ class Pipeline:
     def _sample(
         self, flight: Flight, indices: tuple[int, ...], clock: Clock, *, beside: bool
     ) -> None:
-        """A further round of a batch, in the thread or at once."""
+        """Sample a further round of a batch, in the thread or synchronously."""
         flight.epoch, flight.cursor = self._position
         part = _Round(indices, self.lane.wanted(self.prompts, flight.step, indices))
         if self.ranks.rank == 0:
@@ -418,7 +419,7 @@ class Pipeline:
         return self.lane.read(self.engine.tokenizer, wanted, completion)
 
     def _share(self, part: _Round) -> list[int]:
-        """Places that this rank samples: whole groups, so that each prompt is read once."""
+        """Places that this rank samples: whole groups, so that each prompt is encoded once."""
         rank, world = self.ranks.rank, self.ranks.world
         if not self.policy.every_rank:
             return list(range(len(part.wanted))) if rank == 0 else []
@@ -454,7 +455,7 @@ class Pipeline:
     # ------------------------------------------------------------ finishing
 
     def _finish(self, flight: Flight, clock: Clock) -> None:
-        """Collect a batch; with active sampling settle it."""
+        """Collect a batch; with active sampling also settle it."""
         for part in flight.rounds:
             self._collect(part, clock)
         if self.grpo.active_sampling and not flight.settled:
@@ -465,7 +466,7 @@ class Pipeline:
                 raise
 
     def _wait(self, part: _Round) -> BaseException | None:
-        """Error that this rank's share ended with."""
+        """Wait for this rank's share; returns its error."""
         while part.future is not None:
             try:
                 return part.future.exception(timeout=_TICK_S)
@@ -474,7 +475,7 @@ class Pipeline:
         return None
 
     def _collect(self, part: _Round, clock: Clock) -> None:
-        """Bring all ranks' samples to rank 0, once they are there."""
+        """Gather all ranks' samples on rank 0, once they are finished."""
         if part.collected:
             return
         with clock.time("wait"):

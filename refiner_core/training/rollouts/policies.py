@@ -1,13 +1,13 @@
 """Policies, which sample rollouts: the live model, a frozen copy, or servers.
 
-In: an engine whose weights move. Out: completions under the weights of a known *version*: the
-number of training steps that these weights have behind them.
+In: an engine whose weights change. Out: completions under the weights of a known *version*: the
+number of training steps behind these weights.
 
-| policy | samples | with | while the engine trains |
+| policy | samples | with | in parallel to training |
 |---|---|---|---|
 | :class:`Policy` | on every rank, its share | the engine's own weights | no |
 | :class:`CopyPolicy` | on every rank, its share | a copy made at each sync | yes |
-| :class:`ServedPolicy` | on servers, for rank 0 | what was sent to them at each sync | yes |
+| :class:`ServedPolicy` | on servers, for rank 0 | weights sent at each sync | yes |
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from refiner_core.training.model.loading import model_tensors
 if TYPE_CHECKING:
     from refiner_core.generation.vllm.client import VllmGenerator
 
-#: A generator over a model: ``(model, called after every token)``.
+#: Makes a generator over a model, from ``(model, called after every token)``.
 MakeGenerator = Callable[[Any, Callable[[int, int], None]], Generator]
 
 
 class Policy:
-    """Sampler with the weights of its last :meth:`sync`; by itself it has the engine's own model:
-    always the newest weights, and nothing else meanwhile.
+    """Sampler with the weights of its last :meth:`sync`. The base class uses the engine's own
+    model: always the newest weights, and no sampling while the engine trains.
 
-    ``ready`` gives a context that :meth:`generate` must be called inside of, on all ranks together.
+    ``ready`` gives a context for :meth:`generate`, entered on all ranks together.
     """
 
     #: Whether it may sample in a thread while the engine trains.
     beside = False
-    #: Whether every rank samples a share; otherwise rank 0 has all of it.
+    #: Whether every rank samples a share; otherwise rank 0 samples everything.
     every_rank = True
 
     def __init__(
@@ -56,11 +56,11 @@ class Policy:
         ready: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._generator, self.ready, self._stop = generator, ready, threading.Event()
-        #: Training steps behind the weights that it samples with.
+        #: Training steps behind the current weights.
         self.version = 0
 
     def sync(self, engine: Engine, version: int) -> None:
-        """Take over the engine's weights; all ranks call it together, while nothing is sampled."""
+        """Load the engine's weights; all ranks call it together, while nothing is sampled."""
         self.version = version
 
     def generate(
@@ -69,17 +69,17 @@ class Policy:
         params: SamplingParams,
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
-        """As of :meth:`refiner_core.contract.types.Generator.generate`."""
+        """See :meth:`refiner_core.contract.types.Generator.generate`."""
         return self._sampling().generate(requests, params, on_completion)
 
     def turns(self, desk: TurnDesk) -> None:
-        """As of :meth:`refiner_core.contract.types.TurnGenerator.turns`, inside of
-        :meth:`ready` too; round by round where what samples has no turns of its own."""
+        """See :meth:`refiner_core.contract.types.TurnGenerator.turns`; call it within
+        :meth:`ready`. Works round by round if the generator has no turns of its own."""
         turn_generator(self._sampling()).turns(desk)
 
     def cancel(self) -> None:
-        """End a :meth:`generate` or :meth:`turns` that runs in another thread, at its next sign of
-        life; it raises :class:`Cancelled`, or what a desk raises that was told to stop."""
+        """Stop a :meth:`generate` or :meth:`turns` running in another thread, at its next sign of
+        life; it raises :class:`Cancelled`, or the desk's own exception for a stop."""
         self._stop.set()
 
     def cancelled(self) -> bool:
@@ -98,19 +98,19 @@ class Policy:
         return self._generator
 
 
-#: Starts servers for an engine's model, and ends them with its block. Who knows about processes and
-#: GPUs gives it to rank 0.
+#: Starts servers for an engine's model; its context ends them. Given to rank 0 by code that manages
+#: processes and GPUs.
 OpenServers = Callable[[Engine], "AbstractContextManager[VllmGenerator]"]
 
 
 class Cancelled(Exception):
-    """Sampling was ended because the stage ends."""
+    """Sampling was stopped because the stage ends."""
 
 
 class CopyPolicy(Policy):
-    """A frozen copy of the model on every rank: one more set of weights in memory.
+    """A frozen copy of the model on every rank, at the cost of one more set of weights in memory.
 
-    ``make_generator(model, on_step)`` gives what samples with it.
+    ``make_generator(model, on_step)`` makes the generator over the copy.
     """
 
     beside = True
@@ -129,7 +129,7 @@ class CopyPolicy(Policy):
 
 
 class ServedPolicy(Policy):
-    """Servers that hold the weights; ``servers`` is None on every rank but the first."""
+    """Servers that hold the weights; ``servers`` is None except on rank 0."""
 
     beside, every_rank = True, False
 
@@ -140,7 +140,7 @@ class ServedPolicy(Policy):
             servers.on_step = lambda *_: self.stop_if_cancelled()
 
     def sync(self, engine: Engine, version: int) -> None:
-        """Send them the weights. An error of rank 0 is an error of all, wherever it happens."""
+        """Send the weights to the servers. An error on rank 0 is raised on all ranks."""
         entered, error = False, None
 
         @contextmanager
@@ -155,7 +155,7 @@ class ServedPolicy(Policy):
                 self._servers.sync(whole(), str(version))
             except Exception as raised:
                 error = raised
-        if not entered:  # the other ranks are in there and wait
+        if not entered:  # the other ranks wait inside it
             with whole():
                 pass
         engine.ranks.all_or_none(error)

@@ -1,8 +1,7 @@
-"""Rollouts of one step: rewards to advantages, to samples that are trained on, to stored rows.
+"""Rollouts of one step: rewards to advantages, training samples, and stored rows.
 
-In: completions and their rewards. Out: a :class:`RolloutBatch`, the samples that may be trained on,
-metrics, and rows for Parquet. A sample that the judge could not score is not a zero; it takes no
-part.
+In: completions and their rewards. Out: a :class:`RolloutBatch`, its training samples, metrics, and
+rows for Parquet. A sample that the judge could not score is left out; it does not count as zero.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ DropReason = Literal["zero_std", "too_few_scored"]
 
 EPSILON = 1e-8
 #: Rewards that differ by no more than this (relative to their size) are equal: dividing rounding
-#: noise by its own deviation would make full-size advantages of nothing.
+#: noise by its own deviation would give it full-size advantages.
 EQUAL_REWARDS = 1e-9
 
 
 @dataclass(frozen=True)
 class GroupAdvantages:
-    """``values`` has one entry per sample; ``dropped`` says why the group is not trained on."""
+    """``values`` has one entry per sample; ``dropped`` is the reason for leaving the group out."""
 
     values: tuple[float | None, ...]
     dropped: DropReason | None = None
@@ -53,12 +52,12 @@ def group_advantages(
 
 
 def equal_rewards(rewards_N: np.ndarray) -> bool:
-    """True if there is no direction in them."""
+    """True if the rewards have no spread."""
     return bool(np.ptp(rewards_N) <= EQUAL_REWARDS * max(1.0, float(np.abs(rewards_N).max())))
 
 
 def normalized(rewards_N: np.ndarray, normalization: Normalization) -> np.ndarray:
-    """(N,) rewards without their mean, by their deviation."""
+    """(N,) rewards minus their mean, divided by their deviation."""
     centred: np.ndarray = rewards_N - rewards_N.mean()
     if normalization == "standard":
         centred = centred / (rewards_N.std() + EPSILON)
@@ -67,15 +66,15 @@ def normalized(rewards_N: np.ndarray, normalization: Normalization) -> np.ndarra
     return centred
 
 
-#: Components that count things in an answer. Watch claims: rewards can rise while answers say less.
+#: Components that count items of an answer. Watch claims: rewards can rise while answers say less.
 COUNT_COMPONENTS = ("claims", "uncited")
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """One completion: of which prompt, which sample of it, and what it says.
+    """One completion: its prompt, its number among the samples, and its text.
 
-    ``closing_ids`` is the end-of-text token where the sampler stopped at a stop string, without it.
+    ``closing_ids`` is the end-of-text token if the sampler stopped at a stop string, without it.
     """
 
     prompt_index: int
@@ -87,12 +86,12 @@ class Sampled:
 
     @property
     def stopped(self) -> bool:
-        """True if it ended by itself instead of at the length limit."""
+        """True if it ended by itself, not at the length limit."""
         return self.completion.finish_reason == "stop"
 
 
 def own_tokens(completion: Completion) -> tuple[bool, ...]:
-    """Mask of the tokens that the model has sampled."""
+    """Mask of the tokens sampled by the model."""
     return (True,) * len(completion.token_ids) if completion.own is None else completion.own
 
 
@@ -100,9 +99,9 @@ def own_tokens(completion: Completion) -> tuple[bool, ...]:
 class TrainSample:
     """A rollout that carries loss: tokens, the sampler's log-probabilities, the advantage.
 
-    A log-probability is NaN where the token was not sampled but appended (``closing_ids``).
-    Of an episode, ``loss_mask`` is True on the model's own tokens alone (None: everywhere), and
-    ``group`` numbers its group, since groups of one domain have one prompt.
+    A log-probability is NaN if the token was not sampled but appended (``closing_ids``).
+    For an episode, ``loss_mask`` is True on the model's own tokens only (None: everywhere), and
+    ``group`` numbers its group, since groups of one domain share a prompt.
     """
 
     prompt_ids: tuple[int, ...]
@@ -123,14 +122,14 @@ class RolloutBatch:
 
     @property
     def advantages(self) -> list[float | None]:
-        """One per sample; 0 in a group without spread, None where the sample takes no part."""
+        """One per sample; 0 in a group without spread, None for a sample that is left out."""
         return [value for group in self.groups for value in group.values]
 
     def train_samples(self, *, mask_truncated: bool) -> list[TrainSample]:
         """Samples that carry loss: kept groups, scored samples, truncated ones only if not masked.
 
-        Masking comes after the group statistics: a truncated sample is still what its group is
-        compared with.
+        Masking comes after the group statistics, so a truncated sample still counts in its group's
+        mean and deviation.
         """
         kept = []
         for _, sample, advantage in self.trained(mask_truncated=mask_truncated):
@@ -147,7 +146,7 @@ class RolloutBatch:
         return kept
 
     def trained(self, *, mask_truncated: bool) -> Iterator[tuple[int, Sampled, float]]:
-        """Place, sample and advantage of what may be trained on."""
+        """Place, sample and advantage of each training sample."""
         size = len(self.samples) // len(self.groups)
         for i, (sample, advantage) in enumerate(zip(self.samples, self.advantages, strict=True)):
             if self.groups[i // size].dropped or advantage is None:
@@ -172,7 +171,7 @@ def form_groups(
 
 
 def rollout_rows(step: int, batch: RolloutBatch) -> list[dict[str, Any]]:
-    """One row per rollout, with all that a reward can be recomputed from."""
+    """One row per rollout, with everything needed to recompute its reward."""
     rows: list[dict[str, Any]] = []
     columns = sorted({name for result in batch.results for name in result.components})
     for sample, result, advantage in zip(
@@ -201,12 +200,12 @@ def rollout_rows(step: int, batch: RolloutBatch) -> list[dict[str, Any]]:
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Rewards, lengths and counts of a step. Means are over what was scored."""
+    """Rewards, lengths and counts of a step. Means are over scored samples."""
     return {**batch_metrics(batch), **_component_means(batch.results)}
 
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """The same without the parts of rewards."""
+    """Metrics of a step without the components of rewards."""
     dropped = [group.dropped for group in batch.groups]
     lengths = [len(sample.completion.token_ids) for sample in batch.samples]
     metrics: dict[str, float] = {
@@ -231,7 +230,7 @@ def _component_means(results: Sequence[RewardResult]) -> dict[str, float]:
 
 
 def means(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Mean of the values of each name, by name in order."""
+    """Mean of each name's values, in order of name."""
     values: dict[str, list[float]] = defaultdict(list)
     for name, value in pairs:
         values[name].append(float(value))
@@ -239,7 +238,7 @@ def means(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def metric_name(component: str) -> str:
-    """``objective/<component>_reward``, the name of the reference; counts go under ``val/``."""
+    """``objective/<component>_reward``, the reference trainer's name; counts go under ``val/``."""
     if component in COUNT_COMPONENTS:
         return f"val/{component}_per_answer"
     return f"objective/{component.removesuffix('_reward')}_reward"

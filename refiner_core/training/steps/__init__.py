@@ -1,5 +1,5 @@
-"""Surroundings of a training step, whatever is trained.
+"""Steps of any training: health checks, checkpoints, stops and progress.
 
-In order of reading: ``health`` (is this step fit to be made), ``boundary`` (between two steps:
-save, stop, go on; where it is and where its time went).
+In order of reading: ``health`` (whether to make the update), ``boundary`` (between two steps: save,
+stop, resume; progress and timing).
 """

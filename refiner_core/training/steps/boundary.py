@@ -1,20 +1,19 @@
-"""Boundaries between two steps: save, stop, go on. Shared by SFT and GRPO.
+"""Boundaries between two steps: save, stop, resume. Shared by SFT and GRPO.
 
 In: a :class:`StageIO`, an engine and the stage's progress dictionary. Out: checkpoints, or
-:class:`Interrupted` once the step that is under way is saved.
+:class:`Interrupted` once the current step is saved.
 
-A save has two parts. The state is copied to host memory while training stands still; with
-``async_save`` the rest (room, writing, fsync, hashes, the marker, the rename) happens in a thread
-while training goes on. At most one is under way: the next save, a stop, the stage's end and any
-error wait for it. What goes wrong in it is raised at the next step boundary, and a step counts as
-saved only when its checkpoint is complete. The copy is of one moment, so what comes out does not
-depend on it.
+A save has two parts. Training pauses while the state is copied to host memory; with ``async_save``
+the rest (freeing space, writing, fsync, hashes, the marker, the rename) runs in a thread while
+training continues. At most one save runs at a time: the next save, a stop, the stage's end and any
+error wait for it. Its errors are raised at the next step boundary, and a step counts as saved only
+when its checkpoint is complete. The copy is of one moment, so the result does not depend on timing.
 
-With several ranks every rank has such a thread. They agree with each other on a line of their own
-(a process group that nobody else uses, :meth:`refiner_core.training.ranks.Ranks.line`): collectives
-of the training are never mixed up with theirs, a checkpoint is visible as soon as it is complete
-and not only at somebody's next step, and whatever decides (no room, an error of one rank) is known
-to all of them. That a save has ended the main threads learn from rank 0, at the same boundary.
+With several ranks every rank has such a thread. The threads communicate on their own channel (a
+separate process group, :meth:`refiner_core.training.ranks.Ranks.line`): their collectives never mix
+with those of the training, a checkpoint is visible as soon as it is complete rather than at the
+next step, and all of them know every decision (no space, an error of one rank). The main threads
+learn from rank 0 that a save has ended, at the same boundary.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ log = logging.getLogger(__name__)
 
 Attachments = Callable[[], Mapping[str, bytes]]
 
-#: Points of a curve that a report keeps; metrics keep all.
+#: Points of a curve in a report; metrics keep all.
 CURVE_POINTS = 100
-#: How often a save is tried that did not fit.
+#: Attempts at a save that does not fit on the disk.
 SAVE_TRIES = 5
 
 
 @dataclass
 class Boundary:
-    """Step boundaries of one stage. ``step`` counts finished steps; 0 is the start. It saves every
-    ``save_freq`` steps, after the last, and after ``first_save`` where that is given.
+    """Step boundaries of one stage. ``step`` counts finished steps; 0 is the start. Saves every
+    ``save_freq`` steps, after the last, and after ``first_save`` if given.
 
-    A context manager: at its end no save is under way any more, whatever ended it.
+    A context manager: no save is running after its end, however it ended.
     """
 
     io: StageIO
@@ -68,7 +67,7 @@ class Boundary:
     async_save: bool = False
     saved_step: int = field(default=0, init=False)
     restored: Path | None = field(default=None, init=False)
-    #: The save under way, by its step; it gives the seconds that it has taken.
+    #: The running save by its step; its result is the seconds that it took.
     _under_way: tuple[int, Future[float]] | None = field(default=None, init=False)
     _stall_s: float | None = field(default=None, init=False)
     _background_s: float | None = field(default=None, init=False)
@@ -96,17 +95,17 @@ class Boundary:
             log.exception("the checkpoint of step %s was not saved", step)
             error.add_note(f"The checkpoint of step {step} was not saved: {second}")
 
-    # ------------------------------------------------------------ going on
+    # ------------------------------------------------------------ resuming
 
     def restore(self, data_hash: str) -> dict[str, Any] | None:
-        """The progress of the newest checkpoint, its state loaded; None without one.
+        """The progress of the newest checkpoint, with its state loaded; None without one.
 
-        One that cannot be read is passed over for the one before it.
+        An unreadable checkpoint is skipped for the previous one.
 
         Raises
         ------
         WorkspaceError
-            If the checkpoint was made by another stage or on other data.
+            The checkpoint was made by another stage or on other data.
         """
         while (checkpoint := self.io.latest_checkpoint()) is not None:
             try:
@@ -127,7 +126,7 @@ class Boundary:
         return None
 
     def attachment(self, name: str) -> bytes | None:
-        """A file that was saved beside the state that was restored; None where there is none."""
+        """A file that was saved with the restored state; None if there is none."""
         path = None if self.restored is None else self.restored / name
         return path.read_bytes() if path is not None and path.exists() else None
 
@@ -141,18 +140,18 @@ class Boundary:
         *,
         beside: bool = False,
     ) -> None:
-        """Checkpoint after ``step``, unless that is done already or nothing has happened yet. It is
-        complete when this returns; ``beside`` training, the state is copied when this returns, and
-        the rest happens in a thread.
+        """Checkpoint after ``step``, unless that exists already or nothing has happened yet. It is
+        complete on return; with ``beside`` only the state is copied on return, and the rest happens
+        in a thread during training.
 
-        ``attachments`` gives further files of rank 0, by name: what is in flight between two steps.
-        A disk that fills up in the middle costs a wait, not the steps since the last checkpoint:
-        they are still in memory, and are saved once there is room.
+        ``attachments`` gives further files of rank 0, by name: batches in flight between two steps.
+        A disk that fills up during a save costs a wait, not the steps since the last checkpoint:
+        they are still in memory, and are saved once there is space.
 
         Raises
         ------
         NoSpaceError
-            There was no room for too long.
+            There was no space for too long.
         """
         self._wait()
         if step <= self.saved_step:
@@ -172,7 +171,7 @@ class Boundary:
     def _write(
         self, io: StageIO, step: int, snapshot: StateSnapshot, files: Mapping[str, bytes]
     ) -> float:
-        """Write a state until it fits; the same calls on every rank. How long it took, seconds."""
+        """Write a state until it fits; every rank makes the same calls. Returns seconds."""
         began = time.monotonic()
         tries_left = SAVE_TRIES
         while True:
@@ -188,7 +187,7 @@ class Boundary:
                     raise
 
     def _wait(self) -> None:
-        """Wait for the save that is under way; raises what went wrong in it."""
+        """Wait for the running save; raises its error."""
         if self._under_way is None:
             return
         (step, saving), self._under_way = self._under_way, None
@@ -200,9 +199,9 @@ class Boundary:
         self.saved_step = step
 
     def _look(self) -> None:
-        """Note that a save has ended, if it has; raises what went wrong in it.
+        """Notice that a save has ended; raises its error.
 
-        The ranks' threads end together, so what rank 0 says holds for all.
+        The ranks' threads end together, so rank 0's answer holds for all.
         """
         if self._under_way is not None and self.engine.ranks.broadcast(self._under_way[1].done()):
             self._wait()
@@ -211,10 +210,10 @@ class Boundary:
         self._stall_s = (self._stall_s or 0.0) + time.monotonic() - began
 
     def metrics(self) -> dict[str, float]:
-        """Cost of saving since the last call, for the step that is logged next.
+        """Cost of saving since the last call, for the next logged step.
 
-        ``time/save_s`` is how long training stood still for it, ``time/save_background_s`` how long
-        the last save took beside it.
+        ``time/save_s`` is how long training paused, ``time/save_background_s`` how long the last
+        save ran in the background.
         """
         found = {"time/save_s": self._stall_s, "time/save_background_s": self._background_s}
         self._stall_s = self._background_s = None
@@ -229,7 +228,7 @@ class Boundary:
         values: Mapping[str, float],
         attachments: Attachments = dict,
     ) -> None:
-        """Report progress; save where it is due; stop where somebody asks for it.
+        """Report progress; save if due; stop if requested.
 
         Raises
         ------
@@ -247,28 +246,28 @@ class Boundary:
     def stop_if_asked(
         self, step: int, progress: Mapping[str, Any], attachments: Attachments = dict
     ) -> None:
-        """Save and stop, where somebody asks for it and steps are left after ``step``.
+        """Save and stop, if requested and steps remain after ``step``.
 
-        May be called wherever the state is that of the end of ``step``.
+        May be called whenever the state is that of the end of ``step``.
 
         Raises
         ------
         Interrupted
-            The checkpoint is complete by then.
+            Raised after the checkpoint is complete.
         """
         if step < self.total_steps and self.io.should_stop():
             self.save(step, progress, attachments)
             raise Interrupted(
                 f"{self.stage} stopped on request after step {step} of {self.total_steps}",
-                fix="run the same command again to go on from there",
+                fix="run the same command again to resume from there",
             )
 
 
 def curve(values: Sequence[float | None]) -> list[list[float]]:
-    """At most about a hundred ``[step, value]`` points of a curve; the last one always.
+    """At most about a hundred ``[step, value]`` points of a curve, including the last.
 
-    ``values`` has one entry per step; None where a step has no such number (a step whose groups
-    were all dropped has no KL).
+    ``values`` has one entry per step; None for a step without the number (no KL if all groups
+    were dropped).
     """
     known = [[step, value] for step, value in enumerate(values, 1) if value is not None]
     stride = max(1, math.ceil(len(known) / CURVE_POINTS))
@@ -278,13 +277,13 @@ def curve(values: Sequence[float | None]) -> list[list[float]]:
     return points
 
 
-#: Told of a part of a step, how many samples are done, and of how many. The first call of a part,
-#: with no samples, says that it begins.
+#: Called with a part of a step, the number of finished samples, and the total. The first call of a
+#: part, with no samples, marks its start.
 Tell = Callable[[str, int, int], None]
 
-#: What the counts of a part are called.
+#: Names of the counts of a part.
 _UNITS = {"generate": "samples_finished", "judge": "samples_judged"}
-#: Part -> what it is called where agents are trained, and what its counts are.
+#: Part -> its name in the training of agents, and the name of its counts.
 _OF_AGENTS = {
     "generate": ("generate", "turns_finished", "turns"),
     "judge": ("score", "samples_scored", "samples"),
@@ -293,9 +292,9 @@ _EVERY_S = 1.0
 
 
 def teller(report: Callable[[str, Mapping[str, float]], None], *, turns: bool = False) -> Tell:
-    """Passes on that a part of a step begins, and then how far it is, at most once a second.
+    """Forward the start of a part of a step, then its progress, at most once a second.
 
-    ``report(part, values)`` gets it. ``turns``: what is generated are turns of an agent.
+    ``report(part, values)`` receives it. ``turns``: an agent's turns are generated.
     """
     last_s = 0.0
 
@@ -322,7 +321,7 @@ class Clock:
 
     @contextmanager
     def time(self, part: str) -> Iterator[None]:
-        """Add what the block takes to a part."""
+        """Add the block's duration to a part."""
         started = time.perf_counter()
         try:
             yield
@@ -331,8 +330,8 @@ class Clock:
 
     def metrics(self, tokens: int, *, beside: float | None = None) -> dict[str, float]:
         """``time/PART_s``, ``time/step_s``, ``time/idle_s`` (the step without its parts) and the
-        throughput. ``beside``: what sampling took in a thread; ``time/wait_s`` is then what the
-        step waited for it. A batch that was sampled during a save is no faster for it."""
+        throughput. ``beside``: duration of sampling in a thread; ``time/wait_s`` is then the step's
+        wait for it. A save during the sampling does not shorten its duration."""
         total = time.perf_counter() - self._started
         parts = {f"time/{part}_s": seconds for part, seconds in self._parts.items()}
         idle = max(0.0, total - sum(self._parts.values()))

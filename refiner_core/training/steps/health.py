@@ -1,6 +1,6 @@
-"""Health of a training, watched at every step, and what follows: `off`, `warn`, `skip`, `stop`.
+"""Health checks of a training at every step, and their policies: `off`, `warn`, `skip`, `stop`.
 
-In: numbers of a step. Out: whether its update is made, metrics under ``health/``, warnings in the
+In: numbers of a step. Out: whether to make its update, metrics under ``health/``, warnings in the
 log, or :class:`HealthStop`. Pure: no torch, no files; the state is JSON-ready and part of a
 checkpoint's progress, so that a resumed run decides as the uninterrupted one.
 
@@ -13,7 +13,7 @@ checkpoint's progress, so that a resumed run decides as the uninterrupted one.
 | `zero_reward_variance` | groups with a spread of rewards (GRPO) | when rewards are known |
 | `length_explosion` | samples that hit the length limit (GRPO) | the same |
 
-How a training loop calls it, in this order::
+Calls of a training loop, in this order::
 
     health = HealthMonitor(config.grpo.health, "grpo")     # or config.sft.health, "sft"
     health.restore(progress.get("health"))                 # after Boundary.restore
@@ -27,23 +27,23 @@ How a training loop calls it, in this order::
         else:
             make the optimiser step
         metrics.update(health.metrics())                   # last: counts of this step
-        progress["health"] = health.state()                # where the step is counted, not before
+        progress["health"] = health.state()                # when the step is counted, not before
 
-* Both calls return whether to skip, and raise :class:`HealthStop` or :class:`NotFiniteError` where
+* Both calls return whether to skip, and raise :class:`HealthStop` or :class:`NotFiniteError` if
   the policy is `stop`. On ``HealthStop`` save the state before the step if the weights have not
-  moved in this step, then let it go on: ``boundary.save(step - 1, progress)``, as for a judge's
-  outage. After a first optimiser step of the same step the newest checkpoint has to do.
+  changed in this step, then re-raise: ``boundary.save(step - 1, progress)``, as for a judge's
+  outage. After a first optimiser step of the same step the newest checkpoint must do.
 * Ranks must agree: give every rank the same numbers (reduced over ranks), and all decide alike;
-  rank 0's monitor alone ``says`` what was found.
-* A skipped step counts, and is logged; its schedule and its position in the data move on. Numbers
-  that are not finite have no place in a progress (JSON): keep None.
-* ``before_update`` may be called without what a loop does not have (SFT: no entropy, no kl).
+  only rank 0's monitor ``says`` the findings.
+* A skipped step is counted and logged; its schedule and its position in the data advance. Numbers
+  that are not finite cannot be stored in a progress (JSON): use None.
+* ``before_update`` may be called without values that a loop lacks (SFT: no entropy, no kl).
 
-A mean runs over the last :data:`WINDOW` values and says nothing before :data:`WARM_UP` of them. A
-spike enters it cut to the limit, so that a level that has moved for good is the normal one soon,
-and `skip` cannot skip for ever. Entropy, KL, spread and lengths have to be out of bounds in
-``patience`` steps in a row; a step counts where any of its optimiser steps is out of bounds, and a
-step that has no such number neither counts nor breaks the row.
+A mean covers the last :data:`WINDOW` values and is silent before :data:`WARM_UP` of them. A spike
+enters it clipped to the limit, so that a lasting new level soon becomes normal, and `skip` cannot
+skip forever. Entropy, KL, spread and lengths must be out of bounds in ``patience`` consecutive
+steps; a step counts if any of its optimiser steps is out of bounds, and a step without the number
+neither counts nor breaks the sequence.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ from refiner_core.contract.sections.training import HealthConfig
 
 log = logging.getLogger(__name__)
 
-#: Values that a running mean is over, and how many it needs.
+#: Number of values in a running mean, and the minimum.
 WINDOW, WARM_UP = 20, 5
-#: A check that goes on finding something is said again after this many steps; metrics tell all.
+#: A lasting finding is logged again after this many steps; metrics show all.
 SAID_AGAIN = 50
 
-#: What a recipe may change where a check has stopped a run.
+#: Suggested changes of a recipe after a check stopped a run.
 _FIX = {
     "loss_spike": "lower the learning rate, or raise {section}.health.spike_factor",
     "entropy_collapse": "raise the temperature or {section}.entropy_coefficient, or lower "
     "{section}.health.min_entropy",
     "kl_blow_up": "raise {section}.beta, lower the learning rate, or raise {section}.health.max_kl",
-    "zero_reward_variance": "look at the rewards (`refiner why`), set {section}.active_sampling, "
+    "zero_reward_variance": "check the rewards (`refiner why`), set {section}.active_sampling, "
     "or raise {section}.health.patience",
-    "length_explosion": "look at the rollouts, raise {section}.response_length, or raise "
+    "length_explosion": "check the rollouts, raise {section}.response_length, or raise "
     "{section}.health.max_truncated_share",
 }
 
 
 class _Finding(NamedTuple):
-    """Something that a check found: which one, what is done, in which step, and why."""
+    """A finding of a check: which one, the policy, the step, and the reason."""
 
     check: str
     policy: str
@@ -87,58 +87,58 @@ class _Finding(NamedTuple):
 
 
 class HealthMonitor:
-    """Watches one training stage.
+    """Health monitor of one training stage.
 
     Parameters
     ----------
     config
         Checks, limits and policies.
     stage
-        ``sft``, ``rft`` or ``grpo``: the section of the recipe, and what messages begin with.
+        ``sft``, ``rft`` or ``grpo``: the section of the recipe, and the prefix of messages.
     says
-        Whether findings are logged here: all ranks find the same, and one of them says it.
+        Whether to log findings: all ranks find the same, and one of them logs it.
     """
 
     def __init__(self, config: HealthConfig, stage: str, *, says: bool = True) -> None:
         self.config, self.stage, self._says = config, stage, says
         self.step = 0
-        #: What this step's checks have found, in order.
+        #: Findings of this step's checks, in order.
         self.findings: list[_Finding] = []
         self._skipped = 0
         self._means: dict[str, list[float]] = {}
-        # Check -> [steps in a row, the step looked at last, whether that one counts]
+        # Check -> [consecutive steps, last step checked, whether that one counts]
         self._rows: dict[str, list[int]] = {}
 
-    # ------------------------------------------------------------ what a loop calls
+    # ------------------------------------------------------------ interface
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Take a state back; None (an older checkpoint, or a start) begins anew."""
+        """Restore a state; None (an older checkpoint, or a start) resets it."""
         state = copy.deepcopy(dict(state or {}))
         self._means = state.get("means", {})
         self._rows = state.get("rows", {})
 
     def state(self) -> dict[str, Any]:
-        """All that later decisions depend on, JSON-ready; a copy."""
+        """A copy of the state behind later decisions, JSON-ready."""
         return copy.deepcopy({"means": self._means, "rows": self._rows})
 
     def begin(self, step: int) -> None:
-        """A step begins: what the last one found is forgotten, but for rows and means."""
+        """Begin a step: clear the last one's findings, keep counters and means."""
         self.step, self.findings, self._skipped = step, [], 0
 
     def after_rollouts(self, *, groups_with_spread: int, truncated_share: float) -> bool:
-        """Look at a step's samples and rewards; True: make no update in this step.
+        """Check a step's samples and rewards; True: make no update in this step.
 
         Parameters
         ----------
         groups_with_spread
-            Groups whose scored samples do not all have one reward.
+            Groups whose scored samples do not all have the same reward.
         truncated_share
             Share of the samples that hit the length limit, 0 to 1.
 
         Raises
         ------
         HealthStop
-            The policy of what was found is `stop`.
+            A finding's policy is `stop`.
         """
         limit = self.config.max_truncated_share
         return self._act(
@@ -162,21 +162,21 @@ class HealthMonitor:
         entropy: float | None = None,
         kl: float | None = None,
     ) -> bool:
-        """Look at one optimiser step before it is made; True: do not make it.
+        """Check one optimiser step before it is made; True: do not make it.
 
         Parameters
         ----------
         loss, grad_norm
             Of the optimiser step; the norm before clipping.
         entropy, kl
-            Mean per token, in nats; None where there is none.
+            Mean per token, in nats; None if unknown.
 
         Raises
         ------
         NotFiniteError
-            A number is not, and the policy is `stop`.
+            A number is not finite, and the policy is `stop`.
         HealthStop
-            The policy of what was found is `stop`.
+            A finding's policy is `stop`.
         """
         given = {"loss": loss, "gradient_norm": grad_norm, "entropy": entropy, "kl": kl}
         numbers = {name: value for name, value in given.items() if value is not None}
@@ -196,9 +196,9 @@ class HealthMonitor:
         return self._act(*found)
 
     def metrics(self) -> dict[str, float]:
-        """``health/CHECK``: how often this step's checks found something, and
-        ``health/skipped_updates``: optimiser steps that were not made, where a step that is skipped
-        as a whole is one. What has not happened has no metric."""
+        """``health/CHECK``: number of findings in this step, and ``health/skipped_updates``:
+        skipped optimiser steps, where a fully skipped step counts as one. Zero counts have no
+        metric."""
         counts: dict[str, float] = {}
         for finding in self.findings:
             name = f"health/{finding.check}"
@@ -245,7 +245,7 @@ class HealthMonitor:
         steps = "1 step" if count == 1 else f"{count} steps in a row"
         return _Finding(check, policy, self.step, f"{said} ({steps})")
 
-    # ------------------------------------------------------------ what follows
+    # ------------------------------------------------------------ actions
 
     def _act(self, *found: _Finding | None) -> bool:
         findings = [finding for finding in found if finding is not None]
@@ -271,15 +271,15 @@ class HealthMonitor:
         return HealthStop(
             f"{where}, and {self.stage}.health.{finding.check} is `stop`",
             expected="values within the limits of the recipe",
-            fix=f"{fix}; {self.stage}.health.{finding.check}=warn goes on from the last checkpoint "
+            fix=f"{fix}; {self.stage}.health.{finding.check}=warn resumes from the last checkpoint "
             "as it is",
         )
 
 
 def not_finite(what: str) -> NotFiniteError:
-    """The error of a number that no weights may learn from."""
+    """The error of a non-finite number."""
     return NotFiniteError(
         f"{what}; the weights were not updated with it",
         expected="a finite number",
-        fix="lower the learning rate or max_grad_norm, or look at the step's data",
+        fix="lower the learning rate or max_grad_norm, or check the step's data",
     )

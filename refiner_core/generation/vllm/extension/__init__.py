@@ -1,1 +1,1 @@
-"""What runs inside a rollout server: this folder is on its import path, and refiner is not."""
+"""Code that runs inside a rollout server: this folder is on its import path, refiner is not."""

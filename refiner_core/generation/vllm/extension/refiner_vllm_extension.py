@@ -1,15 +1,15 @@
-"""What a rollout server runs of ours: a worker extension of vLLM (``--worker-extension-cls``) that
-loads new weights completely, and a middleware (``--middleware``) that asks for a key everywhere.
+"""Code for a rollout server: a worker extension of vLLM (``--worker-extension-cls``) that loads new
+weights completely, and a middleware (``--middleware``) that requires a key on every route.
 
 In: a complete model folder, by ``POST /collective_rpc {"method": "refiner_load_weights"}``. Out:
-how many heads were packed again.
+the number of repacked heads.
 
 On a CPU vLLM packs the output head into the layout of its matrix kernels when it loads a model. A
-reload writes the embedding, to which the head is tied, but packs the head no more: the server says
-200 and goes on with the old one. Here it is packed again. It needs nothing but vLLM itself.
+reload writes the embedding, to which the head is tied, but does not pack the head again: the server
+answers 200 and continues with the old one. This module packs it again. It needs only vLLM itself.
 
-vLLM asks for its key (``VLLM_API_KEY``) under ``/v1`` and the like, and for none on the routes of
-its development mode, nor on ``/metrics``; the middleware is around all of them.
+vLLM requires its key (``VLLM_API_KEY``) under ``/v1`` and similar, but not on the routes of its
+development mode, nor on ``/metrics``; the middleware covers all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 
 class CompleteReload:
-    """Methods that vLLM adds to its worker class."""
+    """Methods that vLLM mixes into its worker class."""
 
     def refiner_load_weights(self: Any, weights_path: str) -> dict[str, int]:
         """Load a checkpoint folder in place, the packed heads included."""
@@ -29,7 +29,7 @@ class CompleteReload:
 
 
 class KeyOnEveryRoute:
-    """ASGI middleware that lets nobody through who does not have the server's key."""
+    """ASGI middleware that rejects requests without the server's key."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -52,7 +52,7 @@ class KeyOnEveryRoute:
 
 
 def _pack_heads(model: Any) -> int:
-    """Pack again every embedding or head that has a packed copy of its weight."""
+    """Repack every embedding or head that has a packed copy of its weight."""
     packed = 0
     for layer in model.modules():
         names = {kind.__name__ for kind in type(layer).__mro__}
