@@ -123,7 +123,7 @@ def _main(argv: Sequence[str] | None) -> int:
             raise
         where = f" {error.filename}" if error.filename else ""
         said = (
-            f"The system refused access: {error.strerror or error}{where}. Expected to read and "
+            f"The system refused: {error.strerror or error}{where}. Expected to read and "
             "write there. To fix it: check the path, its permissions and the free disk space, "
             "then run the same command again."
         )

@@ -43,7 +43,10 @@ DESK = {"environment.name": "desk", "environment.demonstrations": 10}
         ({"environment.demonstrations": 0}, r"environment\.demonstrations` is 0.*=500"),
         ({"data.sft_path": "mine.jsonl"}, "one source of demonstrations"),
         ({"data.rl_path": "mine.jsonl"}, r"`data\.rl_path`.*has no meaning with an environment"),
-        ({"data.held_out_fraction": 0.3}, r"`data\.held_out_fraction` is 0.3.*which has no meaning"),
+        (
+            {"data.held_out_fraction": 0.3},
+            r"`data\.held_out_fraction` is 0.3.*which has no meaning",
+        ),
         ({"grpo.stop_strings": ["x"]}, r"`grpo\.stop_strings`"),
         ({"environment.user.base_url": "http://127.0.0.1:1/v1"}, r"user\.model` is ''"),
         ({"environment.name": "tau2"}, "a simulated user.*tau2-bench has no other"),
@@ -54,7 +57,10 @@ DESK = {"environment.name": "desk", "environment.demonstrations": 10}
         ({"environment.user.api_key_env": "sk-abc"}, "never the key itself"),
         ({"environment.name": "desks"}, r"There is no environment 'desks'.*`desk`, `tau2`"),
         ({"environment.name": "mine.py"}, "There is no environment"),
-        ({"environment.test_split": "train"}, r"`environment\.test_split` is 'train'.*without a common"),
+        (
+            {"environment.test_split": "train"},
+            r"`environment\.test_split` is 'train'.*without a common",
+        ),
         ({"evaluate.top_k": -1}, r"evaluate\.top_k"),
     ],
 )

@@ -56,7 +56,10 @@ def tiny(fields: dict[str, Any]) -> RecipeConfig:
             {"grpo.offload_optimizer": True, "grpo.deepspeed_stage": 0},
             r"grpo\.offload_optimizer` is true and `grpo\.deepspeed_stage` is 0",
         ),
-        ({"grpo.offload_param": True, "grpo.deepspeed_stage": 2}, r"is 2.*ZeRO-3, which is required"),
+        (
+            {"grpo.offload_param": True, "grpo.deepspeed_stage": 2},
+            r"is 2.*ZeRO-3, which is required",
+        ),
         ({"sft.optimizer": "muon", "sft.deepspeed_stage": 1}, r"whole matrices.*=adamw"),
         # kernels and machines
         (FLASH, r"flash_attention_2' and `sft\.resources\.gpus` is 0.*a GPU"),
