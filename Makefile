@@ -24,10 +24,10 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .DEFAULT_GOAL := help
 .PHONY: help setup run test quick pythons lock lint format bench prove pictures clean
 
-help:  ## what there is
+help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
 
-setup: $(VENV)/.ready  ## make .venv with everything in it
+setup: $(VENV)/.ready  ## create .venv with all packages
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else \
@@ -50,7 +50,7 @@ lock: setup  ## requirements.lock: what CI installs (make setup LOCK=requirement
 run: setup  ## the whole pipeline on the tiny recipe: a few minutes, no account, no network
 	$(BIN)/refiner run tiny
 
-test: setup  ## all tests that this machine can run; the rest says why it is skipped
+test: setup  ## all tests that this machine can run; others are skipped with a reason
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 quick: setup lint  ## style, types, and the tests that are not slow: before each commit, some two minutes
@@ -62,17 +62,17 @@ pythons:  ## the quick tests and a small run under each supported Python, in env
 	  .venv-$$version/bin/python -m pytest -q tests/integration/test_end_to_end.py; \
 	done
 
-lint: setup  ## style, types, and the shape of the house: arrows, sizes, marks, dead code, copies
+lint: setup  ## style, types, and structure: imports, sizes, marks of fields, dead code, copies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.lint
 
-format: setup  ## let ruff tidy up
+format: setup  ## format with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-prove: setup  ## the long proofs: does it learn, come back, in any weather; do its statistics hold (some hours)
+prove: setup  ## the long proofs: learning, recovery under faults, statistics, mutants (some hours)
 	$(BIN)/python -m tests.prove.learning
 	$(BIN)/python -m tests.prove.tools
 	$(BIN)/python -m tests.prove.step100
@@ -83,7 +83,7 @@ prove: setup  ## the long proofs: does it learn, come back, in any weather; do i
 	$(BIN)/refiner prove-resume tiny --steps 12 --interruptions 6
 	$(BIN)/refiner prove-resume tiny --steps 12 --interruptions 6 --stage grpo grpo.async_steps=1
 
-bench: setup  ## speeds, each beside its rival in one run
+bench: setup  ## speeds, each against its rival in one run
 	$(BIN)/python -m tests.bench
 	$(BIN)/python -m tests.bench.dispatch
 	$(BIN)/python -m tests.bench.recovery
