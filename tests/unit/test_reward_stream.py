@@ -1,4 +1,4 @@
-"""Rewards of rollouts that come one by one are those of the batch, and the judge begins early."""
+"""Streams of rewards: results of the batch, early judging, failures, and usage."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from refiner_core.contract.config import JudgeConfig, RewardConfig
+from infra.jobs.failures import budget_left, classify
+from refiner_core.contract.config import JudgeConfig, RetryConfig, RewardConfig
 from refiner_core.contract.errors import DataError, Interrupted, JudgeOutage, JudgeUnusable
+from refiner_core.contract.records import Attempt
 from refiner_core.contract.types import (
     Judgement,
     JudgeRequest,
@@ -133,8 +135,8 @@ def test_a_failed_judgement_takes_its_rollout_alone_out():
     assert results[failed + 1 :] == expected[failed + 1 :]
 
 
-@pytest.mark.parametrize("error", [JudgeOutage("nobody is there"), Interrupted("asked to stop")])
-def test_what_ends_the_judge_comes_out_where_somebody_waits(error):
+@pytest.mark.parametrize("error", [JudgeOutage("no server"), Interrupted("asked to stop")])
+def test_an_error_of_the_judge_reaches_the_waiting_caller(error):
     judge = ThreadedJudge()
     judge.error = (2, error)
     stream = RewardStream(REWARD, judge)
@@ -192,7 +194,7 @@ def test_a_stop_for_failures_says_what_they_were():
     ],
 )
 def test_a_judge_that_answers_without_judgements_is_no_outage(body: bytes):
-    """Nobody has to wait for it: it says the same again."""
+    """A wait is of no use: the replies stay the same."""
     (call,) = plan_calls([JudgeRequest("citation_recall", "q", "t", "r")], JudgeConfig())
     reply = read_reply(body, call)
     assert reply.judgements is None
@@ -202,6 +204,16 @@ def test_a_judge_that_answers_without_judgements_is_no_outage(body: bytes):
     with pytest.raises(JudgeOutage) as outage:
         require_scored([unscored(said), unscored("HTTP 500")], 0.25, of="answers")
     assert not isinstance(outage.value, JudgeUnusable)
+
+
+def test_unusable_replies_end_a_stage_after_two_attempts_whatever_its_progress():
+    attempts = [
+        Attempt(n, "", "local", "", "", started_at="", resumed_from_step=10 * n,
+                outcome=classify(JudgeUnusable("the score is none of (0, 2): 1")))
+        for n in range(2)
+    ]  # fmt: skip
+    assert budget_left(attempts[:1], RetryConfig())
+    assert not budget_left(attempts, RetryConfig())
 
 
 # ---------------------------------------------------------------- what judging took
