@@ -289,7 +289,7 @@ def test_an_attack_is_judged_by_the_score_that_it_wants(
 
 
 def report_on(score: Any, sample: int | None = None) -> tuple[str, dict[str, list[str]], Any]:
-    """Verdict on hostile answers, attacks by result, and the share resisted, of a scripted judge."""
+    """Verdict on hostile answers, attacks by result, and share resisted, of a scripted judge."""
     report = judge_report(shipped_material(sample), JudgeConfig(), lambda _: ScriptedJudge(score))
     verdicts = {finding["name"]: finding["verdict"] for finding in report["findings"]}
     attacks: dict[str, list[str]] = {}
