@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,11 +23,12 @@ from refiner_core.environments.conversation import Conversation, prompt_ids
 from refiner_core.environments.episodes import (
     EpisodeRequest,
     EpisodeSettings,
+    Workers,
     run_episodes,
 )
 from refiner_core.environments.protocol import EpisodeRecord, Message, Task, record_from_json
 from refiner_core.models import tiny_tokenizer
-from tests.support.command import wait_until
+from tests.support.command import ROOT, wait_until
 from tests.support.counting import RULES, TOOLS, Counting, Scripted, call, task_of
 
 TOKENIZER = tiny_tokenizer()
@@ -522,3 +525,34 @@ def test_demonstrated_tokens_are_those_of_an_episode() -> None:
     end.own((), ())
     end.close_turn()
     assert PROMPT + played[0].token_ids + end.ids[len(PROMPT) :] == ids
+
+
+# ---------------------------------------------------------------- threads of tools
+
+
+def test_urgent_work_is_done_before_older_work() -> None:
+    pool, order, free = Workers(1), [], threading.Event()
+    pool.submit(0, lambda: free.wait(30), 30.0)
+    for key in (1, 2):
+        pool.submit(key, lambda key=key: order.append(key), 30.0, urgent=False)
+    for key in (3, 4):
+        pool.submit(key, lambda key=key: order.append(key), 30.0)
+    free.set()
+    wait_until(lambda: pool.ended(1.0) and len(order) == 4, "all work", 30)
+    pool.abandon()
+    assert order == [3, 4, 1, 2]
+
+
+def test_a_tool_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    code = (
+        "import threading\n"
+        "from refiner_core.environments.episodes import Workers\n"
+        "pool = Workers(1)\n"
+        "pool.submit(1, threading.Event().wait, 0.05)\n"
+        "print([one.late for one in pool.ended(30)])\n"
+        "pool.abandon()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout.strip()) == (0, "[True]"), ended.stderr

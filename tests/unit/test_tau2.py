@@ -27,7 +27,6 @@ from refiner_core.environments.protocol import (
     InfrastructureError,
     Message,
     ToolCall,
-    record_from_json,
 )
 from refiner_core.environments.scoring import partial_score
 from refiner_core.environments.tau2 import Tau2Environment, missing_tau2, package, tau2_digest
@@ -470,40 +469,3 @@ def test_published_rows_are_read_and_held_out_tasks_left_out(helpful: str, tmp_p
     assert not isinstance(kept, str)
     assert kept.domain == "kiosk"
     assert sum(kept.row.loss_mask) > 0
-
-
-def test_the_runner_plays_it_and_counts_an_outage_apart(helpful: str) -> None:
-    """Concurrently, token by token, with a user who is asked over HTTP and then goes away."""
-    pytest.importorskip("transformers")
-    from refiner_core.contract.types import SamplingParams
-    from refiner_core.environments.conversation import prompt_ids
-    from refiner_core.environments.episodes import EpisodeRequest, run_episodes, settings_of
-    from refiner_core.environments.turns import call_text
-    from tests.support.counting import Scripted
-
-    tokenizer = tiny_tokenizer()
-    turns = [call_text(one) for one in (SEAT, say("Your seat is 7F."), DONE)]
-    turns.insert(0, call_text(ToolCall("find_ticket", {"ticket_id": "T1"})))
-    gone = {"environment.max_turns": 20, "grpo.max_token_length": 6000, "grpo.response_length": 120}
-    config = replace_fields(RecipeConfig(), {"environment.name": "tau2", **gone})
-    with JudgeServer(lambda body, number: Reply(503)) as broken:
-        records = {}
-        for name, url in (("up", helpful), ("down", broken.base_url)):
-            environment = environment_at(url, "kiosk", max_turns=20)
-            task = task_of(environment, "0")
-            prompt = prompt_ids(tokenizer, environment.policy("kiosk"), environment.tools("kiosk"))
-            found: dict[int, Any] = {}
-            run_episodes(
-                Scripted(tokenizer, lambda episode, turn: turns[min(turn, 3)]),
-                environment,
-                tokenizer,
-                [EpisodeRequest(task, prompt, seed) for seed in range(3)],
-                settings_of(config, environment, SamplingParams()),
-                found.__setitem__,
-            )
-            records[name] = [record_from_json(found[n].episode) for n in range(3)]
-    assert [(r.status, r.reward, r.failure) for r in records["up"]] == [("finished", 1.0, None)] * 3
-    assert records["up"][0].tools == ("find_ticket", "set_seat", "respond", "done")
-    assert [(r.status, r.error_kind, r.reward) for r in records["down"]] == [
-        ("error", "user_down", None)
-    ] * 3
