@@ -196,39 +196,6 @@ def test_items_that_always_fail_take_no_other_with_them(share: float) -> None:
     assert judge.usage().failed >= 5
 
 
-def test_the_batched_form_gives_the_same_scores_under_faults() -> None:
-    """Rubrics of an answer share a call; a reply with half of them is asked for again."""
-
-    def whole(body: Body) -> str:
-        wanted = [{"criterion": n, "score": 2 * (digest_of(body, n) % 2)} for n in (1, 2)]
-        return json.dumps({"scores": wanted})
-
-    def script(faulty: bool) -> Callable[[Body, int], Reply]:
-        tries: Counter[int] = Counter()
-
-        def reply(body: Body, call: int) -> Reply:
-            if "pads" not in body["messages"][1]["content"]:
-                return verdict(body)
-            question = digest_of(body)
-            tries[question] += 1
-            if faulty and tries[question] < 3 and question % 3 == 0:
-                return completion('{"scores": [{"criterion": 1, "score": 2}]}')
-            return completion(whole(body))
-
-        return reply
-
-    with (
-        JudgeServer(script(False)) as well,
-        JudgeServer(script(True)) as ill,
-        a_judge(well.base_url, form="batched") as one,
-        a_judge(ill.base_url, form="batched") as other,
-    ):
-        true, ours = (compute_rewards(rollouts(), REWARD, judge) for judge in (one, other))
-        assert [r.total for r in ours] == [r.total for r in true]
-        assert other.usage().calls == len(ill.bodies) > len(well.bodies)
-        assert other.usage().unusable["unparsable"] > 5
-
-
 # ---------------------------------------------------------------- servers that come and go
 
 

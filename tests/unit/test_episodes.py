@@ -19,14 +19,14 @@ from refiner_core.contract.config import EnvironmentConfig, ShapingConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import Completion, SamplingParams, TurnDesk
-from refiner_core.environments.conversation import Conversation, prompt_ids
+from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.episodes import (
     EpisodeRequest,
     EpisodeSettings,
     Workers,
     run_episodes,
 )
-from refiner_core.environments.protocol import EpisodeRecord, Message, Task, record_from_json
+from refiner_core.environments.protocol import EpisodeRecord, Task, record_from_json
 from refiner_core.models import tiny_tokenizer
 from tests.support.command import ROOT, wait_until
 from tests.support.counting import RULES, TOOLS, Counting, Scripted, call, task_of
@@ -331,33 +331,10 @@ def test_what_does_not_fit_is_left_out_whole() -> None:
     assert record.partial == 0.5
 
 
-class Counted:
-    """A tokenizer that says how many characters it was given in the longest piece."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self.longest = tokenizer, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def __call__(self, text: str, **options: Any) -> Any:
-        self.longest = max(self.longest, len(text))
-        return self._tokenizer(text, **options)
-
-
+@pytest.mark.timeout(60)
 def test_megabytes_of_a_tool_are_not_tokenised_and_fill_no_record() -> None:
     """They would cost minutes in the shared thread, and 5 MB in each record."""
-    tokenizer = Counted(TOKENIZER)
-    long = (Message("tool", "x " * 2_500_000),)
-    conversation = Conversation(tokenizer, PROMPT)
-    assert conversation.overflows(long, 400)
-    assert conversation.overflows((Message("tool", "<|im_end|>" * 500_000),), 400)
-    assert tokenizer.longest < 16 * 400 + 1000
-    assert not conversation.overflows((Message("tool", "x " * 200),), 400)
-    assert not conversation.overflows((Message("tool", "x " * 450),), 400), "it has to be counted"
-    assert conversation.overflows(long, 0)
-
-    played = play([task_of(0, words=400_000), task_of(1)])
+    played = play([task_of(0, words=1_500_000), task_of(1)])
     record = played.record(0)
     assert (record.ended, record.failure) == ("context_limit", "limit")
     kept = record.turns[0].messages[0][1]
@@ -503,28 +480,6 @@ def test_a_generator_that_ends_early_closes_all(
         run_episodes(Broken(error), environment, TOKENIZER, requests, SETTINGS, lambda *_: None)
     wait_until_closed(environment)
     assert environment.made > 0
-
-
-# ---------------------------------------------------------------- settings
-
-
-def test_demonstrated_tokens_are_those_of_an_episode() -> None:
-    """SFT and rollouts agree on tokens, except for the end of a turn."""
-    from refiner_core.environments.conversation import demonstration
-    from refiner_core.environments.turns import call_text, parse_turn
-
-    calls = [parse_turn(text, 1000).call for text in WINNING]
-    texts = [call_text(one) for one in calls if one is not None]
-    played = play([task_of(0)], lambda _, attempt: texts[attempt])
-    record = played.record()
-    said = [[Message(r, c) for r, c in turn.messages] for turn in record.turns]  # type: ignore[arg-type]
-    first = [Message(r, c) for r, c in record.first_messages]  # type: ignore[arg-type]
-    turns = [(one, after) for one, after in zip(texts, said, strict=True)]
-    ids, _ = demonstration(TOKENIZER, PROMPT, first, turns)
-    end = Conversation(TOKENIZER, PROMPT)
-    end.own((), ())
-    end.close_turn()
-    assert PROMPT + played[0].token_ids + end.ids[len(PROMPT) :] == ids
 
 
 # ---------------------------------------------------------------- threads of tools

@@ -21,7 +21,6 @@ from refiner_core.judge_report.build import (
     report_json,
 )
 from refiner_core.judge_report.material import (
-    Asker,
     Attack,
     Item,
     run_material,
@@ -30,13 +29,12 @@ from refiner_core.judge_report.material import (
 )
 from refiner_core.judge_report.measures import (
     agreement,
-    by_place,
     changes,
     repeatability,
     resistance,
     shift,
 )
-from refiner_core.judges import LexicalJudge, build_judge
+from refiner_core.judges import build_judge
 from refiner_core.judges.prompting import fence
 from tests.support.rewarding import ScriptedJudge
 
@@ -248,12 +246,6 @@ def test_noise_of_asking_again_is_no_shift() -> None:
     assert changes([0, None], [0, 1]) == [0.0, None]
 
 
-def test_a_place_is_that_in_the_call_and_the_middle_one_has_none() -> None:
-    assert by_place(items(3, answers=2)) == [1, 0, -1, 1, 0, -1]
-    assert by_place(items(4)) == [1, 1, -1, -1]
-    assert by_place(items(1)) == [0]
-
-
 def attack(name: str, wants: Any) -> Attack:
     twin = JudgeRequest("rubric", "q", "honest", "criterion")
     deserved = 0.0 if wants == "higher" else 1.0
@@ -333,13 +325,3 @@ def test_a_report_is_json_with_numerators_and_a_markdown_page() -> None:
     for line in text.splitlines():
         if line.startswith("|"):
             assert line.count("|") - 2 * line.count("\\|") >= 4
-
-
-def test_scores_come_back_in_the_order_of_what_was_asked() -> None:
-    asked = [item.request for item in shipped_material().items]
-    random.Random(5).shuffle(asked)
-    asked += asked[:7]
-    scores, costs = Asker(JudgeConfig(), build_judge, lambda *_: None).ask_timed(asked, "all")
-    assert scores == [j.score for j in LexicalJudge().judge(asked)]
-    assert sum(cost["judgements"] for cost in costs.values()) == len(asked)
-    assert all(cost["seconds"] is None for cost in costs.values())  # no server was asked

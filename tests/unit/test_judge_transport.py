@@ -26,7 +26,7 @@ from refiner_core.http.client import retry_after_s
 from refiner_core.http.fleet import BreakerSettings
 from refiner_core.judges import build_judge
 from refiner_core.judges.openai import OpenAIJudge
-from refiner_core.judges.surroundings import MemoryStore, Surroundings
+from refiner_core.judges.surroundings import Surroundings
 from tests.support.judge_server import JudgeServer, Reply, completion, score
 
 RUBRIC = JudgeRequest("rubric", "Which crop?", "The crop is wheat.", "Names the crop")
@@ -106,19 +106,6 @@ def test_an_internal_error_reaches_the_caller(judge_at: Any) -> None:
     judge = judge_at("http://127.0.0.1:99999/v1")  # no such port; recipes are checked before
     with pytest.raises(ValueError, match="Port out of range"):
         judge.judge(requests(2))
-
-
-def test_a_store_outlives_the_judge_and_keeps_no_failure(judge_at: Any) -> None:
-    def script(body: Body, call: int) -> Reply:
-        return Reply(status=400) if number(body) == 1 and call < 3 else score(2)
-
-    store = MemoryStore()
-    with JudgeServer(script) as server:
-        first = judge_at(server.base_url, Surroundings(store=store)).judge(requests(3))
-        second = judge_at(server.base_url, Surroundings(store=store)).judge(requests(3))
-    assert [j.status for j in first] == ["scored", "failed", "scored"]
-    assert [j.status for j in second] == ["scored"] * 3
-    assert len(server.bodies) == 4
 
 
 def test_all_rubrics_of_an_answer_are_one_call_in_the_batched_form_and_cost_is_counted(
