@@ -29,26 +29,11 @@ from refiner_core.data.prepared import (
 )
 from refiner_core.data.rows import Row, choose_questions, parse_row
 from refiner_core.data.sources import RawRow, read_rows, resolve_source, source_digest
+from tests.support.qwen_like import TEMPLATE as QWEN
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-#: As Qwen3: an empty think block opens the last turn and is taken out of the history.
-THINKING = (
-    "{% set ns = namespace(last=-1) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-    "{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}"
-    "{% set parts = m.content.split('</think>') %}"
-    "{% if loop.index0 > ns.last %}<think>\n"
-    "{{ parts[0].replace('<think>', '').strip('\n') if parts | length > 1 else '' }}\n</think>\n\n"
-    "{% endif %}{{ parts[-1].lstrip('\n') }}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-    "{% endif %}"
 )
 #: As Llama 3: a beginning token, trimmed contents, another end of turn.
 HEADERS = (
@@ -311,7 +296,7 @@ def demonstration(*turns: tuple[str, str], mode: str = "answer_only") -> Row:
     return parse(row, "sft")
 
 
-@pytest.mark.parametrize("template", [CHATML, THINKING, HEADERS])
+@pytest.mark.parametrize("template", [CHATML, QWEN, HEADERS])
 def test_loss_covers_each_answer_with_its_end_of_turn_token_and_nothing_else(template: str):
     tokenizer = make_tokenizer(template)
     row = demonstration(("system", "Be brief."), ("user", prompt("a")), ("assistant", "<answer>b"))

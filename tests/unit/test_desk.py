@@ -60,10 +60,6 @@ def solution(task: Task) -> list[ToolCall]:
     return [ToolCall(name, arguments) for name, arguments in task.data["solution"]]
 
 
-def without(calls: list[ToolCall], *names: str) -> list[ToolCall]:
-    return [call for call in calls if call.name not in names]
-
-
 # Tasks and experts ------------------------------------------------------------------------------
 
 
@@ -138,20 +134,6 @@ def test_all_words_are_in_the_vocabulary(experts: Experts) -> None:
     between = set(re.sub(r"[A-Za-z0-9\s]", "", spoken))
     assert between <= set("".join(words.PIECES)) | {"_", "."}
     assert len(words.VOCABULARY) == len(set(words.VOCABULARY))
-
-
-def test_there_are_tens_of_tasks_in_every_domain_and_split() -> None:
-    assert DESK.domains() == ("bookings", "orders", "devices")
-    for split, least in (("train", 40), ("test", 20)):
-        tasks = DESK.tasks(split)
-        assert [t.domain for t in tasks] == sorted(
-            (t.domain for t in tasks), key=DESK.domains().index
-        )
-        for domain in DESK.domains():
-            mine = [t for t in tasks if t.domain == domain]
-            assert len(mine) >= least
-            assert len({t.data["family"] for t in mine}) == len(DOMAINS[domain].families) >= 6
-    assert len({t.id for t in ALL}) == len(ALL)
 
 
 def entities(task: Task) -> set[str]:
@@ -302,18 +284,6 @@ def test_a_tempting_call_breaks_a_rule_changes_nothing_and_fails_the_episode(
     assert (outcome.reward, outcome.failure) == (0.0, "rule_broken")
     assert outcome.components["rules"] == 0.0
     assert outcome.info["rules_broken"] == [f"not allowed, {told}"]
-
-
-def test_a_new_booking_is_a_booking() -> None:
-    task = of_family("bookings", "reserve")
-    ask, reserve, *_ = solution(task)
-    key = {"booking": task.data["state"]["rooms"][reserve.arguments["room"]]["next"]}
-    calls = [ask, reserve, ToolCall("get_booking", key), say("what is your name?")]
-    _, steps = played(task, [*calls, ToolCall("cancel", key)])
-    assert json.loads(steps[2].messages[0].content)["name"] == task.data["user"]["knows"]["name"]
-    assert json.loads(steps[-1].messages[0].content)["state"] == "cancelled"
-    again = played(task, [ask, reserve, reserve])[1][-1]
-    assert json.loads(again.messages[0].content)["state"] == "taken"
 
 
 # What it is worth -------------------------------------------------------------------------------

