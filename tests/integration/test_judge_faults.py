@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.errors import JudgeOutage
@@ -30,8 +28,6 @@ from refiner_core.http.fleet import BreakerSettings
 from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.judges.surroundings import MemoryStore, Surroundings
 from refiner_core.rewards import RewardInput, compute_rewards
-from refiner_core.training.grpo import train_grpo
-from refiner_core.training.model import loading
 from refiner_core.training.rollouts.rollout import group_advantages
 from tests.support.judge_server import (
     JudgeProcess,
@@ -42,8 +38,6 @@ from tests.support.judge_server import (
     verdict,
 )
 from tests.support.rewarding import ScriptedJudge
-from tests.support.stage_io import FolderStageIO
-from tests.support.tiny_training import AnsweringSampler, recipe, save_answering_inputs
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -313,57 +307,3 @@ def _questions(item: RewardInput) -> list[JudgeRequest]:
     judge = ScriptedJudge(lambda request: 1.0)
     compute_rewards([item], REWARD, judge)
     return judge.asked
-
-
-# ---------------------------------------------------------------- training
-
-
-def test_training_stopped_by_an_outage_resumes_to_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server dies in the second step, past its patience; the state is saved."""
-    save_answering_inputs(tmp_path)
-    sampler = AnsweringSampler()
-    load = loading.load_for_training
-
-    def load_and_tell(*values: Any) -> Any:
-        loaded = load(*values)
-        sampler.model = loaded.model
-        return loaded
-
-    monkeypatch.setattr(loading, "load_for_training", load_and_tell)
-    config = recipe(grpo={"num_training_steps": 3, "save_freq": 10})
-
-    def train(name: str, judge: OpenAIJudge) -> list[torch.Tensor]:
-        train_grpo(
-            config,
-            data_dir=tmp_path / "data",
-            model_ref=str(tmp_path / "model"),
-            output_dir=tmp_path / name,
-            io=FolderStageIO(tmp_path / name),
-            judge=judge,
-            generator=sampler,
-        )
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
-        return list(model.parameters())
-
-    with JudgeServer(lambda body, call: verdict(body)) as server:
-        with a_judge(server.base_url) as judge:
-            undisturbed = train("undisturbed", judge)
-        calls = len(server.bodies)
-    store = MemoryStore()
-    (tmp_path / "server").mkdir()
-    with JudgeProcess(tmp_path / "server") as process:
-        around = Surroundings(store=store)
-        with a_judge(process.base_url, around, outage_patience_s=0.5) as judge:
-            Later(lambda: process.received > calls * 0.5, process.kill)
-            with pytest.raises(JudgeOutage):
-                train("disturbed", judge)
-        reached = FolderStageIO(tmp_path / "disturbed").checkpoint_steps()
-        assert reached
-        assert reached[-1] in (1, 2)
-        process.start()
-        with a_judge(process.base_url, around) as judge:
-            resumed = train("disturbed", judge)
-            assert judge.usage().stored > 0, "what was judged before is not asked again"
-    assert all(torch.equal(a, b) for a, b in zip(undisturbed, resumed, strict=True))

@@ -33,24 +33,13 @@ def said(text: str | None, calls: Sequence[Mapping[str, Any]] = (), delay_s: flo
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = [
-            {
-                "id": f"user_call_{number}",
-                "type": "function",
-                "function": {"name": call["name"], "arguments": call["arguments"]},
-            }
+            {"id": f"user_call_{number}", "type": "function", "function": dict(call)}
             for number, call in enumerate(calls)
         ]
-    body = {
-        "id": "made-up",
-        "object": "chat.completion",
-        "created": 1,
-        "model": "user",
-        "choices": [
-            {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop"}
-        ],
-        "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
-    }
-    return Reply(body=json.dumps(body), delay_s=delay_s)
+    reason = "tool_calls" if calls else "stop"
+    choice = {"index": 0, "message": message, "finish_reason": reason}
+    body = {"id": "x", "object": "chat.completion", "created": 1, "model": "user"}
+    return Reply(body=json.dumps(body | {"choices": [choice]}), delay_s=delay_s)
 
 
 class Talk:

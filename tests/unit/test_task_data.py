@@ -39,10 +39,10 @@ def config_of(*changes: dict[str, Any]) -> RecipeConfig:
     return replace_fields(RecipeConfig(), values)
 
 
-def prepared(config: RecipeConfig, folder: Path) -> dict[str, Any]:
+def prepared(config: RecipeConfig, folder: Path, environment: Any = None) -> dict[str, Any]:
     return prepare_tasks(
         config,
-        environment=open_environment(config, evaluation=False),
+        environment=environment or open_environment(config, evaluation=False),
         digest=environment_digest(config),
         tokenizer=tiny_tokenizer(),
         output_dir=folder,
@@ -60,6 +60,7 @@ def conversation(*turns: str, **more: Any) -> dict[str, Any]:
     return {"messages": messages, **more}
 
 
+USER = {"role": "user", "content": "x"}
 CALL = '<tool_call>{"name": "get_order", "arguments": {"order": "S_k3F7"}}</tool_call>'
 
 
@@ -143,13 +144,7 @@ def test_a_test_task_among_the_training_tasks_is_refused(
     splits = {"train": train, "test": (leak or train[0],)}
     environment.tasks = splits.__getitem__  # type: ignore[method-assign]
     with pytest.raises(DataError, match=said):
-        prepare_tasks(
-            config,
-            environment=environment,
-            digest="x",
-            tokenizer=tiny_tokenizer(),
-            output_dir=tmp_path,
-        )
+        prepared(config, tmp_path, environment)
 
 
 def test_rows_of_conversations_in_both_forms_are_the_same_tokens(tmp_path: Path) -> None:
@@ -197,17 +192,9 @@ def test_a_held_out_task_is_known_by_its_id_within_its_domain(tmp_path: Path, be
     [
         ({"text": "no"}, r"rows\.jsonl:1 has no turns"),
         ({"messages": [{"role": "human", "content": "x"}]}, "turn 1 has the role 'human'"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "no turn of the assistant"),
+        ({"messages": [USER]}, "no turn of the assistant"),
         (conversation(CALL, tools="{"), "`tools` that cannot be read"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": "x"},
-                    {"role": "assistant", "tool_calls": ["x"]},
-                ]
-            },
-            "a tool call that cannot be read",
-        ),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": ["x"]}]}, "a tool call that"),
     ],
 )
 def test_a_malformed_conversation_is_refused_with_its_place(
