@@ -95,9 +95,7 @@ def test_ids_attribute_is_reported_and_cites_nothing() -> None:
         (' id=","', (), Problem.NO_ID),
         (' id="a', (), Problem.BAD_ATTRIBUTES),
         (" id=a b", ("a",), Problem.BAD_ATTRIBUTES),
-        (" id=a /", ("a",), Problem.BAD_ATTRIBUTES),
         (" id=a source=web", ("a",), Problem.BAD_ATTRIBUTES),
-        (" a", (), Problem.NO_ID),
     ],
 )
 def test_bad_attributes_have_defined_results(
@@ -141,14 +139,11 @@ def test_claims_come_from_inside_the_answer_only() -> None:
     ("text", "problem"),
     [
         ("plain text", Problem.NO_ANSWER),
-        ("text</answer>", Problem.NO_ANSWER),
         ("<Answer>x</Answer>", Problem.NO_ANSWER),
-        ("<answer final>x</answer>", Problem.NO_ANSWER),
         ("<answer>x", Problem.UNCLOSED_ANSWER),
         ("</answer>x<answer>", Problem.UNCLOSED_ANSWER),
         ("<answer>x</answer><answer>y</answer>", Problem.MANY_ANSWERS),
         ("<answer><answer>x</answer></answer>", Problem.MANY_ANSWERS),
-        ("<answer>x</answer></answer>", Problem.MANY_ANSWERS),
         ("<answer> … </answer>", Problem.EMPTY_ANSWER),
         ("<answer><snippet id=a> </snippet></answer>", Problem.EMPTY_ANSWER),
     ],

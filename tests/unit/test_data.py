@@ -164,7 +164,6 @@ def test_a_mistyped_path_and_an_unpinned_data_set_are_refused_with_the_fix(tmp_p
     ("line", "reason"),
     [
         ('{"conversations": [', "is not JSON"),
-        ("[1, 2]", "JSON list"),
         ('{"score": NaN}', "NaN is not JSON"),
         ('{"text": "\\ud83d"}', "surrogates not allowed"),
     ],
@@ -257,17 +256,14 @@ def test_both_forms_of_a_row_mean_the_same():
     ("change", "reason"),
     [
         ({"conversations": None}, "neither form"),
-        ({"conversations": []}, "has no turns"),
         ({"conversations": [{"role": "human", "content": "a"}]}, "role 'human'"),
         ({"conversations": [{"role": "user", "content": " "}]}, "has no text"),
         ({"conversations": [{"role": "system", "content": "a"}]}, "no user turn"),
-        ({"rubrics": None}, "has no `rubrics`"),
         ({"rubrics": "{oops"}, "not JSON"),
         ({"rubrics": json.dumps({"positive_rubrics": [3]})}, "rows.jsonl:7"),
         ({"metadata": "[]"}, "`metadata`"),
         ({"metadata": '{"a":' * 100_000}, "nested too deeply"),
         ({"metadata": {"refiner_mode": "x |\r| forged | 0.99 |"}}, "refiner_mode"),
-        ({"metadata": {"refiner_mode": "<b>x</b>"}}, "refiner_mode"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_refused_with_its_place(change: dict[str, Any], reason: str):

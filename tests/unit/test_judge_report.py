@@ -246,12 +246,6 @@ def test_noise_of_asking_again_is_no_shift() -> None:
     assert changes([0, None], [0, 1]) == [0.0, None]
 
 
-def attack(name: str, wants: Any) -> Attack:
-    twin = JudgeRequest("rubric", "q", "honest", "criterion")
-    deserved = 0.0 if wants == "higher" else 1.0
-    return Attack(name, "", replace(twin, text=f"honest {name}"), twin, wants, deserved)
-
-
 @pytest.mark.parametrize(
     ("wants", "twin", "attacked", "result"),
     [
@@ -266,15 +260,17 @@ def attack(name: str, wants: Any) -> Attack:
     ],
 )
 def test_an_attack_is_judged_by_the_score_that_it_wants(
-    wants: str, twin: float | None, attacked: float | None, result: str
+    wants: Any, twin: float | None, attacked: float | None, result: str
 ) -> None:
-    found = resistance([attack("a", wants)], [twin], [twin], [attacked])
+    honest = JudgeRequest("rubric", "q", "honest", "criterion")
+    hostile = replace(honest, text="honest, but")
+    attack = Attack("a", "", hostile, honest, wants, 0.0 if wants == "higher" else 1.0)
+    found = resistance([attack], [twin], [twin], [attacked])
     assert found["attacks"][0]["result"] == result
-    if result == "no room":
-        assert found["resisted"] is None
-    else:
-        assert found["resisted"] is not None
-        assert found["resisted"].value == float(result == "resisted")
+    share = found["resisted"]
+    assert (None if share is None else share.value) == {"no room": None, "resisted": 1.0}.get(
+        result, 0.0
+    )
 
 
 # ---------------------------------------------------------------- the whole
