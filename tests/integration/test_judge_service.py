@@ -86,15 +86,6 @@ def _status_of(url: str, key: str) -> int:
     return connection.getresponse().status
 
 
-def test_a_server_that_cannot_start_reports_the_reason_and_blocks_its_users(bench: Bench) -> None:
-    views = bench.run(bench.plan(container="no-such-container exec"))
-    assert states(views) == {"data": "skipped", "judge": "failed", "grpo": "blocked"}
-    assert views["judge"].exit_code == 2
-    assert "no-such-container: not found" in views["judge"].message
-    assert views["judge"].log in views["judge"].message
-    assert views["judge"].attempt == 1, "another try would only repeat it"
-
-
 def test_two_runs_share_one_server_and_a_stop_of_one_leaves_it_running(
     bench: Bench,
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,17 +74,6 @@ def test_evidence_is_the_text_of_elements_in_tool_output(prompt: str) -> None:
 )
 def test_a_comma_list_names_each_id_once(attributes: str) -> None:
     assert read_attributes(f" {attributes} ") == (("a", "b"), ())
-
-
-def test_ids_attribute_is_reported_and_cites_nothing() -> None:
-    parsed = parse_answer('<answer><snippet ids="a,b">claim</snippet></answer>', {"a", "b"})
-    (claim,) = parsed.claims
-    assert claim.ids == ()
-    assert claim.tagged
-    assert not claim.cited
-    assert parsed.problems == {Problem.IDS_ATTRIBUTE: 1}
-    assert not parsed.malformed
-    assert not parsed.well_formed
 
 
 @pytest.mark.parametrize(
@@ -166,6 +154,7 @@ def test_without_one_answer_that_says_something_it_is_malformed(
             {Problem.NESTED_TAG: 2, Problem.STRAY_CLOSE: 1},
         ),
         ("<snippet id=a>one two", [("one two", ("a",))], {Problem.UNCLOSED_TAG: 1}),
+        ('<snippet ids="a,b">claim</snippet>', [("claim", ())], {Problem.IDS_ATTRIBUTE: 1}),
         ("<snippet id=a,z>one</snippet>", [("one", ("a", "z"))], {Problem.UNKNOWN_ID: 1}),
         (
             "<webpage id=a>one</webpage> <SNIPPET id=a>two</SNIPPET>",
@@ -250,22 +239,15 @@ def test_hostile_text_is_read_in_linear_time(unit: str) -> None:
     pytest.fail(f"{long / short:.1f} times as long for 4 times the text")
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
-    """Peak memory of ``work``."""
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 def test_long_lists_of_ids_share_the_memory_of_their_text() -> None:
     """1,000 ids on each of 100 elements: copies of each text per id would take 100 MB."""
     ids = ",".join(f"i{n}" for n in range(1000))
     prompt = tool_output(*[f"<snippet id={ids}>{'x' * 1000}</snippet>"] * 100)
-    assert peak_bytes(lambda: parse_evidence(prompt)) < 20e6
+    tracemalloc.start()
     evidence = parse_evidence(prompt)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6
     assert len(evidence.texts) == 1000
     assert evidence.texts["i7"] == "\n".join(["x" * 1000] * 100)
 

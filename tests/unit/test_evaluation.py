@@ -16,8 +16,6 @@ from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeO
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
-    Judgement,
-    JudgeRequest,
     OnCompletion,
     PromptRow,
     SamplingParams,
@@ -31,6 +29,7 @@ from refiner_core.judges import LexicalJudge
 from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.judges.surroundings import MemoryStore, Surroundings
 from tests.support.judge_server import JudgeServer, score
+from tests.support.rewarding import ScriptedJudge
 from tests.support.stage_io import FolderStageIO
 from tests.support.threaded_judge import ThreadedJudge
 
@@ -118,17 +117,11 @@ class FolderIO(FolderStageIO):
         return self.stop_before is not None and self.looks >= self.stop_before
 
 
-class FailingJudge:
+def failing_on(word: str) -> ScriptedJudge:
     """The lexical judge, which fails on texts with a word."""
-
-    def __init__(self, word: str) -> None:
-        self.word = word
-
-    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
-        return [
-            Judgement("failed", None, "timeout") if self.word in request.text else scored
-            for request, scored in zip(requests, LexicalJudge().judge(requests), strict=True)
-        ]
+    return ScriptedJudge(
+        lambda asked: None if word in asked.text else LexicalJudge().judge([asked])[0].score
+    )
 
 
 @pytest.fixture
@@ -281,7 +274,7 @@ def test_every_model_meets_the_same_seeds_and_every_sample_its_own(bench: Bench)
 
 def test_answers_that_could_not_be_judged_are_counted_and_excluded(bench: Bench) -> None:
     config = changed(CONFIG, "judge", max_failed_share=0.5)
-    folder, _ = bench.run("sft", config=config, judge=FailingJudge("value3"))
+    folder, _ = bench.run("sft", config=config, judge=failing_on("value3"))
     found = numbers(folder)
     assert found["greedy", "judge_failed"]["numerator"] == 1
     assert found["greedy", "reward"]["denominator"] == 7
@@ -292,7 +285,7 @@ def test_answers_that_could_not_be_judged_are_counted_and_excluded(bench: Bench)
 
 def test_too_many_failures_stop_the_evaluation(bench: Bench) -> None:
     with pytest.raises(JudgeOutage, match="max_failed_share"):
-        bench.run("sft", judge=FailingJudge("crop"))
+        bench.run("sft", judge=failing_on("crop"))
     assert not (bench.folder / "sft" / "results.json").exists()
 
 

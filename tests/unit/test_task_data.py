@@ -14,7 +14,6 @@ from refiner_core.contract.fields import replace_fields
 from refiner_core.data.conversations import read_conversations
 from refiner_core.data.prepared import load_demonstrations, load_prompts
 from refiner_core.data.tasks import prepare_tasks
-from refiner_core.environments.checking import check_environment
 from refiner_core.environments.protocol import Task, ToolCall, task_of_row
 from refiner_core.environments.registry import (
     environment_digest,
@@ -170,18 +169,23 @@ def test_unusable_rows_are_counted_by_reason(tmp_path: Path) -> None:
         conversation("I will look."),
         conversation(CALL, CALL, task_id=held_out.id),
         conversation(CALL, CALL, CALL, metadata={"task_id": "mine", "domain": "orders"}),
+        {"prompt": conversation(*[CALL] * 4)["messages"], "metadata": {"domain": "orders"}},
     )
     report = prepared(config_of(with_rows(tmp_path, *rows)), tmp_path)
     assert report["sft"]["dropped"] == {"duplicate": 1, "held_out_task": 1, "no_call": 1}
-    assert report["sft"]["domains"] == {"orders": 1, "unnamed": 1}
-    assert report["sft"]["unnamed_task"] == 1, "nobody can tell whether that one is held out"
+    assert report["sft"]["domains"] == {"orders": 2, "unnamed": 1}
+    assert report["sft"]["unnamed_task"] == 2, "these might be held out"
 
 
-@pytest.mark.parametrize("between", ["-", "/"])
-def test_a_held_out_task_is_known_by_its_id_within_its_domain(tmp_path: Path, between: str) -> None:
+@pytest.mark.parametrize(("between", "key"), [("-", "task_id"), ("/", "tau2_task_id")])
+def test_a_held_out_task_is_known_by_its_id_within_its_domain(
+    tmp_path: Path, between: str, key: str
+) -> None:
     """Ids of tau2-bench are unique within a domain; the user's rows name them alike."""
     for domain, expected in (("retail", ["held_out_task", True]), ("airline", [True, True])):
-        rows = [conversation(*[CALL] * n, task_id=11 + n, domain=domain) for n in (1, 2)]
+        rows = [
+            conversation(*[CALL] * n, metadata={key: str(11 + n), "domain": domain}) for n in (1, 2)
+        ]
         config = config_of(with_rows(tmp_path, *rows))
         found = read_conversations(config, tiny_tokenizer(), {f"retail{between}12"})
         assert [one if isinstance(one, str) else one.named for one in found] == expected
@@ -228,21 +232,3 @@ def test_a_malformed_environment_file_is_refused(
     config = config_of({"environment.name": f"{file}:{name}"})
     with pytest.raises(ConfigurationError, match=said):
         load_own(config.environment, config.environment.user)
-
-
-def test_the_check_finds_faults_before_a_run() -> None:
-    config = config_of(LAMPS)
-    environment: Any = load_own(config.environment, config.environment.user)
-    episode = environment.episode
-
-    def careless(task: Task) -> Any:
-        made = episode(task)
-        step = made.step
-        made.step = lambda call: step(call) if call.name != "no_such_tool" else {}[call.name]
-        return made
-
-    environment.episode = careless
-    environment.speak = "say"
-    found = check_environment(environment, ("train",)).errors
-    assert any("raises KeyError" in f.what for f in found)
-    assert any("no tool 'say'" in f.what for f in found)

@@ -19,10 +19,8 @@ from typing import Any
 
 import pytest
 
-from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
+from refiner_core.contract.config import EnvironmentConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
-from refiner_core.contract.fields import replace_fields
-from refiner_core.data.conversations import read_conversations
 from refiner_core.environments.protocol import (
     InfrastructureError,
     Message,
@@ -31,7 +29,6 @@ from refiner_core.environments.protocol import (
 from refiner_core.environments.scoring import partial_score
 from refiner_core.environments.tau2 import Tau2Environment, missing_tau2, package, tau2_digest
 from refiner_core.environments.tau2.tasks import read_reward_info
-from refiner_core.models import tiny_tokenizer
 from tests.support.judge_server import JudgeServer, Reply
 from tests.support.tau2_contract import (
     KEY_ENV,
@@ -437,31 +434,3 @@ def test_the_digest_follows_the_data_and_imports_nothing(
 
 
 # ---- recipe and data
-
-
-def test_published_rows_are_read_and_held_out_tasks_left_out(helpful: str, tmp_path: Path) -> None:
-    """They have their conversation in `prompt`, and the task's own id in `metadata`."""
-    turn = '<tool_call>\n{"name": "respond", "arguments": {"content": "Hello."}}\n</tool_call>'
-    rows = [
-        {
-            "task_id": f"[kiosk]{own_id}[sample_0]",
-            "prompt": [
-                {"role": "system", "content": "Serve the user."},
-                {"role": "user", "content": f"I am customer {own_id}."},
-                {"role": "assistant", "content": turn},
-            ],
-            "response": "",
-            "metadata": {"domain": "kiosk", "tau2_task_id": own_id, "success": True},
-        }
-        for own_id in ("0", "2")
-    ]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    environment = environment_at(helpful, "kiosk")
-    held_out = {task.id for task in environment.tasks("test")}
-    config = replace_fields(RecipeConfig(), {"data.sft_path": str(file)})
-    kept, left_out = read_conversations(config, tiny_tokenizer(), held_out)
-    assert left_out == "held_out_task"
-    assert not isinstance(kept, str)
-    assert kept.domain == "kiosk"
-    assert sum(kept.row.loss_mask) > 0
