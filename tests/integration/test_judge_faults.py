@@ -261,9 +261,7 @@ def test_one_of_two_servers_dies_and_comes_back(process: JudgeProcess) -> None:
         assert len(other.bodies) - alone > 50
 
 
-def test_after_an_outage_the_next_attempt_asks_only_the_rest(
-    process: JudgeProcess,
-) -> None:
+def test_after_an_outage_the_next_attempt_asks_only_the_rest(process: JudgeProcess) -> None:
     store = MemoryStore()
     with a_judge(
         process.base_url, Surroundings(store=store), outage_patience_s=0.5, concurrency=16

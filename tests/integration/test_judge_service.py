@@ -59,9 +59,7 @@ def test_a_server_answers_before_the_trainer_begins_and_ends_when_idle(bench: Be
     assert len(bench.pids) == 1, "a finished recipe starts no server"
 
 
-def test_a_key_is_in_one_private_file_and_a_command_ends_the_server(
-    bench: Bench,
-) -> None:
+def test_a_key_is_in_one_private_file_and_a_command_ends_the_server(bench: Bench) -> None:
     """On a shared node, loopback protects nothing."""
     bench.run(bench.plan(idle_timeout_s=600.0))
     where = f"workspace={bench.workspace.root}"
@@ -86,9 +84,7 @@ def _status_of(url: str, key: str) -> int:
     return connection.getresponse().status
 
 
-def test_two_runs_share_one_server_and_a_stop_of_one_leaves_it_running(
-    bench: Bench,
-) -> None:
+def test_two_runs_share_one_server_and_a_stop_of_one_leaves_it_running(bench: Bench) -> None:
     """Arms of an ablation differ in their rewards, and ask one judge."""
     bench.hold()
     other = orchestrator(bench, seed=2)
@@ -134,9 +130,7 @@ def test_a_dead_server_or_worker_is_replaced_while_its_users_wait(bench: Bench) 
     bench.wait_ended()
 
 
-def test_the_next_orchestrator_finds_the_server_and_a_cancel_ends_it(
-    bench: Bench,
-) -> None:
+def test_the_next_orchestrator_finds_the_server_and_a_cancel_ends_it(bench: Bench) -> None:
     bench.hold()
     first = orchestrator(bench, seed=1)
     grpo = Stage(bench.workspace.root, "grpo")

@@ -19,11 +19,7 @@ from refiner_core.judge_report.material import shipped_material
 from tests.support.judge_server import Reply, completion
 
 _FENCED = re.compile(r"<([a-z]+(?:-\d+)?)-([0-9a-f]{12,32})>\n(.*?)\n</\1-\2>", re.DOTALL)
-_KINDS = {
-    "criterion": "rubric",
-    "evidence": "citation_recall",
-    "source": "citation_precision",
-}
+_KINDS = {"criterion": "rubric", "evidence": "citation_recall", "source": "citation_precision"}
 _TEXTS = ("passage", "claim", "answer")
 
 

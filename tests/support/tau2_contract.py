@@ -14,12 +14,7 @@ from typing import Any
 
 from refiner_core.contract.config import EnvironmentConfig, UserConfig
 from refiner_core.contract.types import Judgement, JudgeRequest, JudgeUsage
-from refiner_core.environments.protocol import (
-    Outcome,
-    Step,
-    Task,
-    ToolCall,
-)
+from refiner_core.environments.protocol import Outcome, Step, Task, ToolCall
 from refiner_core.environments.tau2 import Tau2Environment
 from refiner_core.environments.tau2.episode import Tau2Episode
 from tests.support.judge_server import JudgeServer, Reply

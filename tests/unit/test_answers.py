@@ -12,13 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refiner_core.answers import (
-    Problem,
-    parse_answer,
-    parse_evidence,
-    read_attributes,
-    strip_tags,
-)
+from refiner_core.answers import Problem, parse_answer, parse_evidence, read_attributes, strip_tags
 from tests.support.real_rows import RL_ROWS, SFT_ROWS
 
 
@@ -69,8 +63,7 @@ def test_evidence_is_the_text_of_elements_in_tool_output(prompt: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "attributes",
-    ['id="a,b"', "id='a ,b'", "id=a, b", 'ID="a,b"', 'id = "a,,b,"', 'id="a,a,b"'],
+    "attributes", ['id="a,b"', "id='a ,b'", "id=a, b", 'ID="a,b"', 'id = "a,,b,"', 'id="a,a,b"']
 )
 def test_a_comma_list_names_each_id_once(attributes: str) -> None:
     assert read_attributes(f" {attributes} ") == (("a", "b"), ())
@@ -161,11 +154,7 @@ def test_without_one_answer_that_says_something_it_is_malformed(
             [("one two", ())],
             {Problem.FOREIGN_TAG: 4},
         ),
-        (
-            "see <snippet id=a the end",
-            [("see <snippet id=a the end", ())],
-            {Problem.BROKEN_TAG: 1},
-        ),
+        ("see <snippet id=a the end", [("see <snippet id=a the end", ())], {Problem.BROKEN_TAG: 1}),
     ],
 )
 def test_faulty_tags_are_reported_and_their_text_is_kept(

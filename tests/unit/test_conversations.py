@@ -10,11 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.environments.conversation import (
-    Conversation,
-    demonstration,
-    prompt_ids,
-)
+from refiner_core.environments.conversation import Conversation, demonstration, prompt_ids
 from refiner_core.environments.protocol import Message, ToolCall, ToolSpec
 from refiner_core.models import tiny_tokenizer
 from tests.support.qwen_like import qwen_like
@@ -67,9 +63,7 @@ def say(conversation: Conversation, ids: tuple[int, ...]) -> None:
 
 def test_the_first_turn_sees_what_the_template_writes(tokenizer: Any) -> None:
     expected = rendered(
-        tokenizer,
-        [("system", POLICY), ("user", "Where is my order?")],
-        add_generation_prompt=True,
+        tokenizer, [("system", POLICY), ("user", "Where is my order?")], add_generation_prompt=True
     )
     assert begun(tokenizer).ids == ids_of(tokenizer, expected)
 

@@ -19,14 +19,7 @@ from refiner_core.environments.desk import VERSION, DeskEnvironment, desk_digest
 from refiner_core.environments.desk.episode import DeskEpisode
 from refiner_core.environments.desk.tasks import DOMAINS, own_tasks
 from refiner_core.environments.desk.user import PATIENCE
-from refiner_core.environments.protocol import (
-    FAILURES,
-    HasExpert,
-    Outcome,
-    Step,
-    Task,
-    ToolCall,
-)
+from refiner_core.environments.protocol import FAILURES, HasExpert, Outcome, Step, Task, ToolCall
 
 #: SHA-256 over every task with its right and flawed episodes. Where this test fails, episodes have
 #: changed: raise VERSION in desk/tasks.py, then record the new hash.

@@ -16,9 +16,7 @@ from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.model.loading import Loaded
-from refiner_core.training.rollouts.episodes import (
-    form_episode_groups,
-)
+from refiner_core.training.rollouts.episodes import form_episode_groups
 from refiner_core.training.rollouts.rollout import Sampled, TrainSample
 from refiner_core.training.updates import GrpoUpdate
 from tests.support.tiny_training import VOCABULARY, recipe, tiny_model, tiny_tokenizer

@@ -12,19 +12,13 @@ import pytest
 
 from flows.reporting.samples import SamplesReader
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import (
-    EnvironmentOutage,
-    Interrupted,
-)
+from refiner_core.contract.errors import EnvironmentOutage, Interrupted
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import PromptRow
 from refiner_core.environments.protocol import EpisodeRecord
 from refiner_core.evaluation.episodes import evaluate_episodes, failure_of
-from refiner_core.evaluation.metrics import (
-    episode_metrics,
-    load_samples,
-)
+from refiner_core.evaluation.metrics import episode_metrics, load_samples
 from refiner_core.evaluation.protocol import make_protocol, sampling_params
 from refiner_core.evaluation.results import compare_results
 from refiner_core.models import tiny_tokenizer

@@ -143,8 +143,7 @@ def own_text(completion: Completion) -> str:
 
 
 @pytest.mark.parametrize(
-    ("reward", "given", "kept"),
-    [(1.0, "gave_up", None), (0.5, None, "incomplete")],
+    ("reward", "given", "kept"), [(1.0, "gave_up", None), (0.5, None, "incomplete")]
 )
 def test_an_episode_without_full_reward_has_failed(
     reward: float, given: Any, kept: str | None, monkeypatch: pytest.MonkeyPatch
@@ -298,8 +297,7 @@ def test_a_bad_turn_is_repaired_once_in_its_context_or_ends_the_episode(status: 
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
-    [(call("subtract", by=1), "wrong_tool"), (call(by="one"), "wrong_argument")],
+    ("text", "error"), [(call("subtract", by=1), "wrong_tool"), (call(by="one"), "wrong_argument")]
 )
 def test_calls_that_the_environment_refuses_are_turns_like_others(text: str, error: str) -> None:
     played = play([task_of(0)], always(text, *WINNING))

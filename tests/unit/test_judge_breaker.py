@@ -29,9 +29,7 @@ def closed(clock: Clock, settings: BreakerSettings) -> Server:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([SICK, GONE, BUSY])), max_size=200))
-def test_a_few_items_that_always_fail_never_open_it(
-    failures: list[tuple[int, Trouble]],
-) -> None:
+def test_a_few_items_that_always_fail_never_open_it(failures: list[tuple[int, Trouble]]) -> None:
     breaker = closed(Clock(), BreakerSettings(5))
     for call, trouble in failures:
         breaker.note(call, trouble)

@@ -15,11 +15,7 @@ from hypothesis import strategies as st
 
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.types import JudgeRequest, PromptRow
-from refiner_core.judge_report.build import (
-    judge_report,
-    markdown,
-    report_json,
-)
+from refiner_core.judge_report.build import judge_report, markdown, report_json
 from refiner_core.judge_report.material import (
     Attack,
     Item,
@@ -27,13 +23,7 @@ from refiner_core.judge_report.material import (
     shipped_attacks,
     shipped_material,
 )
-from refiner_core.judge_report.measures import (
-    agreement,
-    changes,
-    repeatability,
-    resistance,
-    shift,
-)
+from refiner_core.judge_report.measures import agreement, changes, repeatability, resistance, shift
 from refiner_core.judges import build_judge
 from refiner_core.judges.prompting import fence
 from tests.support.rewarding import ScriptedJudge
@@ -88,9 +78,7 @@ def cohen_kappa(a: Sequence[float], b: Sequence[float], weights: str | None = No
 
 @settings(deadline=None, max_examples=40)
 @given(_SERIES)
-def test_kappa_depends_neither_on_order_nor_on_scale(
-    pairs: list[tuple[float, float]],
-) -> None:
+def test_kappa_depends_neither_on_order_nor_on_scale(pairs: list[tuple[float, float]]) -> None:
     a, b = [x for x, _ in pairs], [y for _, y in pairs]
     for weights in (None, "quadratic"):
         kappa = cohen_kappa(a, b, weights)

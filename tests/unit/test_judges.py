@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.types import JudgeRequest
-from refiner_core.judges import (
-    LexicalJudge,
-    build_judge,
-)
+from refiner_core.judges import LexicalJudge, build_judge
 
 
 def lexical(kind: str, text: str, reference: str = "") -> float:

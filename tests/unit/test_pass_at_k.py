@@ -5,12 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import combinations
 
-from refiner_core.evaluation.metric_names import (
-    pass_at_k,
-    pass_hat_k,
-    pass_names,
-    task_passes,
-)
+from refiner_core.evaluation.metric_names import pass_at_k, pass_hat_k, pass_names, task_passes
 
 
 def test_both_are_what_counting_all_choices_gives() -> None:

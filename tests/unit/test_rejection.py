@@ -111,9 +111,7 @@ def test_the_highest_reward_under_other_aggregations_is_reachable_and_no_more() 
     )
     assert highest_reward(row(), additive) == pytest.approx(1.5)
     signed = RewardConfig(
-        verification_reward=1.0,
-        apply_paper_citation_reward=False,
-        rubric_aggregation="signed_mean",
+        verification_reward=1.0, apply_paper_citation_reward=False, rubric_aggregation="signed_mean"
     )
     # One rubric to meet and one not to: the mean of +1 and 0.
     assert highest_reward(row(), signed) == pytest.approx(0.5)

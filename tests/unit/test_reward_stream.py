@@ -13,13 +13,7 @@ from infra.jobs.failures import budget_left, classify
 from refiner_core.contract.config import JudgeConfig, RetryConfig, RewardConfig
 from refiner_core.contract.errors import Interrupted, JudgeOutage, JudgeUnusable
 from refiner_core.contract.records import Attempt
-from refiner_core.contract.types import (
-    Judgement,
-    JudgeRequest,
-    JudgeUsage,
-    PromptRow,
-    RewardResult,
-)
+from refiner_core.contract.types import Judgement, JudgeRequest, JudgeUsage, PromptRow, RewardResult
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.judges import LexicalJudge
 from refiner_core.judges.calls import plan_calls, read_reply

@@ -17,9 +17,7 @@ from refiner_core.contract.errors import DataError
 from refiner_core.contract.types import JudgeRequest
 from refiner_core.judges import LexicalJudge
 from refiner_core.rewards import RewardInput, compute_rewards
-from refiner_core.rewards.combine import (
-    aggregate_rubrics,
-)
+from refiner_core.rewards.combine import aggregate_rubrics
 from refiner_core.rewards.combine import total_reward as total_of_components
 from refiner_core.rubrics import Rubric, load_rubric_set
 from refiner_core.training.rollouts.rollout import group_advantages

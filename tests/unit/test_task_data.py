@@ -15,11 +15,7 @@ from refiner_core.data.conversations import read_conversations
 from refiner_core.data.prepared import load_demonstrations, load_prompts
 from refiner_core.data.tasks import prepare_tasks
 from refiner_core.environments.protocol import Task, ToolCall, task_of_row
-from refiner_core.environments.registry import (
-    environment_digest,
-    load_own,
-    open_environment,
-)
+from refiner_core.environments.registry import environment_digest, load_own, open_environment
 from refiner_core.environments.turns import call_text
 from refiner_core.models import tiny_tokenizer
 

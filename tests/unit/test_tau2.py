@@ -21,11 +21,7 @@ import pytest
 
 from refiner_core.contract.config import EnvironmentConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
-from refiner_core.environments.protocol import (
-    InfrastructureError,
-    Message,
-    ToolCall,
-)
+from refiner_core.environments.protocol import InfrastructureError, Message, ToolCall
 from refiner_core.environments.scoring import partial_score
 from refiner_core.environments.tau2 import Tau2Environment, missing_tau2, package, tau2_digest
 from refiner_core.environments.tau2.tasks import read_reward_info
