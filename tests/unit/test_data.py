@@ -292,13 +292,19 @@ def demonstration(*turns: tuple[str, str], mode: str = "answer_only") -> Row:
     return parse(row, "sft")
 
 
-@pytest.mark.parametrize("template", [CHATML, QWEN, HEADERS])
-def test_loss_covers_each_answer_with_its_end_of_turn_token_and_nothing_else(template: str):
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    # "assistant\n" + "\n" would be one token.
+    [(CHATML, "<answer>b"), (CHATML, "\nan answer"), (QWEN, "<answer>b"), (HEADERS, "<answer>b")],
+)
+def test_loss_covers_each_answer_with_its_end_of_turn_token_and_nothing_else(
+    template: str, answer: str
+):
     tokenizer = make_tokenizer(template)
-    row = demonstration(("system", "Be brief."), ("user", prompt("a")), ("assistant", "<answer>b"))
+    row = demonstration(("system", "Be brief."), ("user", prompt("a")), ("assistant", answer))
     ids, mask, prompt_length = encode_demonstration(row, tokenizer)
-    assert tokenizer.decode(with_loss(ids, mask)) == "<answer>b<|im_end|>"
-    assert ids[:prompt_length] == encode_prompt(row, tokenizer)
+    assert tokenizer.decode(with_loss(ids, mask)) == f"{answer}<|im_end|>"
+    assert ids[:prompt_length] == encode_prompt(row, tokenizer), "a prefix of tokens"
     assert not any(mask[:prompt_length])
     assert ids[-1] == tokenizer.eos_token_id
     row = demonstration(
@@ -310,14 +316,6 @@ def test_loss_covers_each_answer_with_its_end_of_turn_token_and_nothing_else(tem
     )
     ids, mask, _ = encode_demonstration(row, tokenizer)
     assert tokenizer.decode(with_loss(ids, mask)) == "assistant<|im_end|>user<|im_end|>"
-
-
-def test_the_sampled_prompt_is_a_token_prefix_even_where_tokens_would_merge():
-    row = demonstration(("user", prompt("a")), ("assistant", "\nan answer"))
-    # "assistant\n" + "\n" would be one token
-    ids, mask, prompt_length = encode_demonstration(row, TOKENIZER)
-    assert ids[:prompt_length] == encode_prompt(row, TOKENIZER)
-    assert TOKENIZER.decode(with_loss(ids, mask)) == "\nan answer<|im_end|>"
 
 
 @pytest.mark.parametrize(

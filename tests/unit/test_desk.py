@@ -230,21 +230,7 @@ def test_only_words_reach_a_device_and_a_locked_one_is_unlocked_before_a_restart
     assert "green" in steps[5].messages[0].content
 
 
-def test_trying_everything_is_not_solving_it() -> None:
-    task = of_family("devices", "restart")
-    ask, look_up, restart, end = solution(task)
-    tried = [ask, look_up, say("please plug the cable."), restart, end]
-    outcome = played(task, tried)[0].outcome()
-    assert outcome.reward == 0.0
-    assert [c.name for c in outcome.checks if not c.passed] == ["device"]
-
-
 # Rules ------------------------------------------------------------------------------------------
-
-
-def after(task: Task, count: int, *calls: ToolCall) -> Step:
-    """The last step of calls made after the first ones of the solution."""
-    return played(task, [*solution(task)[:count], *calls])[1][-1]
 
 
 @pytest.mark.parametrize(
@@ -266,12 +252,11 @@ def test_a_tempting_call_breaks_a_rule_changes_nothing_and_fails_the_episode(
     domain: str, family: str, count: int, told: str
 ) -> None:
     task = of_family(domain, family)
-    name, arguments = task.data["tempting"]
-    step = after(task, count, ToolCall(name, arguments))
-    assert step.tool_error == "rule_broken"
-    assert json.loads(step.messages[0].content) == {"error": f"not allowed, {told}"}
     calls = solution(task)
-    episode, _ = played(task, [*calls[:count], ToolCall(name, arguments), *calls[count:]])
+    calls.insert(count, ToolCall(*task.data["tempting"]))
+    episode, steps = played(task, calls)
+    assert steps[count].tool_error == "rule_broken"
+    assert json.loads(steps[count].messages[0].content) == {"error": f"not allowed, {told}"}
     outcome = episode.outcome()
     assert all(check.passed for check in outcome.checks), "the tool did not do it"
     assert (outcome.reward, outcome.failure) == (0.0, "rule_broken")
@@ -312,7 +297,13 @@ def test_progress_grows_call_by_call_and_is_worth_nothing_without_an_end() -> No
     assert (outcome.reward, outcome.failure) == (0.0, "limit")
 
 
-def test_saying_everything_is_not_saying_it() -> None:
+def test_neither_trying_nor_saying_everything_is_a_solution() -> None:
+    task = of_family("devices", "restart")
+    ask, look_up, restart, end = solution(task)
+    tried = [ask, look_up, say("please plug the cable."), restart, end]
+    outcome = played(task, tried)[0].outcome()
+    assert outcome.reward == 0.0
+    assert [c.name for c in outcome.checks if not c.passed] == ["device"]
     task = of_family("orders", "look_up_state")
     calls = solution(task)
     shotgun = say("your order is open sent arrived.")

@@ -51,12 +51,20 @@ def say(text: str) -> ToolCall:
     return ToolCall("respond", {"content": text})
 
 
-@pytest.fixture(autouse=True)
-def tau2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def tau2() -> Iterator[None]:
     """The double in place of the package, unloaded afterwards."""
-    monkeypatch.syspath_prepend(str(DOUBLE))
-    monkeypatch.setenv(package.DATA_VARIABLE, str(DATA / "data"))
-    monkeypatch.setenv(KEY_ENV, KEY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DOUBLE))
+        patch.setenv(package.DATA_VARIABLE, str(DATA / "data"))
+        patch.setenv(KEY_ENV, KEY)
+        yield
+    forget()
+
+
+@pytest.fixture
+def unloaded() -> Iterator[None]:
+    """No package is loaded before a test, nor its own package after it."""
     forget()
     yield
     forget()
@@ -379,6 +387,7 @@ def test_a_file_of_splits_replaces_those_of_the_package(helpful: str, tmp_path: 
 # ---- the package itself
 
 
+@pytest.mark.usefixtures("unloaded")
 def test_the_recipe_is_planned_without_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,19 +412,20 @@ def test_the_recipe_is_planned_without_the_package(
     assert prints[0]["data"] != prints[1]["data"]
 
 
+@pytest.mark.usefixtures("unloaded")
 def test_the_package_for_chemistry_is_refused_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tau2").mkdir()
     (tmp_path / "tau2" / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    forget()
     assert "chemistry" in missing_tau2()
     with pytest.raises(UnsupportedError, match="not tau2-bench"):
         Tau2Environment(EnvironmentConfig(name="tau2"), UserConfig()).tasks("train")
     assert tau2_digest(EnvironmentConfig(name="tau2")) == package.ABSENT
 
 
+@pytest.mark.usefixtures("unloaded")
 def test_the_digest_follows_the_data_and_imports_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
