@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flows.cli.main import main
+from tests.support.command import Finished
 from tests.support.judge_server import JudgeServer, Reply, completion
 from tests.support.known_judges import KnownJudge
 from tests.support.recorded_run import RecordedRun
@@ -28,23 +27,10 @@ _DEFECTS = {
 KEY = "sk-very-secret-0123456789"
 
 
-@dataclass(frozen=True)
-class Called:
-    """Exit code and output of a call."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-def refiner(capsys: pytest.CaptureFixture[str], *words: str) -> Called:
+def refiner(capsys: pytest.CaptureFixture[str], *words: str) -> Finished:
     code = main(list(words))
     shown = capsys.readouterr()
-    return Called(code, shown.out, shown.err)
+    return Finished(code, shown.out, shown.err)
 
 
 def nowhere(tmp_path: Path) -> str:
@@ -68,7 +54,7 @@ def test_a_judges_defect_is_found_and_no_other(
     with JudgeServer(KnownJudge(defect)) as server:
         words = [nowhere(tmp_path), *at(server, "judge.form=batched"), "--repeats=2", "--json"]
         called = refiner(capsys, "judge", "report", *words)
-    assert called.code == 0, called.err
+    assert called.code == 0, called.stderr
     report = called.json
     found = {f["name"] for f in report["findings"] if f["verdict"] == "found"}
     assert found == _DEFECTS[defect], report["findings"]
@@ -99,14 +85,14 @@ def test_the_lexical_judge_needs_no_server_and_a_served_one_needs_its_own(
 ) -> None:
     called = refiner(capsys, "judge", "report", nowhere(tmp_path), "--sample=3", "--repeats=1")
     assert called.code == 0
-    assert "3 questions, 6 answers" in called.out
-    assert "| not repeatable | not asked |" in called.out
-    assert "--out DIR" in called.err
+    assert "3 questions, 6 answers" in called.stdout
+    assert "| not repeatable | not asked |" in called.stdout
+    assert "--out DIR" in called.stderr
     assert not (tmp_path / "none").exists(), "nothing is written uninvited"
     words = ["judge.kind=openai", "judge.model=m", "judge.serve.engine=vllm"]
     called = refiner(capsys, "judge", "report", nowhere(tmp_path), *words)
     assert called.code == 2
-    assert "refiner judge servers" in called.err
+    assert "refiner judge servers" in called.stderr
 
 
 def test_two_judges_are_compared_and_the_files_hold_the_printed_report(
@@ -116,7 +102,7 @@ def test_two_judges_are_compared_and_the_files_hold_the_printed_report(
         words = [nowhere(tmp_path), *at(sound), "--repeats=2", f"--out={tmp_path}/kept", "--json"]
         against = ["--against", f"judge.base_url={other.base_url}", "--against", "judge.model=n"]
         called = refiner(capsys, "judge", "report", *words, *against)
-    assert called.code == 0, called.err
+    assert called.code == 0, called.stderr
     report = called.json
     assert report["judges"]["rubric"]["kappa"]["value"] == 1.0
     assert report["judges"]["citation_recall"]["kappa"]["value"] < 0.9
@@ -158,7 +144,7 @@ def test_a_run_is_measured_on_its_own_answers(
     where = f"workspace={tmp_path}/runs"
     words = ["judge", "report", run.run.run, where, "--repeats=2", "--sample=4"]
     called = refiner(capsys, *words, "--json")
-    assert called.code == 0, called.err
+    assert called.code == 0, called.stderr
     report = called.json
     assert report["material"]["name"] == f"answers of run {run.run.run}"
     assert 1 <= report["material"]["questions"] <= 4
@@ -184,13 +170,13 @@ def test_a_question_by_hand_shows_score_tokens_schema_or_the_reply_without_a_sco
     with JudgeServer(lambda body, call: completion('{"score": 1}', usage=usage)) as server:
         called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server), *given)
         assert "Names wheat." in server.bodies[0]["messages"][-1]["content"]
-    assert called.code == 0, called.err
+    assert called.code == 0, called.stderr
     for said in ("score        0.5", "321 read, 9 written", "schema       taken"):
-        assert said in called.out
+        assert said in called.stdout
     with JudgeServer(lambda body, call: completion("The answer is fine, I think.")) as server:
         called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))
     assert called.code == 1
-    assert "The answer is fine" in called.out
+    assert "The answer is fine" in called.stdout
 
 
 def test_a_missing_server_is_named_by_address_and_a_refused_key_by_its_variable(
@@ -199,14 +185,14 @@ def test_a_missing_server_is_named_by_address_and_a_refused_key_by_its_variable(
     words = ["judge.base_url=http://127.0.0.1:9/v1", "judge.model=m", "judge.outage_patience_s=0.2"]
     called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *words)
     assert called.code == 7
-    assert "127.0.0.1:9" in called.err
+    assert "127.0.0.1:9" in called.stderr
     monkeypatch.setenv("REFINER_JUDGE_API_KEY", KEY)
     refusal = Reply(status=401, body=f"Incorrect API key provided: {KEY}")
     with JudgeServer(lambda body, call: refusal) as server:
         called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))
     assert called.code != 0
-    assert "REFINER_JUDGE_API_KEY" in called.err
-    assert KEY not in called.out + called.err
+    assert "REFINER_JUDGE_API_KEY" in called.stderr
+    assert KEY not in called.stdout + called.stderr
 
 
 @pytest.mark.parametrize("replies", ["0.5", "1"])
@@ -218,9 +204,9 @@ def test_a_judge_on_another_scale_is_found_before_a_run_asks_it(
         called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))
         assert called.code == 1
         assert f"the score is none of (0.0, {'1.0, ' * (replies == '0.5')}2.0): {replies}" in (
-            called.out + called.err
+            called.stdout + called.stderr
         )
         looked = refiner(capsys, "doctor", "tiny", *at(server), "judge.kind=openai",
                          "--only=judge")  # fmt: skip
     assert looked.code == 8
-    assert f"2.0): {replies}" in looked.out
+    assert f"2.0): {replies}" in looked.stdout

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from flows.cli.main import main
 from flows.stages.judging import judge_by_hand, judge_for
 from infra.judgements import store
 from infra.judgements.segments import summarise
@@ -26,7 +27,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import JudgeOutage
 from refiner_core.contract.types import JudgeRequest, Progress, StoredJudgement
-from tests.support.command import ROOT, environment, refiner, wait_until
+from tests.support.command import ROOT, environment, wait_until
 from tests.support.judge_server import JudgeServer, Reply, digest_of, verdict
 from tests.support.judged_life import config_of, live, prepare, work_of
 
@@ -207,18 +208,19 @@ def test_another_judge_is_asked_anew(calls: Callable[..., int]) -> None:
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_shows_the_store_and_takes_it_when_asked(
-    calls: Callable[..., int], tmp_path: Path
+def test_the_command_shows_the_store_and_deletes_it_on_request(
+    calls: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def disk(*words: str) -> Any:
+        assert main(["disk", f"workspace={tmp_path / 'ws'}", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
     calls()
-    where = f"workspace={tmp_path / 'ws'}"
-    shown = refiner("disk", where, "--json").json["judgements"]
-    assert shown["judgements"] == len(QUESTIONS)
-    assert "6 judgements are stored" in refiner("disk", where).stdout
-    kept = refiner("disk", where, "--reclaim", "--json").json
+    assert disk()["judgements"]["judgements"] == len(QUESTIONS)
+    kept = disk("--reclaim")
     assert not [c for c in kept["candidates"] if c["kind"] == "judgements"]
     assert calls() == 0
-    gone = refiner("disk", where, "--reclaim", "--judgements", "--json").json
+    gone = disk("--reclaim", "--judgements")
     assert {c["kind"] for c in gone["candidates"]} == {"judgements"}
     assert json.dumps(gone["reclaimed"]).count("judgements") == len(gone["candidates"])
     assert os.listdir(tmp_path / "ws" / "judgements") == []  # noqa: PTH208

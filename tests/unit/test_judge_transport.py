@@ -50,7 +50,7 @@ def judge_at(made: list[OpenAIJudge]) -> Any:
         base_url: str | None, around: Surroundings | None = None, **changes: Any
     ) -> OpenAIJudge:
         config = JudgeConfig(kind="openai", model="m", base_url=base_url, max_retries=2)
-        quick = {"timeout_s": 5.0, "structured_output": "none"}
+        quick = {"timeout_s": 20.0, "structured_output": "none"}
         config = replace(config, **(quick | changes))
         made.append(OpenAIJudge(config, around, first_backoff_s=0.01, breaker=QUICK))
         return made[-1]
