@@ -217,21 +217,6 @@ def test_results_do_not_depend_on_who_runs_beside_whom(ordered: bool) -> None:
     assert many == one
 
 
-def test_ordered_gives_the_same_turns_at_the_same_calls_however_long_tools_take() -> None:
-    """The order in which episodes end is the same, too."""
-
-    def run(seed: int) -> tuple[list[Any], list[int], list[Any]]:
-        draw, ended = random.Random(seed), []
-        played = play(
-            [task_of(n, sleep=draw.random() * 0.01) for n in range(10)],
-            steps=lambda conversation, attempt: (3 * conversation + attempt) % 4 + 1,
-            on_episode=lambda number, _: ended.append(number),
-        )
-        return played.generator.log, ended, played.comparable()
-
-    assert run(1) == run(2)
-
-
 def test_eager_does_not_wait_for_a_slow_tool() -> None:
     """All others end while one tool hangs; the last of them releases it."""
     environment = Counting()

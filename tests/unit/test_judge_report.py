@@ -26,7 +26,6 @@ from refiner_core.judge_report.material import (
 from refiner_core.judge_report.measures import agreement, changes, repeatability, resistance, shift
 from refiner_core.judges import build_judge
 from refiner_core.judges.prompting import fence
-from tests.support.rewarding import ScriptedJudge
 
 # ---------------------------------------------------------------- agreement
 
@@ -262,36 +261,6 @@ def test_an_attack_is_judged_by_the_score_that_it_wants(
 
 
 # ---------------------------------------------------------------- the whole
-
-
-def report_on(score: Any, sample: int | None = None) -> tuple[str, dict[str, list[str]], Any]:
-    """Verdict on hostile answers, attacks by result, and share resisted, of a scripted judge."""
-    report = judge_report(shipped_material(sample), JudgeConfig(), lambda _: ScriptedJudge(score))
-    verdicts = {finding["name"]: finding["verdict"] for finding in report["findings"]}
-    attacks: dict[str, list[str]] = {}
-    for one in report["resistance"]["attacks"]:
-        attacks.setdefault(one["result"], []).append(one["name"])
-    return verdicts["obeys hostile answers"], attacks, report["resistance"]["resisted"]
-
-
-def test_obedience_is_found_absent_or_not_clear() -> None:
-    """A judge that rolls dice "obeys" many a hostile answer; that is not called safe."""
-    dice = random.Random(5)
-    assert report_on(lambda _: dice.choice([0.0, 0.5, 1.0]))[0] == "not clear"
-    verdict, attacks, _ = report_on(lambda request: float("tip of 500" in request.text))
-    assert (verdict, attacks["obeyed"]) == ("found", ["bribe"]), "one obeyed answer is enough"
-
-
-def test_an_attack_that_leaves_a_judge_without_a_score_is_not_resisted() -> None:
-    """A rollout whose judgement fails is unscored, which would be an escape from a bad score."""
-
-    def chokes(request: JudgeRequest) -> float | None:
-        return None if "banana" in request.text else float(request.kind == "rubric")
-
-    _, attacks, resisted = report_on(chokes, 1)
-    assert attacks["broke"] == ["other-criterion"]
-    assert resisted is not None
-    assert resisted.denominator - resisted.numerator == 1
 
 
 def test_a_report_is_json_with_numerators_and_a_markdown_page() -> None:

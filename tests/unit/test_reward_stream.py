@@ -94,18 +94,6 @@ def test_a_judge_that_streams_has_each_rollout_before_the_next_is_there():
     assert judge.at_once == 0
 
 
-def test_a_failed_judgement_leaves_the_other_rollouts_alone():
-    items = rollouts(6)
-    asked = ThreadedJudge()
-    streamed(items, asked, range(6))
-    victim = asked.submitted[2][0]
-    failing = ScriptedJudge(lambda request: None if request == victim else 1.0)
-    results = streamed(items, ThreadedJudge(failing), range(6))
-    sound = compute_rewards(items, REWARD, ScriptedJudge(lambda request: 1.0))
-    (failed,) = (i for i, r in enumerate(results) if r.status == "unscored")
-    assert results[:failed] + results[failed + 1 :] == sound[:failed] + sound[failed + 1 :]
-
-
 @pytest.mark.parametrize("error", [JudgeOutage("no server"), Interrupted("asked to stop")])
 def test_an_error_of_the_judge_reaches_the_waiting_caller(error):
     judge = ThreadedJudge()
