@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -124,7 +125,7 @@ def failing_on(word: str) -> ScriptedJudge:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def rows() -> list[PromptRow]:
     return [prompt(n) for n in range(8)]
 
@@ -177,6 +178,21 @@ def bench(tmp_path: Path, rows: list[PromptRow]) -> Bench:
     return Bench(tmp_path, rows)
 
 
+Run = tuple[Path, Script]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory, rows: list[PromptRow]) -> Run:
+    """The evaluation of a perfect model."""
+    return Bench(tmp_path_factory.mktemp("sound"), rows).run("grpo")
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory, rows: list[PromptRow]) -> Run:
+    """The evaluation of a model that breaks half of its answers."""
+    return Bench(tmp_path_factory.mktemp("half"), rows).run("sft", half_broken)
+
+
 def numbers(folder: Path, part: str = "evaluations") -> dict[tuple[str, str], dict[str, Any]]:
     return {(e["decoding"], e["metric"]): e for e in load_results(folder)[part]}
 
@@ -196,9 +212,9 @@ def changed(config: RecipeConfig, section: str, **values: Any) -> RecipeConfig:
 
 
 def test_numbers_have_interval_and_protocol_and_can_be_recomputed_from_their_samples(
-    bench: Bench,
+    half: Run,
 ) -> None:
-    folder, script = bench.run("sft", half_broken)
+    folder, script = half
     found = numbers(folder)
     valid = found["greedy", "format_valid"]
     assert (valid["stage"], valid["value"], valid["n"]) == ("sft", 0.5, 8)
@@ -232,9 +248,8 @@ def test_numbers_have_interval_and_protocol_and_can_be_recomputed_from_their_sam
     }
 
 
-def test_a_perfect_model_beats_the_copier_under_the_same_protocol(bench: Bench) -> None:
-    folder, _ = bench.run("grpo")
-    model, floor = numbers(folder), numbers(folder, "reference")
+def test_a_perfect_model_beats_the_copier_under_the_same_protocol(sound: Run) -> None:
+    model, floor = numbers(sound[0]), numbers(sound[0], "reference")
     assert {e["stage"] for e in floor.values()} == {"random_copier"}
     for decoding in ("greedy", "sampled"):
         assert floor[decoding, "format_valid"]["value"] == 1.0
@@ -257,10 +272,11 @@ def test_rows_without_rubrics_or_evidence_are_not_zeros(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- sampling
 
 
-def test_every_model_meets_the_same_seeds_and_every_sample_its_own(bench: Bench) -> None:
-    _, first = bench.run("sft")
-    _, second = bench.run("grpo", half_broken)
-    assert first.seen == second.seen
+def test_every_model_meets_the_same_seeds_and_every_sample_its_own(
+    bench: Bench, sound: Run, half: Run
+) -> None:
+    first = sound[1]
+    assert first.seen == half[1].seen
     assert len({r.seed for r in first.seen}) == len(first.seen) == 8 + 24
     fewer = changed(changed(CONFIG, "evaluate", max_prompts=3), "evaluate", batch_size=2)
     _, third = bench.run("base", config=fewer)
@@ -301,9 +317,11 @@ def as_model(folder: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make_judge", [LexicalJudge, ThreadedJudge])
-def test_a_stopped_evaluation_continues_to_the_same_numbers(bench: Bench, make_judge: Any) -> None:
+def test_a_stopped_evaluation_continues_to_the_same_numbers(
+    bench: Bench, half: Run, make_judge: Any
+) -> None:
     """A judge that streams gives the numbers of one that does not, and keeps its last batch."""
-    whole, _ = bench.run("sft", half_broken)
+    whole = half[0]
     with pytest.raises(Interrupted, match="4 of 8 batches"):
         bench.run("grpo", half_broken, judge=make_judge(), stop_before=5)
     folder, script = bench.run("grpo", half_broken, judge=make_judge())
@@ -337,8 +355,7 @@ def test_the_next_batch_is_sampled_while_the_judge_ends_the_one_before(bench: Be
     assert judge.waited == len(judge.submitted) == 40
 
 
-def test_after_an_outage_judged_and_sampled_batches_are_kept(bench: Bench) -> None:
-    whole, _ = bench.run("sft")
+def test_after_an_outage_judged_and_sampled_batches_are_kept(bench: Bench, sound: Run) -> None:
     judge = ThreadedJudge()
     judge.error = (18, JudgeOutage("no server"))  # copier and greedy have eight answers each
     with pytest.raises(JudgeOutage, match="no server"):
@@ -351,7 +368,7 @@ def test_after_an_outage_judged_and_sampled_batches_are_kept(bench: Bench) -> No
     folder, script = bench.run("grpo", judge=ThreadedJudge())
     assert len(script.seen) == 12  # of 24: one batch was being judged, the next was sampled
     assert {k: e["value"] for k, e in numbers(folder).items()} == {
-        k: e["value"] for k, e in numbers(whole).items()
+        k: e["value"] for k, e in numbers(sound[0]).items()
     }
 
 
@@ -422,8 +439,10 @@ def test_prompts_of_a_protocol_are_known_by_their_content(rows: list[PromptRow])
 # ---------------------------------------------------------------- comparison
 
 
-def test_models_are_compared_prompt_by_prompt_under_equal_protocols(bench: Bench) -> None:
-    first, _ = bench.run("sft", half_broken)
+def test_models_are_compared_prompt_by_prompt_under_equal_protocols(
+    bench: Bench, half: Run
+) -> None:
+    first = Path(shutil.copytree(half[0], bench.folder / "sft"))
     second, _ = bench.run("grpo", config=changed(CONFIG, "evaluate", temperature=0.5))
     with pytest.raises(ConfigurationError, match=r"sampling\.temperature"):
         compare_results([first], [second])
