@@ -92,6 +92,7 @@ def test_processes_share_a_store_while_they_write_and_are_killed(
 # ---------------------------------------------------------------- stages
 
 
+@pytest.mark.timeout(240)
 def test_a_stage_that_was_killed_asks_nothing_again(tmp_path: Path) -> None:
     """The server answers some calls and then none, and the process is killed. The next attempt asks
     only what the server had not answered."""
