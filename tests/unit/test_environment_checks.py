@@ -48,6 +48,7 @@ DESK = {"environment.name": "desk", "environment.demonstrations": 10}
             {"evaluate.user.model": "m", "evaluate.user.base_url": "http://me:key@host/v1"},
             "holds a user or password",
         ),
+        ({"environment.user.api_key_env": "sk-abc"}, "never the key itself"),
         ({"environment.name": "desks"}, r"There is no environment 'desks'.*`desk`, `tau2`"),
         ({"environment.test_split": "train"}, r"`environment\.test_split` is 'train'.*share no"),
     ],

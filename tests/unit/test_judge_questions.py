@@ -112,13 +112,8 @@ def test_a_yes_or_no_question_takes_no_half() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "%s",
-        '{"scores": [{"criterion": 2, "score": 0}, {"criterion": 1, "score": 2}]}',
         '{"scores": [{"criterion": "1", "score": "2"}, {"criterion": 2, "score": 0}]}',
-        "```json\n%s\n```",
-        "{%s}",
         '{"scores": [{"criterion": 1, "score": 0}, {"criterion": 2, "score": 0}]} no: %s',
-        "<think>[0, 0]</think>%s",
     ],
 )
 def test_scores_of_several_criteria_are_read(text: str) -> None:
@@ -237,6 +232,7 @@ def test_a_key_is_that_of_the_question_wherever_it_is_asked(config: JudgeConfig)
     "change",
     [
         {"model": "n"},
+        {"revision": "r"},
         {"temperature": 0.5},
         {"max_tokens": 9},
         {"structured_output": "none"},
