@@ -118,7 +118,7 @@ def test_two_judges_are_compared_and_the_files_hold_the_printed_report(
     assert rubric["completion_tokens"] == 60 * 7
 
 
-def test_repeats_go_past_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeats_bypass_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a store in between every judge would be perfectly repeatable."""
     with JudgeServer(KnownJudge()) as server:
         words = [nowhere(tmp_path), *at(server), "--sample=1", "--repeats=3", "--json"]

@@ -102,7 +102,7 @@ def test_two_runs_share_one_server_and_a_stop_of_one_leaves_it_running(bench: Be
 
 
 def orchestrator(bench: Bench, seed: int) -> subprocess.Popen[bytes]:
-    """A process of its own that runs the plan."""
+    """A process that runs the plan."""
     bench.plan()  # the data are there
     script = [sys.executable, service_bench.__file__, str(bench.folder), str(seed)]
     return subprocess.Popen(script, env=environment(), start_new_session=True)

@@ -129,9 +129,7 @@ def test_claims_come_from_inside_the_answer_only() -> None:
         ("<answer><snippet id=a> </snippet></answer>", Problem.EMPTY_ANSWER),
     ],
 )
-def test_without_one_answer_that_says_something_it_is_malformed(
-    text: str, problem: Problem
-) -> None:
+def test_a_text_without_exactly_one_answer_is_malformed(text: str, problem: Problem) -> None:
     parsed = parse_answer(text)
     assert problem in parsed.problems
     assert parsed.malformed

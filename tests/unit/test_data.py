@@ -266,14 +266,14 @@ def test_both_forms_of_a_row_mean_the_same():
         ({"metadata": {"refiner_mode": "x |\r| forged | 0.99 |"}}, "refiner_mode"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_refused_with_its_place(change: dict[str, Any], reason: str):
+def test_an_unusable_row_is_refused_with_its_place(change: dict[str, Any], reason: str):
     with pytest.raises(DataError, match=reason) as caught:
         parse({**rl_row("a"), **change})
     assert "rows.jsonl:7" in str(caught.value)
 
 
 @pytest.mark.timeout(60)
-def test_a_prompt_full_of_tags_that_nothing_closes_is_read_in_linear_time():
+def test_a_prompt_full_of_unclosed_tags_is_read_in_linear_time():
     text = "<query>" * 200_000
     row = {**rl_row("a"), "conversations": [{"role": "user", "content": text}], "metadata": {}}
     assert parse(row).question == text
@@ -346,7 +346,7 @@ words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=3))
-def test_whatever_is_said_the_mask_covers_exactly_what_the_assistant_said(
+def test_the_mask_covers_exactly_the_words_of_the_assistant(
     exchanges: list[tuple[str, str]],
 ):
     turns = [turn for q, a in exchanges for turn in (("user", q), ("assistant", a))]
@@ -414,7 +414,7 @@ def test_a_limit_on_rows_takes_a_seeded_choice_and_counts_the_rest(tmp_path: Pat
     assert kept != {f"id-question {i}" for i in range(10)}
 
 
-def test_two_rows_with_one_id_stay_two_rows_that_results_can_be_paired_by(tmp_path: Path):
+def test_rows_with_one_id_stay_distinct(tmp_path: Path):
     rows = [rl_row("a", sample_id="same"), rl_row("b", sample_id="same"), rl_row("c")]
     prepare(recipe(tmp_path, rl=rows), tmp_path / "out")
     ids = [r.sample_id for name in FILES[2:] for r in load_prompts(tmp_path / "out" / name)]
@@ -432,7 +432,7 @@ def test_two_rows_with_one_id_stay_two_rows_that_results_can_be_paired_by(tmp_pa
     st.integers(0, 5),
     st.randoms(use_true_random=False),
 )
-def test_the_split_depends_on_the_questions_and_the_seed_and_never_on_their_order(
+def test_the_split_depends_on_questions_and_seed_and_not_on_order(
     questions: list[str], share: float, seed: int, rng: Any
 ):
     chosen = choose_questions(questions, share, seed, "held_out")
@@ -443,7 +443,7 @@ def test_the_split_depends_on_the_questions_and_the_seed_and_never_on_their_orde
         assert 0 < len(chosen) < len(set(questions))
 
 
-def test_one_prompt_is_one_question_whatever_each_row_calls_it(tmp_path: Path):
+def test_one_prompt_is_one_question_under_any_name(tmp_path: Path):
     """RL rows of the second form name the question themselves; demonstrations only show it."""
     rl = [
         {

@@ -146,7 +146,7 @@ def test_no_entity_of_a_held_out_task_was_ever_in_training() -> None:
             assert seen.setdefault(entity, task.id) == task.id, "an entity stands in two tasks"
 
 
-def test_what_a_call_needs_stands_verbatim_in_an_earlier_message() -> None:
+def test_arguments_of_calls_appear_verbatim_in_earlier_messages() -> None:
     for task in ALL:
         episode = DESK.episode(task)
         told = " ".join(m.content for m in episode.reset(0))

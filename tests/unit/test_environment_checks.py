@@ -64,7 +64,7 @@ def _quoted(protocol: dict[str, Any]) -> str:
 
 
 def test_a_protocol_file_may_fix_an_agents_user_and_sampling() -> None:
-    """Also where the recipe's own evaluation has a user of its own, as that of tau2 has."""
+    """Also in recipes whose evaluation has its own user, such as tau2."""
     user = {"model": "another", "base_url": "http://127.0.0.1:8000/v1"}
     protocol: dict[str, Any] = {"name": "p", "evaluate": {"num_samples": 2, "user": user}}
     check_config(load_recipe("tau2", [f"evaluate.protocols=[{_quoted(protocol)}]"]))
@@ -215,7 +215,7 @@ def block(language: str) -> str:
     return str(found)
 
 
-def test_the_shown_environment_does_what_the_protocol_asks(tmp_path: Path) -> None:
+def test_the_environment_in_the_readme_follows_the_protocol(tmp_path: Path) -> None:
     file = tmp_path / "guess.py"
     file.write_text(block("python"))
     environment = load_own(EnvironmentConfig(name=f"{file}:Guess"), UserConfig())

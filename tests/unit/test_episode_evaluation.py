@@ -242,8 +242,8 @@ def _without_times(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_reward_decides_what_a_success_is() -> None:
-    """As in training and rejection sampling, whatever reason an environment gives beside it."""
+def test_the_reward_alone_decides_a_success() -> None:
+    """As in training and rejection sampling."""
     record = EpisodeRecord("a", "d", 1, "finished", "done", (), (), reward=1.0, failure="gave_up")
     assert record.success
     assert failure_of(record) == ""

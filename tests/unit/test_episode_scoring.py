@@ -129,7 +129,7 @@ def test_the_total_is_reward_plus_alpha_times_partial() -> None:
     assert shaped_reward(solved, EnvironmentConfig(shaping=TAU2)).total == pytest.approx(1.4)
 
 
-def test_a_last_turn_that_is_no_call_is_worth_nothing_whatever_was_done_before() -> None:
+def test_an_episode_that_ends_without_a_call_is_worth_nothing() -> None:
     """Otherwise a policy would be paid for calls that it cannot finish."""
     broken = record(ended="no_call", failure="no_call", reward=1.0)
     found = shaped_reward(broken, EnvironmentConfig(shaping=TAU2))
@@ -137,7 +137,7 @@ def test_a_last_turn_that_is_no_call_is_worth_nothing_whatever_was_done_before()
     assert found.components["partial"] == pytest.approx(0.4 / 0.65)
 
 
-def test_left_out_on_purpose_is_told_apart_from_errors() -> None:
+def test_excluded_episodes_are_no_errors() -> None:
     excluded = shaped_reward(
         record(ended="no_call", failure="no_call"), EnvironmentConfig(unparsable="exclude")
     )

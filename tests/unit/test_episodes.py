@@ -207,7 +207,7 @@ def test_turns_are_conditioned_seeded_and_sampled_by_request_and_settings() -> N
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_results_do_not_depend_on_who_runs_beside_whom(ordered: bool) -> None:
+def test_results_do_not_depend_on_concurrent_episodes(ordered: bool) -> None:
     tasks = [task_of(n, goal=n % 3 + 1) for n in range(8)]
     one = play(tasks, room=1, workers=1, ordered=True).comparable()
     draw = random.Random(3)
@@ -316,7 +316,7 @@ def test_a_message_that_does_not_fit_is_left_out_whole() -> None:
         assert 600 < len(record.turns[0].messages[0][1]) < 70_000, "the record keeps the beginning"
 
 
-def test_a_turn_gets_the_room_that_is_left_and_is_not_repaired_for_want_of_it() -> None:
+def test_a_turn_is_cut_at_the_context_limit_and_not_repaired() -> None:
     first = play([task_of(0)]).record().turns[0]
     context = len(PROMPT) + first.start + 10
     played = play([task_of(0)], context_tokens=context)
@@ -399,7 +399,7 @@ def test_a_bug_of_an_environment_names_task_and_turn(at: int, where: str) -> Non
     wait_until_closed(environment)
 
 
-def test_a_stop_ends_it_between_turns() -> None:
+def test_a_stop_ends_the_call_between_turns() -> None:
     environment = Counting()
     told: list[int] = []
     with pytest.raises(Interrupted):

@@ -113,7 +113,7 @@ def test_the_least_busy_server_is_asked_and_a_dead_one_returns_with_one_call() -
     assert not servers.up
 
 
-def test_a_server_that_asked_for_patience_has_it_while_others_can_be_asked() -> None:
+def test_a_busy_server_rests_while_others_can_be_asked() -> None:
     clock = Clock()
     servers = fleet(2, clock)
     busy, other = servers.servers
@@ -126,7 +126,7 @@ def test_a_server_that_asked_for_patience_has_it_while_others_can_be_asked() -> 
     assert servers.wait_s(busy) == 30.0
 
 
-def test_what_fails_because_the_server_is_gone_counts_against_no_call() -> None:
+def test_failures_of_a_dead_server_count_against_no_call() -> None:
     servers = fleet(1, threshold=3)
     (server,) = servers.servers
     ends = [end(servers, server, call, GONE) for call in "abc"]
@@ -162,7 +162,7 @@ def test_a_key_that_expires_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_what_is_wrong_with_every_call_is_wrong_with_the_configuration(status: int) -> None:
+def test_a_fault_of_every_call_is_a_fault_of_the_configuration(status: int) -> None:
     servers = fleet(1, threshold=3)
     (server,) = servers.servers
     assert all(servers.turned_down(server, call, status) for call in "abc")

@@ -157,9 +157,7 @@ _TEXTS = st.one_of(st.text(), st.lists(_PIECES, max_size=40).map("".join))
 
 @settings(deadline=None, max_examples=60)
 @given(_TEXTS, st.integers(1, 4))
-def test_no_text_is_read_as_a_score_out_of_range_or_breaks_the_reader(
-    text: str, count: int
-) -> None:
+def test_any_text_is_read_without_error_or_score_out_of_range(text: str, count: int) -> None:
     one = parse_judgement(text)
     assert (one.score is None) == (one.status == "failed")
     several = parse_batch(text, count)
@@ -218,7 +216,7 @@ def all_keys(requests: list[JudgeRequest], config: JudgeConfig) -> dict[JudgeReq
 
 
 @pytest.mark.parametrize("config", [SINGLE, BATCHED])
-def test_a_key_is_that_of_the_question_wherever_it_is_asked(config: JudgeConfig) -> None:
+def test_a_key_depends_on_the_question_and_not_on_the_server(config: JudgeConfig) -> None:
     keys = all_keys(rubrics(4), config)
     assert len(set(keys.values())) == 4
     assert all(len(key) == 16 for key in keys.values())
@@ -240,7 +238,7 @@ def test_a_key_is_that_of_the_question_wherever_it_is_asked(config: JudgeConfig)
         {"form": "batched"},
     ],
 )
-def test_whatever_decides_a_judgement_changes_its_key(change: dict[str, Any]) -> None:
+def test_settings_that_decide_a_judgement_change_its_key(change: dict[str, Any]) -> None:
     before, after = all_keys(rubrics(2), SINGLE), all_keys(rubrics(2), replace(SINGLE, **change))
     assert not set(before.values()) & set(after.values())
 
@@ -280,7 +278,7 @@ def one_call(config: JudgeConfig = SINGLE, count: int = 1) -> Call:
     return call
 
 
-def test_tokens_of_a_reply_are_told() -> None:
+def test_tokens_of_a_reply_are_counted() -> None:
     usage = {"prompt_tokens": 120, "completion_tokens": 7}
     assert read_reply(chat('{"score": 2}', usage=usage), one_call()) == Reply(
         (Judgement("scored", 1.0),), tokens=(120, 7)
@@ -302,7 +300,7 @@ def test_tokens_of_a_reply_are_told() -> None:
         (b'{"choices": [{"message": {"content": ["x"]}}]}', "garbage", False),
     ],
 )
-def test_a_reply_without_a_judgement_says_why(raw: bytes, reason: str, final: bool) -> None:
+def test_a_reply_without_a_judgement_has_a_reason(raw: bytes, reason: str, final: bool) -> None:
     found = read_reply(raw, one_call())
     assert found.judgements is None
     assert (found.reason, found.final) == (reason, final)
@@ -385,7 +383,7 @@ def test_the_digest_is_that_of_the_content_which_the_form_uses(own: Path) -> Non
     assert judge_prompts_digest(str(own), "batched") != batched
 
 
-def test_prompts_of_ones_own_are_what_the_judge_is_asked(own: Path) -> None:
+def test_the_users_own_prompts_are_sent_to_the_judge(own: Path) -> None:
     edited(own, "rubric.user.md", lambda text: "Please: {{ question }} {{text}} {{reference}}")
     edited(own, "rubric.system.md", lambda _: "")
     (call,) = plan_calls(rubrics(1), replace(SINGLE, prompt=str(own)))

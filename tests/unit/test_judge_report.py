@@ -210,7 +210,7 @@ def items(count: int, *, answers: int = 1, kind: Any = "rubric") -> list[Item]:
     ]
 
 
-def test_repeatability_counts_what_is_the_same_each_time() -> None:
+def test_repeatability_counts_identical_scores() -> None:
     found = repeatability(items(4), [[0, 1, None, 1], [0, 0, 1, 1], [0, 0.5, 1, 1]])
     assert found["identical"] is not None
     assert (found["identical"].numerator, found["identical"].denominator) == (2, 3)

@@ -326,7 +326,7 @@ def test_a_judge_without_an_address_is_refused(base_url: str | None) -> None:
 # ---------------------------------------------------------------- outages
 
 
-def test_without_a_server_it_waits_and_then_ends_as_an_outage(judge_at: Any) -> None:
+def test_without_a_server_a_judge_waits_and_then_reports_an_outage(judge_at: Any) -> None:
     told: list[str] = []
     judge = judge_at(NOBODY, Surroundings(on_pause=told.append), outage_patience_s=0.6)
     started = time.monotonic()

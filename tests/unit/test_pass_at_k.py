@@ -8,7 +8,7 @@ from itertools import combinations
 from refiner_core.evaluation.metric_names import pass_at_k, pass_hat_k, pass_names, task_passes
 
 
-def test_both_are_what_counting_all_choices_gives() -> None:
+def test_both_equal_the_count_over_all_choices() -> None:
     for n in range(1, 8):
         for c in range(n + 1):
             attempts = [True] * c + [False] * (n - c)

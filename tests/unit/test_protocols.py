@@ -74,7 +74,7 @@ def test_a_shipped_protocol_can_be_used_with_every_shipped_recipe(name: str) -> 
         assert list(configs_under(config)) == [name], "the file is called as its protocol is"
 
 
-def test_a_section_that_is_named_is_fixed_whole(tmp_path: Path) -> None:
+def test_a_named_section_is_fixed_as_a_whole(tmp_path: Path) -> None:
     """Arms that change their judge are then measured alike."""
     file = write(tmp_path, f"reward: {{rubric_source: instance}}\n{LEXICAL}")
     served = ("judge.kind=openai", "judge.model=m", "judge.base_url=http://127.0.0.1:9/v1")
@@ -223,7 +223,7 @@ def test_a_name_is_no_part_of_a_stage_and_equal_measurements_share_one(tmp_path:
     assert len({stage.id for stage in names.values()}) == len(names)
 
 
-def test_a_set_of_its_own_is_prepared_and_all_of_it_is_held_out(tmp_path: Path) -> None:
+def test_a_protocols_own_set_is_prepared_and_held_out_whole(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     own = write(tmp_path, "data: {rl_path: rows.jsonl}", "own")
     both = write(tmp_path, "data: {rl_path: rows.jsonl}\nevaluate: {num_samples: 2}", "both")
@@ -252,7 +252,7 @@ def test_every_published_step_is_measured_under_every_protocol() -> None:
     assert {"evaluation-grpo-step10@held-out-greedy-v1", "evaluation-grpo-step10"} < set(inputs)
 
 
-def test_a_judge_that_is_served_has_a_server_of_its_own_unless_one_is_the_same(
+def test_a_served_judge_has_its_own_server_unless_an_equal_one_exists(
     tmp_path: Path,
 ) -> None:
     serve = "serve: {engine: vllm}, resources: {gpus: 1}"

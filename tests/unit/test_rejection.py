@@ -60,7 +60,7 @@ def test_an_episode_is_ranked_by_its_partial_score_and_not_by_its_reward() -> No
 
 
 @pytest.mark.parametrize("flaw", ["error", "unscored", "malformed", "truncated", "no_reward"])
-def test_what_cannot_be_a_demonstration_is_never_kept(flaw: str) -> None:
+def test_flawed_attempts_are_never_kept(flaw: str) -> None:
     found = [candidate(0, 1.0, flaw=flaw), candidate(1, 0.7)]
     assert whys(found) == [flaw, "best_partial"]
 
@@ -96,7 +96,7 @@ def row(rubrics: Any = BOTH, text: str = EVIDENCE) -> PromptRow:
     return PromptRow("p", "q", text, (1, 2), json.dumps(rubrics or empty))
 
 
-def test_the_highest_reward_is_what_a_perfect_answer_to_this_prompt_gets() -> None:
+def test_the_highest_reward_is_that_of_a_perfect_answer() -> None:
     reward = RewardConfig(verification_reward=10.0, paper_citation_weight=0.2)
     assert highest_reward(row(), reward) == pytest.approx(10.0)
     # Without evidence there is no citation to earn: full marks there are 0.8 of it.
@@ -190,9 +190,7 @@ def with_changes(config: RecipeConfig, **changes: Any) -> RecipeConfig:
         ),
     ],
 )
-def test_sampling_that_cannot_work_is_refused_with_its_field(
-    changes: dict[str, Any], field: str
-) -> None:
+def test_impossible_sampling_is_refused_with_its_field(changes: dict[str, Any], field: str) -> None:
     check_config(RFT)
     with pytest.raises(ConfigurationError) as refused:
         check_config(with_changes(RFT, **changes))
@@ -210,7 +208,7 @@ def test_episodes_must_fit_into_a_pack_and_ask_no_judge_as_answers_do() -> None:
     assert not asks_judge(replace(RFT, stages=("data", "sft")))
 
 
-def test_grpo_starts_from_rft_and_rft_from_what_was_sampled() -> None:
+def test_grpo_starts_from_rft_and_rft_from_samples() -> None:
     sources = {"model": "m", "data.sft": "s", "data.rl": "r"}
     config = replace(RFT, stages=("data", "sft", "rft", "grpo", "evaluate"))
     plan = make_plan(config, sources)

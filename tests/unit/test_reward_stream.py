@@ -141,7 +141,7 @@ def test_an_outage_names_its_failures_and_the_setting():
         b'{"choices": [{"message": {"content": "<think>Let me"}, "finish_reason": "length"}]}',
     ],
 )
-def test_a_judge_that_answers_without_judgements_is_no_outage(body: bytes):
+def test_a_judge_with_unusable_replies_is_no_outage(body: bytes):
     """A wait is of no use: the replies stay the same."""
     (call,) = plan_calls([JudgeRequest("citation_recall", "q", "t", "r")], JudgeConfig())
     reply = read_reply(body, call)
@@ -154,7 +154,7 @@ def test_a_judge_that_answers_without_judgements_is_no_outage(body: bytes):
     assert not isinstance(outage.value, JudgeUnusable)
 
 
-def test_unusable_replies_end_a_stage_after_two_attempts_whatever_its_progress():
+def test_unusable_replies_end_a_stage_after_two_attempts():
     attempts = [
         Attempt(n, "", "local", "", "", started_at="", resumed_from_step=10 * n,
                 outcome=classify(JudgeUnusable("the score is none of (0, 2): 1")))

@@ -207,7 +207,7 @@ def test_a_negative_rubric_is_flipped_and_its_raw_score_is_stored() -> None:
     assert (stored["N"]["polarity"], stored["N"]["score"]) == ("negative", 1.0)
 
 
-def test_a_row_whose_rubrics_do_not_fit_is_named() -> None:
+def test_malformed_rubrics_of_a_row_are_refused_with_its_id() -> None:
     with pytest.raises(DataError, match=r"row-1.*description"):
         reward_of(rollout(GOOD, rubrics={"positive_rubrics": [{"title": "t"}]}))
 

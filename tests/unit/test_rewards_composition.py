@@ -224,7 +224,7 @@ def test_a_better_judgement_of_anything_never_lowers_the_reward(
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(TEXTS, RUBRICS, st.booleans()), max_size=4), SEEDS, SETTINGS,
        st.randoms())  # fmt: skip
-def test_a_rollout_has_the_same_reward_wherever_it_stands_in_a_batch(
+def test_a_reward_does_not_depend_on_the_rest_of_the_batch(
     rows: list[Any], seed: int, reward: RewardConfig, rng: random.Random
 ) -> None:
     items = [rollout(t, {"rubrics": r}, stopped=stopped) for t, r, stopped in rows]

@@ -74,7 +74,7 @@ def test_both_forms_of_rubrics_are_read_and_a_negative_weight_marks_a_fault() ->
         ('{"rubrics": [{"description": "d", "weight": Infinity}]}', "weight"),
     ],
 )
-def test_what_does_not_fit_is_named(obj: Any, named: str) -> None:
+def test_malformed_rubrics_are_refused_with_their_place(obj: Any, named: str) -> None:
     with pytest.raises(DataError, match=named):
         normalise_rubrics(obj)
 

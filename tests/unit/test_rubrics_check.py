@@ -82,7 +82,9 @@ def test_rows_of_the_embedded_world_are_clean(tmp_path: Path) -> None:
         ("Must not name the wrong architect.", "positive", "polarity"),
     ],
 )  # fmt: skip
-def test_wording_that_judges_get_wrong_is_told(description: str, polarity: Any, rule: str) -> None:
+def test_wording_that_misleads_judges_is_reported(
+    description: str, polarity: Any, rule: str
+) -> None:
     assert rule in told(description, polarity)
 
 
@@ -116,7 +118,7 @@ def test_hostile_descriptions_are_read_in_reasonable_time() -> None:
 # ---------------------------------------------------------------- set files
 
 
-def test_everything_that_does_not_fit_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+def test_all_faults_of_a_file_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
     """Loading refuses with the first fault; a check that did the same would be asked ten times."""
     name = set_file(
         tmp_path,
@@ -141,7 +143,7 @@ def test_everything_that_does_not_fit_is_told_at_once_with_its_line(tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", ["a: [", "rubrics: \t- a", "- a", "", "rubrics: []", "x" * 10])
-def test_a_file_that_is_no_set_is_an_error_and_no_crash(tmp_path: Path, text: str) -> None:
+def test_a_malformed_file_is_an_error(tmp_path: Path, text: str) -> None:
     checked = check_file(set_file(tmp_path, text))
     assert checked.errors == 1
     assert checked.findings[0].rule in ("unreadable", "schema")

@@ -281,7 +281,7 @@ def test_a_failed_judge_is_an_infrastructure_error_and_a_missing_one_is_refused(
 
 
 def test_a_task_without_any_measurement_is_refused(helpful: str) -> None:
-    """Its reward would be 1 for whatever an agent does."""
+    """Its reward would be 1 for any behaviour."""
     with pytest.raises(DataError, match="kiosk 4"):
         environment_at(helpful, "kiosk").tasks("odd")
     judged = environment_at(helpful, "kiosk", YesJudge())

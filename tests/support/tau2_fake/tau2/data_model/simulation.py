@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from tau2.data_model.message import Message
 from tau2.data_model.tasks import RewardType
 
-#: A class of its own for each kind in the package.
+#: One class per kind in the real package.
 Check = dict[str, Any]
 
 
