@@ -82,7 +82,7 @@ def test_rows_of_the_embedded_world_are_clean(tmp_path: Path) -> None:
         ("Must not name the wrong architect.", "positive", "polarity"),
     ],
 )  # fmt: skip
-def test_wording_that_misleads_judges_is_reported(
+def test_misleading_wording_is_reported(
     description: str, polarity: Any, rule: str
 ) -> None:
     assert rule in told(description, polarity)
