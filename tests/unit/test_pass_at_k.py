@@ -5,7 +5,13 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import combinations
 
-from refiner_core.evaluation.metric_names import pass_at_k, pass_hat_k, pass_names, task_passes
+from refiner_core.evaluation.metric_names import (
+    of_domain,
+    pass_at_k,
+    pass_hat_k,
+    pass_names,
+    task_passes,
+)
 
 
 def test_both_equal_the_count_over_all_choices() -> None:
@@ -34,3 +40,9 @@ def test_errors_count_as_no_attempt_and_too_few_attempts_give_no_number() -> Non
     found = task_passes([False, True, True, True], 4)
     assert (found["pass@1_first"], found["pass@1"]) == (0.0, 0.75)
     assert (found["pass@4"], found["pass^4"]) == (1.0, 0.0)
+
+
+def test_a_metric_of_a_domain_is_about_the_tasks_of_that_domain() -> None:
+    tasks = ["a/1", "b/1"]
+    assert of_domain("pass@1/a", tasks) == [True, False]
+    assert of_domain("pass@1", tasks) == [True, True]
