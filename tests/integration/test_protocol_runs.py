@@ -57,7 +57,7 @@ def test_a_killed_evaluation_continues_to_the_numbers_of_an_undisturbed_one(
     def steps() -> list[Path]:
         return sorted(stage.folder.glob("checkpoints/step-*")) if stage.folder else []
 
-    wait_until(steps, "the first saved batch", 60)
+    wait_until(steps, "the first saved batch", 120)
     (tmp_path / "mine.yaml").unlink()  # its content is recorded
     stage.kill()
     out, _ = running.communicate(timeout=90)
