@@ -123,7 +123,7 @@ TRIALS = (
     Trial(
         "refiner logs judge .*",
         by="tests/integration/test_judge_service.py"
-        "::test_its_key_is_in_one_file_that_only_its_owner_reads_and_by_hand_it_is_ended",
+        "::test_a_key_is_in_one_private_file_and_a_command_ends_the_server",
     ),
     Trial(
         "(srun .*)?refiner certify.*",

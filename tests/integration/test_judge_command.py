@@ -1,17 +1,14 @@
-"""`refiner judge` against a real server: a judge of a known defect is found out, a sound one is
-left in peace."""
+"""`refiner judge` with judges of known defects, a sound judge, and servers that refuse."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flows.cli.main import main
-from tests.support.command import SMALL
+from tests.support.command import Finished
 from tests.support.judge_server import JudgeServer, Reply, completion
 from tests.support.known_judges import KnownJudge
 from tests.support.recorded_run import RecordedRun
@@ -30,23 +27,10 @@ _DEFECTS = {
 KEY = "sk-very-secret-0123456789"
 
 
-@dataclass(frozen=True)
-class Called:
-    """What a call of the command left."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-def refiner(capsys: pytest.CaptureFixture[str], *words: str) -> Called:
+def refiner(capsys: pytest.CaptureFixture[str], *words: str) -> Finished:
     code = main(list(words))
     shown = capsys.readouterr()
-    return Called(code, shown.out, shown.err)
+    return Finished(code, shown.out, shown.err)
 
 
 def nowhere(tmp_path: Path) -> str:
@@ -68,16 +52,9 @@ def test_a_judges_defect_is_found_and_no_other(
     defect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with JudgeServer(KnownJudge(defect)) as server:
-        called = refiner(
-            capsys,
-            "judge",
-            "report",
-            nowhere(tmp_path),
-            *at(server, "judge.form=batched"),
-            "--repeats=2",
-            "--json",
-        )
-    assert called.code == 0, called.err
+        words = [nowhere(tmp_path), *at(server, "judge.form=batched"), "--repeats=2", "--json"]
+        called = refiner(capsys, "judge", "report", *words)
+    assert called.code == 0, called.stderr
     report = called.json
     found = {f["name"] for f in report["findings"] if f["verdict"] == "found"}
     assert found == _DEFECTS[defect], report["findings"]
@@ -103,26 +80,29 @@ def test_a_judges_defect_is_found_and_no_other(
 # ---------------------------------------------------------------- reports
 
 
-def test_without_a_server_the_lexical_judge_is_measured_and_nothing_is_written_uninvited(
+def test_the_lexical_judge_needs_no_server_and_a_served_one_needs_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     called = refiner(capsys, "judge", "report", nowhere(tmp_path), "--sample=3", "--repeats=1")
     assert called.code == 0
-    assert "3 questions, 6 answers" in called.out
-    assert "Hostile answers" in called.out
-    assert "| not repeatable | not asked |" in called.out
-    assert "--out DIR keeps it" in called.err
-    assert not (tmp_path / "none").exists()
+    assert "3 questions, 6 answers" in called.stdout
+    assert "| not repeatable | not asked |" in called.stdout
+    assert "--out DIR" in called.stderr
+    assert not (tmp_path / "none").exists(), "nothing is written uninvited"
+    words = ["judge.kind=openai", "judge.model=m", "judge.serve.engine=vllm"]
+    called = refiner(capsys, "judge", "report", nowhere(tmp_path), *words)
+    assert called.code == 2
+    assert "refiner judge servers" in called.stderr
 
 
-def test_two_judges_are_held_against_each_other_and_the_files_say_what_the_screen_says(
+def test_two_judges_are_compared_and_the_files_hold_the_printed_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with JudgeServer(KnownJudge()) as sound, JudgeServer(KnownJudge("first source")) as other:
         words = [nowhere(tmp_path), *at(sound), "--repeats=2", f"--out={tmp_path}/kept", "--json"]
         against = ["--against", f"judge.base_url={other.base_url}", "--against", "judge.model=n"]
         called = refiner(capsys, "judge", "report", *words, *against)
-    assert called.code == 0, called.err
+    assert called.code == 0, called.stderr
     report = called.json
     assert report["judges"]["rubric"]["kappa"]["value"] == 1.0
     assert report["judges"]["citation_recall"]["kappa"]["value"] < 0.9
@@ -138,7 +118,7 @@ def test_two_judges_are_held_against_each_other_and_the_files_say_what_the_scree
     assert rubric["completion_tokens"] == 60 * 7
 
 
-def test_repeats_go_past_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeats_bypass_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a store in between every judge would be perfectly repeatable."""
     with JudgeServer(KnownJudge()) as server:
         words = [nowhere(tmp_path), *at(server), "--sample=1", "--repeats=3", "--json"]
@@ -164,20 +144,13 @@ def test_a_run_is_measured_on_its_own_answers(
     where = f"workspace={tmp_path}/runs"
     words = ["judge", "report", run.run.run, where, "--repeats=2", "--sample=4"]
     called = refiner(capsys, *words, "--json")
-    assert called.code == 0, called.err
+    assert called.code == 0, called.stderr
     report = called.json
     assert report["material"]["name"] == f"answers of run {run.run.run}"
     assert 1 <= report["material"]["questions"] <= 4
     assert report["material"]["requests"]["rubric"] > 0
-    assert report["gold"] == {}  # nobody has said what these deserve
+    assert report["gold"] == {}  # no gold scores
     assert report["repeatability"]["all"]["identical"]["value"] == 1.0
-    assert {f["verdict"] for f in report["findings"]} <= {
-        "too few",
-        "not asked",
-        "not found",
-        "not clear",
-        "found",
-    }
     folder = Path(report["folder"])
     assert folder.parent == tmp_path / "runs" / "judge-reports"
     assert (folder / "report.md").is_file()
@@ -186,20 +159,10 @@ def test_a_run_is_measured_on_its_own_answers(
     assert other["folder"] != str(folder), "other questions are another report"
 
 
-def test_a_judge_that_refiner_serves_is_measured_only_while_its_server_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["judge.kind=openai", "judge.model=m", "judge.serve.engine=vllm"]
-    called = refiner(capsys, "judge", "report", nowhere(tmp_path), *words)
-    assert called.code == 2
-    assert "No server of the judge m runs" in called.err
-    assert "refiner judge servers" in called.err
-
-
 # ---------------------------------------------------------------- one question by hand
 
 
-def test_a_question_by_hand_says_score_tokens_and_whether_the_schema_was_taken(
+def test_a_question_by_hand_shows_score_tokens_schema_or_the_reply_without_a_score(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usage = {"prompt_tokens": 321, "completion_tokens": 9}
@@ -207,81 +170,43 @@ def test_a_question_by_hand_says_score_tokens_and_whether_the_schema_was_taken(
     with JudgeServer(lambda body, call: completion('{"score": 1}', usage=usage)) as server:
         called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server), *given)
         assert "Names wheat." in server.bodies[0]["messages"][-1]["content"]
-    assert called.code == 0, called.err
+    assert called.code == 0, called.stderr
     for said in ("score        0.5", "321 read, 9 written", "schema       taken"):
-        assert said in called.out
-
-
-def test_a_judge_that_gives_no_score_shows_what_it_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+        assert said in called.stdout
     with JudgeServer(lambda body, call: completion("The answer is fine, I think.")) as server:
         called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))
     assert called.code == 1
-    assert "no score" in called.out
-    assert "The answer is fine" in called.out
+    assert "The answer is fine" in called.stdout
 
 
-def test_where_nothing_listens_the_address_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_missing_server_is_named_by_address_and_a_refused_key_by_its_variable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["judge.base_url=http://127.0.0.1:9/v1", "judge.model=m", "judge.outage_patience_s=0.2"]
     called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *words)
     assert called.code == 7
-    assert "127.0.0.1:9" in called.err
-    assert "start the judge's server" in called.err
-
-
-def test_a_refused_key_is_named_by_its_variable_and_shown_nowhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert "127.0.0.1:9" in called.stderr
     monkeypatch.setenv("REFINER_JUDGE_API_KEY", KEY)
     refusal = Reply(status=401, body=f"Incorrect API key provided: {KEY}")
     with JudgeServer(lambda body, call: refusal) as server:
         called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))
     assert called.code != 0
-    assert "REFINER_JUDGE_API_KEY" in called.err
-    assert KEY not in called.out + called.err
+    assert "REFINER_JUDGE_API_KEY" in called.stderr
+    assert KEY not in called.stdout + called.stderr
 
 
 @pytest.mark.parametrize("replies", ["0.5", "1"])
 def test_a_judge_on_another_scale_is_found_before_a_run_asks_it(
     replies: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For a rubric 0.5 and 1 are scores; of a source, 0 or 2. A run asks both."""
+    """Rubrics take 0.5 and 1, sources only 0 or 2. A run asks both."""
     with JudgeServer(lambda body, call: completion(f'{{"score": {replies}}}')) as server:
         called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))
         assert called.code == 1
         assert f"the score is none of (0.0, {'1.0, ' * (replies == '0.5')}2.0): {replies}" in (
-            called.out + called.err
+            called.stdout + called.stderr
         )
         looked = refiner(capsys, "doctor", "tiny", *at(server), "judge.kind=openai",
                          "--only=judge")  # fmt: skip
     assert looked.code == 8
-    assert f"2.0): {replies}" in looked.out
-
-
-def test_a_judge_on_another_scale_ends_the_run_after_two_attempts_with_its_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It was an outage, to be waited for twenty times; only the log said why."""
-    where = f"workspace={tmp_path}/runs"
-    with JudgeServer(lambda body, call: completion('{"score": 0.5}')) as server:
-        words = [*at(server), "judge.kind=openai", *SMALL, "stages=[data,evaluate]"]
-        words += ["evaluate.models=[base]", "dispatch.backoff_s=600", "evaluate.decoding=[greedy]"]
-        run = refiner(capsys, "run", "tiny", where, "--no-server", *words)
-    assert run.code == 7
-    reason = "the score is none of (0.0, 1.0, 2.0): 0.5"
-    assert "The judge's answers are no judgements" in run.err
-    assert reason in run.err
-    status = refiner(capsys, "status", where)
-    assert reason in status.out
-    (evaluation,) = [
-        s for s in refiner(capsys, "status", where, "--json").json["stages"]
-        if s["name"] == "evaluate-base"
-    ]  # fmt: skip
-    assert (evaluation["state"], evaluation["attempts"]) == ("failed", 2)
-    assert evaluation["last_failure"].startswith("attempt 2: judge_unusable")
-    report = refiner(capsys, "report", where)
-    assert "judge gave no usable scores" in report.out
-    assert reason in report.out
+    assert f"2.0): {replies}" in looked.stdout

@@ -1,9 +1,9 @@
-"""Steps of real rewards whose judge is ill: what is scored is right, and what is counted is true.
+"""Rewards under a faulty judge: correct scores, advantages and counts.
 
-In each, a batch of rollouts is rewarded over HTTP by a server that fails in a way of its own, and
-held to a run without faults: every scored rollout has the total of that run, advantages are those
-of that run over the same scored rollouts, exactly the rollouts with a failed judgement are
-unscored, the judge's counts are those of the server's own counters, and nothing gets stuck.
+Each test rewards a batch of rollouts over HTTP with a server that fails in its own way, and
+compares it with a run without faults: every scored rollout has the total of that run, advantages
+are those of that run over the same scored rollouts, exactly the rollouts with a failed judgement
+are unscored, the judge's counts are those of the server, and nothing gets stuck.
 """
 
 from __future__ import annotations
@@ -13,25 +13,21 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.errors import JudgeOutage
-from refiner_core.contract.types import JudgeUsage, PromptRow, RewardResult
+from refiner_core.contract.types import JudgeRequest, JudgeUsage, PromptRow, RewardResult
 from refiner_core.http.fleet import BreakerSettings
 from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.judges.surroundings import MemoryStore, Surroundings
 from refiner_core.rewards import RewardInput, compute_rewards
-from refiner_core.training.grpo import train_grpo
-from refiner_core.training.model import loading
 from refiner_core.training.rollouts.rollout import group_advantages
 from tests.support.judge_server import (
     JudgeProcess,
@@ -41,8 +37,7 @@ from tests.support.judge_server import (
     digest_of,
     verdict,
 )
-from tests.support.stage_io import FolderStageIO
-from tests.support.tiny_training import AnsweringSampler, recipe, save_answering_inputs
+from tests.support.rewarding import ScriptedJudge
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -52,7 +47,7 @@ QUICK = BreakerSettings(first_cooldown_s=0.02, longest_cooldown_s=0.1)
 Body = dict[str, Any]
 
 
-# ---------------------------------------------------------------- what is rewarded
+# ---------------------------------------------------------------- rollouts
 
 
 @functools.cache
@@ -100,7 +95,7 @@ def a_judge(base_url: str, around: Surroundings | None = None, **changes: Any) -
 
 
 def hold_to_a_faultless_run(results: list[RewardResult]) -> int:
-    """The promises of any step, however ill its judge was; gives the number of unscored."""
+    """Check the promises of any step; return the number of unscored rollouts."""
     truth = faultless()
     for result, true in zip(results, truth, strict=True):
         failed = any(judgement["status"] == "failed" for judgement in result.judgements)
@@ -118,7 +113,7 @@ def hold_to_a_faultless_run(results: list[RewardResult]) -> int:
 
 
 def hold_to_the_server(usage: JudgeUsage, *servers: JudgeServer) -> None:
-    """Each answer, lost connection and hung call of the servers is one of the judge's."""
+    """Check that judge and servers count the same answers, lost connections and hung calls."""
     kinds: Counter[str] = Counter()
     for server in servers:
         kinds += server.kinds
@@ -132,13 +127,13 @@ def hold_to_the_server(usage: JudgeUsage, *servers: JudgeServer) -> None:
     assert scored_by_calls == answers.get(200, 0) - sum(usage.unusable.values())
 
 
-# ---------------------------------------------------------------- a server that fails now and then
+# ---------------------------------------------------------------- a faulty server
 
 
 class Faults:
-    """Some of the tries of some questions get a bad reply; which, is decided by what is asked."""
+    """Bad replies to some tries of some questions; the question decides which."""
 
-    def __init__(self, bad: Reply, share: float, *, always: bool = False) -> None:
+    def __init__(self, bad: Sequence[Reply], share: float, *, always: bool = False) -> None:
         self.bad, self.share, self.always = bad, share, always
         self.tries: Counter[int] = Counter()
 
@@ -146,90 +141,53 @@ class Faults:
         question = digest_of(body)
         number = 0 if self.always else self.tries[question]
         self.tries[question] += 1
-        if digest_of(body, "fault", number) % 1000 < 1000 * self.share:
-            return self.bad
+        drawn = digest_of(body, "fault", number)
+        if drawn % 1000 < 1000 * self.share:
+            return self.bad[drawn // 1000 % len(self.bad)]
         return verdict(body)
 
 
-PASSING = {
-    "500": Reply(status=500, body="a traceback"),
-    "503": Reply(status=503, body="busy"),
-    "429": Reply(status=429),
-    "429 with a wait": Reply(status=429, headers={"Retry-After": "0"}),
-    "429 with a date": Reply(status=429, headers={"Retry-After": formatdate(0, usegmt=True)}),
-    "dropped": Reply(drop=True),
-    "truncated": Reply(truncate=True),
-    "garbage": Reply(body="<html>not what you wanted</html>"),
-    "a score of 10": completion('{"score": 10}'),
-}
+PASSING = (
+    Reply(status=500, body="a traceback"),
+    Reply(status=503, body="busy"),
+    Reply(status=429),
+    Reply(status=429, headers={"Retry-After": "0"}),
+    Reply(status=429, headers={"Retry-After": formatdate(0, usegmt=True)}),
+    Reply(drop=True),
+    Reply(truncate=True),
+    Reply(body="<html>not what you wanted</html>"),
+    completion('{"score": 10}'),
+)
 
 
-@pytest.mark.parametrize("bad", PASSING.values(), ids=PASSING)
-def test_thirty_percent_of_answers_are_bad(bad: Reply) -> None:
-    faults = Faults(bad, 0.3)
+def test_bad_replies_to_thirty_percent_of_tries_cost_no_score() -> None:
+    faults = Faults(PASSING, 0.3)
     with JudgeServer(faults) as server, a_judge(server.base_url, max_retries=9) as judge:
         unscored = hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge))
         usage = judge.usage()
         hold_to_the_server(usage, server)
+    assert len(server.kinds) == 6, "every kind of fault occurred"
     assert unscored == 0
     assert usage.retries > 50
     assert usage.failed == 0
 
 
-ALWAYS = {
-    "500": Reply(status=500),
-    "503": Reply(status=503),
-    "400": Reply(status=400),
-    "dropped": Reply(drop=True),
-    "a score of 10": completion('{"score": 10}'),
-    "too long": completion('{"score": 2}', finish_reason="length"),
-}
-
-
-@pytest.mark.parametrize("bad", ALWAYS.values(), ids=ALWAYS)
-def test_some_items_always_fail(bad: Reply) -> None:
-    """About ten, more than open a breaker: they are tried out, and nobody else pays for them."""
+@pytest.mark.parametrize("share", [0.03, 0.1])
+def test_items_that_always_fail_take_no_other_with_them(share: float) -> None:
+    """More items than open a breaker fail every try, each in its own way."""
+    bad = (
+        *(Reply(status=500), Reply(status=503), Reply(status=400), Reply(drop=True)),
+        completion('{"score": 10}'),
+        completion('{"score": 2}', finish_reason="length"),
+    )
     with (
-        JudgeServer(Faults(bad, 0.03, always=True)) as server,
+        JudgeServer(Faults(bad, share, always=True)) as server,
         a_judge(server.base_url, max_retries=2, outage_patience_s=20.0) as judge,
     ):
         unscored = hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge))
         hold_to_the_server(judge.usage(), server)
-    assert 0 < unscored < 30
+    assert 0 < unscored < 1000 * share
     assert judge.usage().failed >= 5
-
-
-def test_the_batched_form_under_faults_gives_the_same_scores_or_none() -> None:
-    """Rubrics of an answer share a call; a reply with half of them is asked for again."""
-
-    def whole(body: Body) -> str:
-        wanted = [{"criterion": n, "score": 2 * (digest_of(body, n) % 2)} for n in (1, 2)]
-        return json.dumps({"scores": wanted})
-
-    def script(faulty: bool) -> Callable[[Body, int], Reply]:
-        tries: Counter[int] = Counter()
-
-        def reply(body: Body, call: int) -> Reply:
-            if "pads" not in body["messages"][1]["content"]:
-                return verdict(body)
-            question = digest_of(body)
-            tries[question] += 1
-            if faulty and tries[question] < 3 and question % 3 == 0:
-                return completion('{"scores": [{"criterion": 1, "score": 2}]}')
-            return completion(whole(body))
-
-        return reply
-
-    with (
-        JudgeServer(script(False)) as well,
-        JudgeServer(script(True)) as ill,
-        a_judge(well.base_url, form="batched") as one,
-        a_judge(ill.base_url, form="batched") as other,
-    ):
-        true, ours = (compute_rewards(rollouts(), REWARD, judge) for judge in (one, other))
-        assert [r.total for r in ours] == [r.total for r in true]
-        assert other.usage().calls == len(ill.bodies) > len(well.bodies)
-        assert other.usage().unusable["unparsable"] > 5
 
 
 # ---------------------------------------------------------------- servers that come and go
@@ -237,7 +195,7 @@ def test_the_batched_form_under_faults_gives_the_same_scores_or_none() -> None:
 
 @dataclass
 class Later:
-    """Does something when the judge has got so far, from a thread of its own."""
+    """An action in its own thread, once a condition holds."""
 
     when: Callable[[], bool]
     what: Callable[[], None]
@@ -258,7 +216,7 @@ def process(tmp_path: Path) -> Iterator[JudgeProcess]:
         yield running
 
 
-def test_a_server_that_is_killed_and_started_again_in_the_middle_costs_time_and_nothing_else(
+def test_a_server_killed_and_restarted_during_a_batch_costs_only_time(
     process: JudgeProcess,
 ) -> None:
     told: list[str] = []
@@ -303,22 +261,7 @@ def test_one_of_two_servers_dies_and_comes_back(process: JudgeProcess) -> None:
         assert len(other.bodies) - alone > 50
 
 
-def test_all_are_dead_for_a_while(process: JudgeProcess) -> None:
-    """Dead from the start: the step waits, tells, and goes on as if nothing had been."""
-    process.kill()
-    told: list[str] = []
-    with a_judge(process.base_url, Surroundings(on_pause=told.append), max_retries=0) as judge:
-        later = Later(lambda: bool(told), process.start)
-        assert hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge)) == 0
-        later.thread.join()
-        assert judge.usage().failed == 0
-        assert judge.usage().answers == {200: process.received}
-    assert [bool(text) for text in told] == [True, False]
-
-
-def test_all_are_dead_for_too_long_and_the_next_attempt_asks_only_what_is_left(
-    process: JudgeProcess,
-) -> None:
+def test_after_an_outage_the_next_attempt_asks_only_the_rest(process: JudgeProcess) -> None:
     store = MemoryStore()
     with a_judge(
         process.base_url, Surroundings(store=store), outage_patience_s=0.5, concurrency=16
@@ -358,69 +301,7 @@ def test_a_gateway_whose_backend_is_dead_is_an_outage_and_no_score() -> None:
     assert judge.usage().failed == 0
 
 
-def _questions(item: RewardInput) -> list[tuple[str, str, str, str]]:
-    asked: list[tuple[str, str, str, str]] = []
-
-    class Noting:
-        def judge(self, requests: Any) -> Any:
-            asked.extend((r.kind, r.question, r.text, r.reference) for r in requests)
-            from refiner_core.contract.types import Judgement
-
-            return [Judgement("scored", 1.0) for _ in requests]
-
-    compute_rewards([item], REWARD, Noting())
-    return asked
-
-
-# ---------------------------------------------------------------- training
-
-
-def test_training_ends_as_an_outage_and_goes_on_to_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server dies in the second step, past its patience; the state is saved."""
-    save_answering_inputs(tmp_path)
-    sampler = AnsweringSampler()
-    load = loading.load_for_training
-
-    def load_and_tell(*values: Any) -> Any:
-        loaded = load(*values)
-        sampler.model = loaded.model
-        return loaded
-
-    monkeypatch.setattr(loading, "load_for_training", load_and_tell)
-    config = recipe(grpo={"num_training_steps": 3, "save_freq": 10})
-
-    def train(name: str, judge: OpenAIJudge) -> list[torch.Tensor]:
-        train_grpo(
-            config,
-            data_dir=tmp_path / "data",
-            model_ref=str(tmp_path / "model"),
-            output_dir=tmp_path / name,
-            io=FolderStageIO(tmp_path / name),
-            judge=judge,
-            generator=sampler,
-        )
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
-        return list(model.parameters())
-
-    with JudgeServer(lambda body, call: verdict(body)) as server:
-        with a_judge(server.base_url) as judge:
-            undisturbed = train("undisturbed", judge)
-        calls = len(server.bodies)
-    store = MemoryStore()
-    (tmp_path / "server").mkdir()
-    with JudgeProcess(tmp_path / "server") as process:
-        around = Surroundings(store=store)
-        with a_judge(process.base_url, around, outage_patience_s=0.5) as judge:
-            Later(lambda: process.received > calls * 0.5, process.kill)
-            with pytest.raises(JudgeOutage):
-                train("disturbed", judge)
-        reached = FolderStageIO(tmp_path / "disturbed").checkpoint_steps()
-        assert reached
-        assert reached[-1] in (1, 2)
-        process.start()
-        with a_judge(process.base_url, around) as judge:
-            resumed = train("disturbed", judge)
-            assert judge.usage().stored > 0, "what was judged before is not asked again"
-    assert all(torch.equal(a, b) for a, b in zip(undisturbed, resumed, strict=True))
+def _questions(item: RewardInput) -> list[JudgeRequest]:
+    judge = ScriptedJudge(lambda request: 1.0)
+    compute_rewards([item], REWARD, judge)
+    return judge.asked

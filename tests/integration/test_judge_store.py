@@ -1,4 +1,4 @@
-"""The store of judgements among real processes: killed, crowded, full, and behind real stages."""
+"""The store of judgements: processes that share it and are killed, stages, and the command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from flows.cli.main import main
 from flows.stages.judging import judge_by_hand, judge_for
 from infra.judgements import store
 from infra.judgements.segments import summarise
@@ -26,7 +27,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import JudgeOutage
 from refiner_core.contract.types import JudgeRequest, Progress, StoredJudgement
-from tests.support.command import ROOT, environment, refiner, wait_until
+from tests.support.command import ROOT, environment, wait_until
 from tests.support.judge_server import JudgeServer, Reply, digest_of, verdict
 from tests.support.judged_life import config_of, live, prepare, work_of
 
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.timeout(90)
 
 MIB = 1 << 20
 YES = StoredJudgement(1.0, 10, 2)
-#: Puts keys FIRST, FIRST + 1, … for ever (or COUNT of them), and says how far it is.
+#: Puts COUNT keys from FIRST on, and prints its progress.
 PUTTER = """
 import struct, sys
 from pathlib import Path
@@ -47,9 +48,6 @@ with WorkspaceStore(folder, writer="p", limit_bytes=1 << 20) as store:
         if number % 100 == 99:
             store.flush()
             print(number, flush=True)
-    print("waits", flush=True)
-    if len(sys.argv) > 4:
-        sys.stdin.read()
 """
 
 
@@ -57,14 +55,9 @@ def key(number: int) -> bytes:
     return struct.pack("<QQ", number, number)
 
 
-def putter(folder: Path, first: int, count: int, *more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PUTTER, str(folder), str(first), str(count), *more],
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def putter(folder: Path, first: int, count: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PUTTER, str(folder), str(first), str(count)]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
 
 
 def known(folder: Path, numbers: range) -> int:
@@ -78,7 +71,7 @@ def known(folder: Path, numbers: range) -> int:
 def test_processes_share_a_store_while_they_write_and_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is killed in the middle of writing; the other one, and this one, are none the worse."""
+    """One is killed while it writes; the other two lose nothing."""
     monkeypatch.setattr(store, "_LOOK_EVERY_S", 0.0)
     folder = tmp_path / "judgements"
     dying, other = putter(folder, 0, 10**9), putter(folder, 10**10, 2000)
@@ -99,61 +92,52 @@ def test_processes_share_a_store_while_they_write_and_are_killed(
 # ---------------------------------------------------------------- stages
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[subprocess.Popen[str]]:
-    """Runs stages that are to be killed."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.support.judged_life"],
-        env={**environment(), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-@pytest.mark.parametrize(("kind", "answered"), [("grpo", 9), ("evaluate", 14)])
-def test_a_stage_that_was_killed_asks_nothing_again(
-    tmp_path: Path, nursery: subprocess.Popen[str], kind: str, answered: int
-) -> None:
-    """The server answers so many calls and then none; the process is killed; the next one works
-    the same step again, and the server is asked only what it had not answered."""
+@pytest.mark.timeout(240)
+def test_a_stage_that_was_killed_asks_nothing_again(tmp_path: Path) -> None:
+    """The server answers some calls and then none, and the process is killed. The next attempt asks
+    only what the server had not answered."""
     prepare(tmp_path)
-    silent = True
+    silent, answered = True, 14
 
     def script(body: dict[str, Any], call: int) -> Reply:
         return Reply(delay_s=30) if silent and call >= answered else verdict(body)
 
+    folder = tmp_path / "ws" / "judgements"
     with JudgeServer(script) as server:
-        assert nursery.stdin is not None
-        assert nursery.stdout is not None
-        print(tmp_path, server.base_url, kind, file=nursery.stdin, flush=True)
-        folder = tmp_path / "ws" / "judgements"
-        dying = int(nursery.stdout.readline())
-        try:
-            wait_until(lambda: summarise(folder)["judgements"] >= answered, "its judgements", 60)
-        finally:
-            os.kill(dying, signal.SIGKILL)
-            assert int(nursery.stdout.readline()) == -signal.SIGKILL
+        with subprocess.Popen(
+            [sys.executable, "-m", "tests.support.judged_life"],
+            env={**environment(), "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as nursery:
+            assert nursery.stdin is not None
+            assert nursery.stdout is not None
+            print(tmp_path, server.base_url, "evaluate", file=nursery.stdin, flush=True)
+            dying = int(nursery.stdout.readline())
+            try:
+                wait_until(lambda: summarise(folder)["judgements"] >= answered, "judgements", 60)
+            finally:
+                os.kill(dying, signal.SIGKILL)
+                assert int(nursery.stdout.readline()) == -signal.SIGKILL
+            nursery.stdin.close()
         silent = False
         before = len(server.bodies)
         first = {digest_of(b) for b in server.bodies[:answered]}
         config = config_of(server.base_url)
-        live(tmp_path, kind, config)
+        live(tmp_path, "evaluate", config)
         second = {digest_of(b) for b in server.bodies[before:]}
-        assert second, "it had not been told everything"
+        assert second, "some questions had no answer"
         assert not first & second, "a question that was answered was asked again"
         assert len(server.bodies) - before == len(second), "each question once"
         after = len(server.bodies)
-        live(tmp_path, kind, config, stage="-again")
+        live(tmp_path, "evaluate", config, stage="-again")
         assert len(server.bodies) == after, "the same stage in another attempt costs no call"
     assert summarise(folder)["judgements"] == len(first) + len(second)
 
 
-def test_a_stage_says_that_it_waits_for_its_judge_and_goes_on(tmp_path: Path) -> None:
+def test_a_stage_reports_that_it_waits_for_its_judge(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -190,7 +174,7 @@ def test_an_outage_leaves_no_judgement_behind(tmp_path: Path) -> None:
         assert len(server.bodies) == len(QUESTIONS)
 
 
-# ---------------------------------------------------------------- what is the same question
+# ---------------------------------------------------------------- the same question
 
 QUESTIONS = [JudgeRequest("rubric", "Why?", f"Because {n}.", "It says why.") for n in range(6)]
 
@@ -202,8 +186,7 @@ def served(server: JudgeServer, **changes: Any) -> JudgeConfig:
 
 @pytest.fixture
 def calls(tmp_path: Path) -> Callable[..., int]:
-    """How many calls it costs to judge the questions by a judge with other settings, after a first
-    one has judged them."""
+    """Count the calls of a judge with other settings, once a first one has judged all."""
     workspace = Workspace.open(tmp_path / "ws")
 
     def count(**changes: Any) -> int:
@@ -216,38 +199,29 @@ def calls(tmp_path: Path) -> Callable[..., int]:
     return count
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model": "other"},
-        {"revision": "2"},
-        {"temperature": 0.5},
-        {"max_tokens": 100},
-        {"extra_body": '{"seed": 1}'},
-    ],
-    ids=lambda c: next(iter(c)),
-)
-def test_another_judge_is_asked_anew(calls: Callable[..., int], change: dict[str, Any]) -> None:
-    assert calls(**change) == len(QUESTIONS)
-    assert calls(**change) == 0
+def test_another_judge_is_asked_anew(calls: Callable[..., int]) -> None:
+    """Which settings make another judge: ``tests/unit/test_judge_questions.py``."""
+    assert calls(model="other") == len(QUESTIONS)
+    assert calls(model="other") == 0
     assert calls() == 0
 
 
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_shows_the_store_and_takes_it_when_asked(
-    calls: Callable[..., int], tmp_path: Path
+def test_the_command_shows_the_store_and_deletes_it_on_request(
+    calls: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def disk(*words: str) -> Any:
+        assert main(["disk", f"workspace={tmp_path / 'ws'}", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
     calls()
-    where = f"workspace={tmp_path / 'ws'}"
-    shown = refiner("disk", where, "--json").json["judgements"]
-    assert shown["judgements"] == len(QUESTIONS)
-    assert "6 judgements are stored" in refiner("disk", where).stdout
-    kept = refiner("disk", where, "--reclaim", "--json").json
+    assert disk()["judgements"]["judgements"] == len(QUESTIONS)
+    kept = disk("--reclaim")
     assert not [c for c in kept["candidates"] if c["kind"] == "judgements"]
     assert calls() == 0
-    gone = refiner("disk", where, "--reclaim", "--judgements", "--json").json
+    gone = disk("--reclaim", "--judgements")
     assert {c["kind"] for c in gone["candidates"]} == {"judgements"}
     assert json.dumps(gone["reclaimed"]).count("judgements") == len(gone["candidates"])
     assert os.listdir(tmp_path / "ws" / "judgements") == []  # noqa: PTH208

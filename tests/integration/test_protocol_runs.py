@@ -1,5 +1,4 @@
-"""A protocol file in the hands of a user: a set and a judge of its own, a worker that is killed,
-another file of the same content."""
+"""Runs under a protocol file with its own set and judge: a killed worker, a renamed file."""
 
 from __future__ import annotations
 
@@ -7,13 +6,15 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flows.cli.main import main
 from infra.store.workspace import Workspace
 from refiner_core.evaluation.results import load_results
 from tests.support import served_judge
-from tests.support.command import SMALL, Finished, Stage, refiner, start, wait_until
+from tests.support.command import SMALL, Stage, refiner, start, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -33,7 +34,7 @@ data: {{rl_path: "builtin:synthetic", synthetic_rl_rows: 12, synthetic_seed: 77}
 
 
 def call(folder: Path, name: str) -> list[str]:
-    """Of the protocol's evaluation alone, and what it needs."""
+    """The command of the protocol's evaluation and its inputs."""
     log = folder / "judged.log"
     (folder / f"{name}.yaml").write_text(
         PROTOCOL.format(name=name, python=sys.executable, served=served_judge.__file__, log=log)
@@ -46,7 +47,7 @@ def call(folder: Path, name: str) -> list[str]:
     ]
 
 
-def test_an_evaluation_that_is_killed_goes_on_to_the_numbers_of_one_that_is_not(
+def test_a_killed_evaluation_continues_to_the_numbers_of_an_undisturbed_one(
     tmp_path: Path,
 ) -> None:
     words = call(tmp_path, "mine")
@@ -56,8 +57,8 @@ def test_an_evaluation_that_is_killed_goes_on_to_the_numbers_of_one_that_is_not(
     def steps() -> list[Path]:
         return sorted(stage.folder.glob("checkpoints/step-*")) if stage.folder else []
 
-    wait_until(steps, "the first batch that is kept", 60)
-    (tmp_path / "mine.yaml").unlink()  # what it said is recorded
+    wait_until(steps, "the first saved batch", 120)
+    (tmp_path / "mine.yaml").unlink()  # its content is recorded
     stage.kill()
     out, _ = running.communicate(timeout=90)
     assert running.returncode == 0
@@ -75,7 +76,7 @@ def test_an_evaluation_that_is_killed_goes_on_to_the_numbers_of_one_that_is_not(
     killed, results = stage.hashes(), load_results(next(stage.folder.glob("attempts/*/output")))
 
     shutil.rmtree(stage.folder)
-    again = Finished(*_finished(call(tmp_path, "renamed"), tmp_path))
+    again = refiner(*call(tmp_path, "renamed"), cwd=tmp_path)
     assert again.code == 0, again.stderr
     states = {s["name"]: s["state"] for s in again.json["stages"]}
     assert states.pop("judge@renamed") in ("done", "skipped")
@@ -86,27 +87,28 @@ def test_an_evaluation_that_is_killed_goes_on_to_the_numbers_of_one_that_is_not(
     assert {n: whole[n] for n in samples} == {n: killed[n] for n in samples}
     assert stage.folder is not None
     named = load_results(next(stage.folder.glob("attempts/*/output")))
-    assert named["protocols"].keys() == results["protocols"].keys(), "a name is no part of it"
+    assert named["protocols"].keys() == results["protocols"].keys(), "names do not count"
     assert named["reference_fresh"] is True
     assert named["judge_usage"]["stored"] == 0, "the model says nothing to be judged"
-    assert named["judge_usage"]["calls"] > 0, "but the reference is asked about again"
+    assert named["judge_usage"]["calls"] > 0, "but the reference is judged anew"
     assert {e["under"] for e in named["evaluations"]} == {"renamed"}
 
 
-def _finished(words: list[str], cwd: Path) -> tuple[int, str, str]:
-    done = refiner(*words, cwd=cwd)
-    return done.code, done.stdout, done.stderr
+def test_protocols_are_listed_shown_and_checked_by_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def protocols(*words: str) -> Any:
+        assert main(["protocols", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
 
-
-def test_protocols_are_listed_shown_and_checked_by_a_command(tmp_path: Path) -> None:
     call(tmp_path, "mine")
     call(tmp_path, "other")
-    listed = refiner("protocols", "list", "--json").json["protocols"]
-    shown = refiner("protocols", "show", "held-out-reader-v1", "--json").json
+    monkeypatch.chdir(tmp_path)
+    listed = protocols("list")["protocols"]
+    shown = protocols("show", "held-out-reader-v1")
     assert shown["fingerprint"] in {p["fingerprint"] for p in listed}
-    checked = [refiner("protocols", "check", f"{n}.yaml", "--json", cwd=tmp_path).json
-               for n in ("mine", "other")]  # fmt: skip
+    checked = [protocols("check", f"{name}.yaml") for name in ("mine", "other")]
     assert len({c["fingerprint"] for c in checked}) == 1
     (tmp_path / "mine.yaml").write_text("name: mine\ngrpo: {beta: 1}\n")
-    refused = refiner("protocols", "check", "mine.yaml", cwd=tmp_path)
-    assert (refused.code, "does not concern measuring" in refused.stderr) == (2, True)
+    assert main(["protocols", "check", "mine.yaml"]) == 2
+    assert "grpo.beta" in capsys.readouterr().err

@@ -54,8 +54,7 @@ NEAREST: dict[str, dict[str, str]] = {
         "refiner_core/training/batches.py": "batch_order packing shares",
     },
     "rewards": {
-        "refiner_core/rewards/combine.py": "rewards reward_traps rewards_composition "
-        "rewards_recomputed",
+        "refiner_core/rewards/combine.py": "rewards rewards_composition",
         "refiner_core/rewards/compute.py": "rewards reward_stream rewards_composition",
     },
     "statistics": {

@@ -1,7 +1,7 @@
 """A scripted OpenAI-compatible server on loopback, for tests of HTTP judges.
 
-In: a function from (request body, number of this call from 0) to :class:`Reply`. It serves in a
-thread of its own, keeps what it was asked, and counts on its own what it did:
+In: a function from (request body, number of this call from 0) to :class:`Reply`. It serves in its
+own thread, keeps its requests, and counts its replies:
 
 >>> with JudgeServer(lambda body, call: score(2)) as server:
 ...     ...  # POST to server.base_url + "/chat/completions"
@@ -36,8 +36,8 @@ HANGS_S = 20.0
 
 @dataclass(frozen=True)
 class Reply:
-    """What one call gets. ``drop`` closes the connection without an answer; ``truncate`` in the
-    middle of the body; ``drip`` sends headers or body a byte at a time, for ever."""
+    """The reply to a call. ``drop`` closes the connection without an answer; ``truncate`` in the
+    middle of the body; ``drip`` sends headers or body a byte at a time, without end."""
 
     status: int = 200
     body: str = ""
@@ -49,7 +49,7 @@ class Reply:
 
     @property
     def kind(self) -> str:
-        """Under which it is counted: its status, or how it fails to have one."""
+        """The key of its count: its status, or its way to fail."""
         if self.delay_s >= HANGS_S:
             return "hung"
         names = {"dropped": self.drop, "truncated": self.truncate, "dripped": bool(self.drip)}
@@ -79,13 +79,13 @@ def score(value: float, delay_s: float = 0.0) -> Reply:
 
 
 def digest_of(body: Mapping[str, Any], *more: object) -> int:
-    """A number that depends on what is asked (and on ``more``) alone."""
+    """A number that depends on the question (and on ``more``) alone."""
     text = json.dumps([body["messages"], *more])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def verdict(body: Mapping[str, Any], delay_s: float = 0.0) -> Reply:
-    """Yes or no, by what is asked: the same question has the same answer everywhere."""
+    """Yes or no by the question: the same one has the same answer everywhere."""
     return score(2 * (digest_of(body) % 2), delay_s)
 
 
@@ -178,7 +178,7 @@ class JudgeServer:
 
 
 async def _ill(transport: asyncio.Transport, reply: Reply) -> None:
-    """An answer that is never whole."""
+    """Write an incomplete answer."""
     transport.write(b"HTTP/1.1 200 OK\r\n")
     if reply.drip != "headers":
         transport.write(b"Content-Type: application/json\r\nContent-Length: 4000\r\n\r\n")
@@ -193,7 +193,7 @@ async def _ill(transport: asyncio.Transport, reply: Reply) -> None:
 
 
 class JudgeProcess:
-    """A server in a process of its own, always at one port. It answers by :func:`verdict`."""
+    """A server process at a fixed port that answers by :func:`verdict`."""
 
     def __init__(self, folder: Path, *, delay_s: float = 0.0) -> None:
         self._log, self._delay_s = folder / "judge_calls.txt", delay_s
@@ -205,7 +205,7 @@ class JudgeProcess:
 
     @property
     def received(self) -> int:
-        """Calls that reached it, over all its lives."""
+        """Number of calls that reached it, over all restarts."""
         return len(self._log.read_bytes()) if self._log.exists() else 0
 
     def start(self) -> None:

@@ -1,8 +1,8 @@
-"""Judges whose defect is known, as scripts for the judge server.
+"""Judges with known defects, as scripts for the judge server.
 
-They find out from the prompt alone what they are asked, as a real one does: what stands between the
-fences. A faultless judge knows the shipped set by heart and gives each text the score that it
-deserves, also where something was added to it; a defect changes that in one way.
+Like a real judge, they read questions from the prompt alone, between the fences. A faultless judge
+knows the shipped set and gives each text its gold score, also with additions; a defect changes that
+in one way.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ from refiner_core.judge_report.material import shipped_material
 from tests.support.judge_server import Reply, completion
 
 _FENCED = re.compile(r"<([a-z]+(?:-\d+)?)-([0-9a-f]{12,32})>\n(.*?)\n</\1-\2>", re.DOTALL)
-_KINDS = {
-    "criterion": "rubric",
-    "evidence": "citation_recall",
-    "source": "citation_precision",
-}
+_KINDS = {"criterion": "rubric", "evidence": "citation_recall", "source": "citation_precision"}
 _TEXTS = ("passage", "claim", "answer")
 
 
 class Asked(NamedTuple):
-    """One question, as it stands in a prompt."""
+    """A question in a prompt."""
 
     kind: str
     question: str
@@ -37,7 +33,7 @@ class Asked(NamedTuple):
 
 
 def questions_in(body: dict[str, Any]) -> list[Asked]:
-    """What a chat request asks, in order."""
+    """Questions of a chat request, in order."""
     parts = [(label, text) for label, _, text in _FENCED.findall(body["messages"][-1]["content"])]
     named = dict(parts)
     text = next(named[label] for label in _TEXTS if label in named)

@@ -1,4 +1,4 @@
-"""Sockets of a process tree that others may connect to."""
+"""Listening sockets of a process tree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 
 
 class Listening(NamedTuple):
-    """One of them."""
+    """A listening socket."""
 
     pid: int
     address: str
@@ -17,7 +17,7 @@ class Listening(NamedTuple):
 
 
 def listening(top: int) -> list[Listening]:
-    """TCP sockets on which a process and all that it has started listen."""
+    """Listening TCP sockets of a process and its descendants."""
     found = set()
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(top)
@@ -30,5 +30,5 @@ def listening(top: int) -> list[Listening]:
 
 
 def beyond_loopback(top: int) -> list[Listening]:
-    """Those of them that other machines reach."""
+    """Listening sockets that other machines reach."""
     return [one for one in listening(top) if one.address not in ("127.0.0.1", "::1")]

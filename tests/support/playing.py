@@ -1,8 +1,8 @@
-"""Agents that play by a script, through real episodes: what they sample is decided by seeds.
+"""Agents that play by a script through real episodes.
 
-In: an environment with an expert and what each attempt is to be (``expert``, ``flawed``,
+In: an environment with an expert, and a kind of play for each attempt (``expert``, ``flawed``,
 ``nothing``, ``words``). Out: a generator that samples exactly that, turn by turn, and desks whose
-infrastructure fails where it is told to.
+infrastructure fails for given seeds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from refiner_core.environments.desk import DeskEnvironment
 from refiner_core.environments.protocol import (
     InfrastructureError,
     Message,
-    Outcome,
-    Step,
     Task,
     ToolCall,
     row_of_task,
@@ -70,29 +68,16 @@ class Desk(DeskEnvironment):
         self.fails, self.deterministic = fails, deterministic
 
     def episode(self, task: Task) -> Any:
-        return _Failing(super().episode(task), self.fails)
+        episode = super().episode(task)
+        reset = episode.reset
 
+        def failing(seed: int) -> tuple[Message, ...]:
+            if seed in self.fails:
+                raise InfrastructureError("The user does not answer", kind="user_down")
+            return reset(seed)
 
-class _Failing:
-    def __init__(self, inner: Any, fails: frozenset[int]) -> None:
-        self.inner, self.fails = inner, fails
-
-    def reset(self, seed: int) -> tuple[Message, ...]:
-        if seed in self.fails:
-            raise InfrastructureError("The user does not answer", kind="user_down")
-        messages: tuple[Message, ...] = self.inner.reset(seed)
-        return messages
-
-    def step(self, call: ToolCall) -> Step:
-        step: Step = self.inner.step(call)
-        return step
-
-    def outcome(self) -> Outcome:
-        outcome: Outcome = self.inner.outcome()
-        return outcome
-
-    def close(self) -> None:
-        self.inner.close()
+        episode.reset = failing  # type: ignore[method-assign]
+        return episode
 
 
 def seed_of(config: RecipeConfig, key: str, sample_id: str, index: int) -> int:
@@ -123,7 +108,6 @@ class Player:
         self.tokenizer = tiny_tokenizer()
         self.config, self.batches = config, 0
         self.texts: dict[int, str] = {}
-        self.params: list[SamplingParams] = []
         #: Seeds of the turns that were sampled, in order.
         self.seeds: list[int] = []
         #: Raised at the batch of this number, for an attempt that does not come to an end.
@@ -157,7 +141,6 @@ class Player:
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         self.batches += 1
-        self.params.append(params)
         self.seeds += [request.seed for request in requests]
         if self.stop_at is not None and self.batches == self.stop_at[0]:
             raise self.stop_at[1]

@@ -1,4 +1,4 @@
-"""Rewards of single rollouts under judges whose scores a test decides."""
+"""Rewards of single rollouts under scripted judges."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GOOD = "<answer><snippet id=a>claim one</snippet></answer>"
 
 
 class ScriptedJudge:
-    """Scores by a function; None is a failure. Keeps what it was asked."""
+    """Scores by a function; None is a failure. Keeps its requests."""
 
     def __init__(self, script: Callable[[JudgeRequest], float | None]) -> None:
         self.script = script
@@ -54,7 +54,7 @@ def by_kind(**scores: float | None) -> ScriptedJudge:
 
 
 def hashed_judge(seed: int) -> ScriptedJudge:
-    """Some score for each request, the same whenever it is asked."""
+    """A pseudo-random score for each request, always the same one."""
 
     def script(request: JudgeRequest) -> float:
         steps = 2 if request.kind in ("rubric", "citation_recall") else 1
@@ -77,6 +77,6 @@ def rollout(
 
 
 def reward_of(item: RewardInput, judge: ScriptedJudge | None = None, **config: Any) -> RewardResult:
-    """Its reward; the judge says yes to everything where none is given."""
+    """The reward of a rollout; without a judge, one that says yes to everything."""
     (result,) = compute_rewards([item], replace(RewardConfig(), **config), judge or by_kind())
     return result

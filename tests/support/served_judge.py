@@ -1,4 +1,4 @@
-"""A small judge's server as a program of its own: asks for a key, answers chat requests.
+"""A small judge's server as a program that asks for a key and answers chat requests.
 
     served_judge.py --host H --port P --model M [--log FILE] [--startup S] [--mode MODE]
                     [--die-after N]
@@ -25,7 +25,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Serve until somebody ends it."""
+    """Serve until the process ends."""
     parser = argparse.ArgumentParser()
     for name in ("host", "port", "model"):
         parser.add_argument(f"--{name}", required=True)
@@ -99,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing: its output is for what is worth reading."""
+        """Log nothing."""
 
 
 def first_to_die(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""A workspace with a judge's server and those who ask it, for tests of services.
+"""A workspace with a judge's server and its users, for tests of services.
 
     python service_bench.py FOLDER SEED     runs the plan as an orchestrator of its own
 
@@ -40,7 +40,7 @@ WORKER = Path(__file__).with_name("asking_worker.py")
 
 
 class Bench:
-    """A workspace, and a judge's server that says when it starts and what it is asked."""
+    """A workspace, and a judge's server that logs its starts and questions."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,15 +50,15 @@ class Bench:
             self.behave(questions=2)
 
     def behave(self, **behaviour: Any) -> None:
-        """What those who ask do."""
+        """Set the behaviour of the users."""
         (self.workspace.root / "behaviour.json").write_text(json.dumps(behaviour))
 
     def hold(self) -> None:
-        """Those who ask keep the judge until :meth:`let_go`."""
+        """Users keep the judge until :meth:`let_go`."""
         (self.workspace.root / "hold").touch()
 
     def let_go(self) -> None:
-        """They end."""
+        """Let the users end."""
         (self.workspace.root / "hold").unlink()
 
     def command(self, *more: str) -> str:
@@ -72,7 +72,7 @@ class Bench:
         judge = JudgeConfig(
             kind="openai",
             model="m",
-            cache_gb=0.0,  # else the second run asks nothing
+            cache_gb=0.0,  # otherwise the second run asks nothing
             serve_command=self.command(*more),
             serve=settings,
         )
@@ -87,18 +87,18 @@ class Bench:
         return plan
 
     def campaign(self, plan: Plan, router: Router | None = None) -> Orchestrator:
-        """A call on the plan, not begun yet."""
+        """An orchestrator of the plan, not started yet."""
         router = router or fake_router(self.workspace, str(WORKER))
         return orchestrator_on(plan, self.workspace, router, run=run_record(self.workspace, plan))
 
     def run(self, plan: Plan) -> dict[str, StageView]:
-        """A call on the plan, to its end."""
+        """Run the plan to its end."""
         campaign = self.campaign(plan)
         campaign.start()
         return campaign.join()
 
     def lines(self, what: str) -> list[Any]:
-        """What servers have noted, of all lives."""
+        """Values of one kind in the log of all servers."""
         if not self.log.exists():
             return []
         notes = [json.loads(line) for line in self.log.read_text().splitlines()]
@@ -134,7 +134,7 @@ class Bench:
         return self.service()
 
     def end(self) -> None:
-        """Leave nothing behind, whatever a test did."""
+        """Release users and kill servers."""
         (self.workspace.root / "hold").unlink(missing_ok=True)
         for pid in self.alive():
             psutil.Process(pid).kill()

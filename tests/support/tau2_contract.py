@@ -1,5 +1,4 @@
-"""What the adapter needs of tau2-bench, tried: whole conversations over HTTP, on whatever package
-`tau2` can be imported.
+"""A trial of the adapter to tau2-bench: whole conversations over HTTP on the importable `tau2`.
 
 In: a domain and the user's words. Out: facts as JSON. Unit tests run it on the small double in
 ``tests/support/tau2_fake``; ``python -m tests.support.tau2_contract DOMAIN...`` runs it on the
@@ -15,14 +14,7 @@ from typing import Any
 
 from refiner_core.contract.config import EnvironmentConfig, UserConfig
 from refiner_core.contract.types import Judgement, JudgeRequest, JudgeUsage
-from refiner_core.environments.protocol import (
-    EpisodeRecord,
-    Outcome,
-    Step,
-    Task,
-    ToolCall,
-    TurnRecord,
-)
+from refiner_core.environments.protocol import Outcome, Step, Task, ToolCall
 from refiner_core.environments.tau2 import Tau2Environment
 from refiner_core.environments.tau2.episode import Tau2Episode
 from tests.support.judge_server import JudgeServer, Reply
@@ -36,28 +28,17 @@ def said(text: str | None, calls: Sequence[Mapping[str, Any]] = (), delay_s: flo
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = [
-            {
-                "id": f"user_call_{number}",
-                "type": "function",
-                "function": {"name": call["name"], "arguments": call["arguments"]},
-            }
+            {"id": f"user_call_{number}", "type": "function", "function": dict(call)}
             for number, call in enumerate(calls)
         ]
-    body = {
-        "id": "made-up",
-        "object": "chat.completion",
-        "created": 1,
-        "model": "user",
-        "choices": [
-            {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop"}
-        ],
-        "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
-    }
-    return Reply(body=json.dumps(body), delay_s=delay_s)
+    reason = "tool_calls" if calls else "stop"
+    choice = {"index": 0, "message": message, "finish_reason": reason}
+    body = {"id": "x", "object": "chat.completion", "created": 1, "model": "user"}
+    return Reply(body=json.dumps(body | {"choices": [choice]}), delay_s=delay_s)
 
 
 class Talk:
-    """A user who says these, one a request, and then goes on with the last."""
+    """A user with one reply per request; the last one repeats."""
 
     def __init__(self, *replies: Reply | str) -> None:
         self.replies = [r if isinstance(r, Reply) else said(r) for r in replies]
@@ -69,7 +50,7 @@ class Talk:
 
 
 class YesJudge:
-    """A judge for whom every assertion holds, or none; keeps what it was asked."""
+    """A judge with one score for every assertion; it keeps its requests."""
 
     def __init__(self, score: float | None = 1.0) -> None:
         self.score, self.requests = score, list[JudgeRequest]()
@@ -100,7 +81,7 @@ def environment_at(
 
 
 def gold_calls(task: Any) -> tuple[list[ToolCall], list[dict[str, Any]]]:
-    """What a task's own reference does: the agent's calls, and those of the user."""
+    """Calls of a task's reference: the agent's, and those of the user."""
     actions = list(task.evaluation_criteria.actions or ())
     agent = [ToolCall(a.name, dict(a.arguments)) for a in actions if a.requestor == "assistant"]
     user = [
@@ -111,63 +92,16 @@ def gold_calls(task: Any) -> tuple[list[ToolCall], list[dict[str, Any]]]:
     return agent, user
 
 
-def recorded(
-    task: Task,
-    seed: int,
-    first: Sequence[Any],
-    turns: Sequence[tuple[ToolCall, Step]],
-    end: Outcome,
-) -> EpisodeRecord:
-    """A record as the runner makes it."""
-    made = tuple(
-        TurnRecord(
-            text=json.dumps(call.as_json()),
-            status="ok",
-            start=n,
-            end=n + 1,
-            call=call.as_json(),
-            tool_error=step.tool_error,
-            messages=tuple((m.role, m.content) for m in step.messages),
-        )
-        for n, (call, step) in enumerate(turns)
-    )
-    return EpisodeRecord(
-        task_id=task.id,
-        domain=task.domain,
-        seed=seed,
-        status="finished",
-        ended="done",
-        first_messages=tuple((m.role, m.content) for m in first),
-        turns=made,
-        reward=end.reward,
-        checks=tuple(dict(check.__dict__) for check in end.checks),
-        components=end.components,
-        excluded=end.excluded,
-        failure=end.failure,
-        info=json.loads(json.dumps(end.info)),
-    )
-
-
-def play(
-    environment: Tau2Environment, task: Task, calls: Sequence[ToolCall]
-) -> tuple[EpisodeRecord, Outcome]:
-    """An episode of these calls."""
+def play(environment: Tau2Environment, task: Task, calls: Sequence[ToolCall]) -> Outcome:
+    """The outcome of an episode of these calls."""
     episode = environment.episode(task)
-    first = episode.reset(11)
-    turns: list[tuple[ToolCall, Step]] = []
+    episode.reset(11)
     for call in calls:
-        step = episode.step(call)
-        turns.append((call, step))
-        if step.done:
+        if episode.step(call).done:
             break
     outcome = episode.outcome()
     episode.close()
-    return recorded(task, 11, first, turns, outcome), outcome
-
-
-def own_task(environment: Tau2Environment, task: Task) -> Any:
-    """tau2-bench's object of a task."""
-    return environment.episode(task).task
+    return outcome
 
 
 def try_domain(domain: str, split: str, most: int) -> dict[str, Any]:
@@ -176,7 +110,7 @@ def try_domain(domain: str, split: str, most: int) -> dict[str, Any]:
     with JudgeServer(lambda b, n: talk(b, n)) as server:
         environment = environment_at(server.base_url, domain, train_split=split)
         for task in environment.tasks(split)[:most]:
-            own = own_task(environment, task)
+            own = environment.episode(task).task
             agent, by_user = gold_calls(own)
             words = " ".join(own.evaluation_criteria.communicate_info or ()) or "It is done."
             calls = [*agent, ToolCall("respond", {"content": words}), ToolCall("done", {})]
@@ -187,8 +121,7 @@ def try_domain(domain: str, split: str, most: int) -> dict[str, Any]:
             ):
                 helped = [said(None, [call]) for call in by_user]
                 talk = Talk("Hello, I need help.", *helped, "I did that.", "Thank you.")
-                _, outcome = play(environment, task, moves)
-                facts[name].append(outcome.reward)
+                facts[name].append(play(environment, task, moves).reward)
             facts["tasks"] += 1
         facts["version"] = environment.version
     return facts

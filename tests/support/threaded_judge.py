@@ -1,7 +1,7 @@
-"""A judge that works in threads of its own, over any judge that answers at once.
+"""A judge that answers in its own threads, over any judge that answers at once.
 
-For tests of those who ask: what comes back later, in another order, or as an error, without a
-server. The judge over HTTP keeps the same protocol.
+For tests of callers, without a server: answers that are late, out of order, or errors. The judge
+over HTTP has the same protocol.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class ThreadedJudge:
     Attributes
     ----------
     submitted
-        What each :meth:`submit` asked, in order.
+        Requests of each :meth:`submit`, in order.
     at_once
-        How often :meth:`judge` was called.
+        Number of calls of :meth:`judge`.
     waited
-        For how many submissions somebody has waited.
+        Number of submissions whose result a caller has awaited.
     gate
-        Nothing is answered before it is set; set from the start.
+        Answers wait until it is set; it is set at the start.
     error
-        Raised by whoever waits for an answer, once this many submissions were answered.
+        Number of answered submissions, and the error that the following ones raise.
     """
 
     def __init__(self, judge: Judge | None = None) -> None:
@@ -63,7 +63,7 @@ class ThreadedJudge:
         )
 
     def _answer(self, requests: list[JudgeRequest], number: int) -> list[Judgement]:
-        assert self.gate.wait(30), "nobody opened the gate"
+        assert self.gate.wait(30), "the gate stayed closed"
         if self.error is not None and number > self.error[0]:
             raise self.error[1]
         judgements = self._judge.judge(requests)

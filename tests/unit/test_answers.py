@@ -1,4 +1,4 @@
-"""Evidence comes from prompts only, claims from answers only, and every fault has a result."""
+"""Parsing: evidence from prompts only, claims from answers only, and a report of every fault."""
 
 from __future__ import annotations
 
@@ -6,20 +6,13 @@ import json
 import math
 import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refiner_core.answers import (
-    Problem,
-    parse_answer,
-    parse_evidence,
-    read_attributes,
-    strip_tags,
-)
+from refiner_core.answers import Problem, parse_answer, parse_evidence, read_attributes, strip_tags
 from tests.support.real_rows import RL_ROWS, SFT_ROWS
 
 
@@ -30,91 +23,60 @@ def tool_output(*snippets: str) -> str:
 # ---------------------------------------------------------------- evidence
 
 
-@pytest.mark.parametrize("opening", ["id=S_a1B9xQ2", 'id="S_a1B9xQ2"', "id='S_a1B9xQ2'"])
-def test_quotes_around_an_evidence_id_are_optional(opening: str) -> None:
-    evidence = parse_evidence(tool_output(f"<snippet {opening}>text</snippet>"))
-    assert evidence.texts == {"S_a1B9xQ2": "text"}
-
-
-def test_web_pages_and_ids_with_dashes_are_evidence() -> None:
-    prompt = tool_output(
+NESTED = "<webpage id=w>intro <tool_output><snippet id=a>text</snippet></tool_output></webpage>"
+#: prompt -> the text of each id in its evidence.
+EVIDENCE: dict[str, dict[str, str]] = {
+    tool_output("<snippet id=S_a>x</snippet>", "<snippet id='S_b'>y</snippet>"): {
+        "S_a": "x",
+        "S_b": "y",
+    },
+    tool_output(
         "<webpage id=1f0c9a2b-3 url=http://x.org/?a=b>page</webpage>",
         '<webpage url=http://x.org/?a=b id="p-2">second</webpage>',
-    )
-    assert parse_evidence(prompt).texts == {"1f0c9a2b-3": "page", "p-2": "second"}
+    ): {"1f0c9a2b-3": "page", "p-2": "second"},
+    # Instructions are no evidence, neither an example of the notation nor an unclosed mention.
+    "Cite as <snippet id=ID1,ID2>c</snippet>. " + tool_output("<snippet id=a>t</snippet>"): {
+        "a": "t"
+    },
+    "Use <snippet id=ID1> tags. " + tool_output("<snippet id=a>text</snippet>"): {"a": "text"},
+    NESTED: {"a": "text", "w": "intro text"},
+    "no tool output, <snippet id=a>text</snippet>": {"a": "text"},
+    # Cut evidence reaches to the next element or to the end of its tool output.
+    tool_output("<snippet id=a>one", "<snippet id=b>two") + " more": {"a": "one", "b": "two"},
+    tool_output("<snippet id=a>x</snippet><snippet id=a>y</snippet><snippet>z</snippet>"): {
+        "a": "x\ny"
+    },
+    tool_output("<snippet id=a>p <0.05 and <snippets> and <b>bold</b></snippet>"): {
+        "a": "p <0.05 and <snippets> and <b>bold</b>"
+    },
+}
 
 
-def test_an_example_of_the_notation_in_the_instructions_is_no_evidence() -> None:
-    prompt = "Cite as <snippet id=ID1,ID2>claim</snippet>.\n" + tool_output(
-        "<snippet id=a>text</snippet>"
-    )
-    assert set(parse_evidence(prompt).texts) == {"a"}
-
-
-def test_an_unclosed_mention_before_the_tool_output_is_no_evidence() -> None:
-    prompt = "Use <snippet id=ID1> tags. " + tool_output("<snippet id=a>text</snippet>")
-    assert set(parse_evidence(prompt).texts) == {"a"}
-
-
-def test_a_web_page_around_tool_output_is_evidence_and_shares_its_snippets() -> None:
-    prompt = "<webpage id=w>intro <tool_output><snippet id=a>text</snippet></tool_output></webpage>"
-    assert parse_evidence(prompt).texts == {"a": "text", "w": "intro text"}
-
-
-def test_without_any_tool_output_tag_the_whole_prompt_is_read() -> None:
-    assert parse_evidence("q <snippet id=a>text</snippet>").texts == {"a": "text"}
-
-
-def test_cut_evidence_reaches_to_the_next_element_or_the_end_of_its_tool_output() -> None:
-    prompt = tool_output("<snippet id=a>one", "<snippet id=b>two") + " instructions"
-    assert parse_evidence(prompt).texts == {"a": "one", "b": "two"}
-
-
-def test_repeated_ids_join_and_elements_without_id_are_skipped() -> None:
-    prompt = tool_output("<snippet id=a>x</snippet><snippet id=a>y</snippet><snippet>z</snippet>")
+@pytest.mark.parametrize("prompt", EVIDENCE)
+def test_evidence_is_the_text_of_elements_in_tool_output(prompt: str) -> None:
     evidence = parse_evidence(prompt)
-    assert evidence.texts == {"a": "x\ny"}
-    assert evidence.text_of(("a", "unknown")) == "x\ny"
-
-
-def test_text_that_looks_like_tags_stays_evidence() -> None:
-    prompt = tool_output("<snippet id=a>p <0.05 and <snippets> and <b>bold</b></snippet>")
-    assert parse_evidence(prompt).texts == {"a": "p <0.05 and <snippets> and <b>bold</b>"}
+    assert evidence.texts == EVIDENCE[prompt]
+    assert evidence.text_of((*evidence.texts, "unknown")) == "\n\n".join(evidence.texts.values())
 
 
 # ---------------------------------------------------------------- ids
 
 
 @pytest.mark.parametrize(
-    "attributes",
-    ['id="a,b"', 'id="a, b"', "id='a ,b'", "id=a,b", "id=a, b", 'ID="a,b"', 'id = "a,,b,"'],
+    "attributes", ['id="a,b"', "id='a ,b'", "id=a, b", 'ID="a,b"', 'id = "a,,b,"', 'id="a,a,b"']
 )
-def test_a_comma_list_names_both_ids(attributes: str) -> None:
+def test_a_comma_list_names_each_id_once(attributes: str) -> None:
     assert read_attributes(f" {attributes} ") == (("a", "b"), ())
-
-
-def test_ids_attribute_is_reported_and_cites_nothing() -> None:
-    parsed = parse_answer('<answer><snippet ids="a,b">claim</snippet></answer>', {"a", "b"})
-    (claim,) = parsed.claims
-    assert claim.ids == ()
-    assert claim.tagged
-    assert not claim.cited
-    assert parsed.problems == {Problem.IDS_ATTRIBUTE: 1}
-    assert not parsed.malformed
-    assert not parsed.well_formed
 
 
 @pytest.mark.parametrize(
     ("attributes", "ids", "problem"),
     [
         ("", (), Problem.NO_ID),
-        (' id=""', (), Problem.NO_ID),
         (' id=","', (), Problem.NO_ID),
         (' id="a', (), Problem.BAD_ATTRIBUTES),
         (" id=a b", ("a",), Problem.BAD_ATTRIBUTES),
-        (" id=a /", ("a",), Problem.BAD_ATTRIBUTES),
         (" id=a source=web", ("a",), Problem.BAD_ATTRIBUTES),
-        (" a", (), Problem.NO_ID),
     ],
 )
 def test_bad_attributes_have_defined_results(
@@ -123,10 +85,6 @@ def test_bad_attributes_have_defined_results(
     (claim,) = parse_answer(f"<answer><snippet{attributes}>claim</snippet></answer>").claims
     assert claim.ids == ids
     assert problem in claim.problems
-
-
-def test_the_same_id_twice_in_a_claim_counts_once() -> None:
-    assert read_attributes(' id="a,a,b"').ids == ("a", "b")
 
 
 # ---------------------------------------------------------------- claims
@@ -149,13 +107,6 @@ def test_cited_spans_and_the_plain_text_between_them_are_claims() -> None:
     assert parsed.cited_ids == ("a", "b", "c")
 
 
-def test_two_claims_with_the_same_text_are_two_claims() -> None:
-    parsed = parse_answer(
-        "<answer><snippet id=a>same</snippet><snippet id=b>same</snippet></answer>"
-    )
-    assert [c.ids for c in parsed.claims] == [("a",), ("b",)]
-
-
 def test_claims_come_from_inside_the_answer_only() -> None:
     parsed = parse_answer(
         "<snippet id=a>before</snippet><answer>inside</answer><snippet id=a>after</snippet>"
@@ -168,72 +119,50 @@ def test_claims_come_from_inside_the_answer_only() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", Problem.NO_ANSWER),
         ("plain text", Problem.NO_ANSWER),
-        ("text</answer>", Problem.NO_ANSWER),
         ("<Answer>x</Answer>", Problem.NO_ANSWER),
-        ("<answer final>x</answer>", Problem.NO_ANSWER),
         ("<answer>x", Problem.UNCLOSED_ANSWER),
         ("</answer>x<answer>", Problem.UNCLOSED_ANSWER),
         ("<answer>x</answer><answer>y</answer>", Problem.MANY_ANSWERS),
         ("<answer><answer>x</answer></answer>", Problem.MANY_ANSWERS),
-        ("<answer>x</answer></answer>", Problem.MANY_ANSWERS),
-        ("<answer></answer>", Problem.EMPTY_ANSWER),
         ("<answer> … </answer>", Problem.EMPTY_ANSWER),
         ("<answer><snippet id=a> </snippet></answer>", Problem.EMPTY_ANSWER),
     ],
 )
-def test_without_one_answer_that_says_something_it_is_malformed(
-    text: str, problem: Problem
-) -> None:
+def test_a_text_without_exactly_one_answer_is_malformed(text: str, problem: Problem) -> None:
     parsed = parse_answer(text)
     assert problem in parsed.problems
     assert parsed.malformed
     assert not parsed.well_formed
 
 
-def test_a_nested_tag_ends_the_claim_around_it_and_marks_both() -> None:
-    parsed = parse_answer(
-        "<answer><snippet id=a>one <snippet id=b>two</snippet> three</snippet></answer>"
-    )
-    assert [(c.text, c.ids) for c in parsed.claims] == [
-        ("one", ("a",)),
-        ("two", ("b",)),
-        ("three", ()),
-    ]
-    assert parsed.problems == {Problem.NESTED_TAG: 2, Problem.STRAY_CLOSE: 1}
-    assert not any(c.well_formed for c in parsed.claims)
-
-
-def test_an_unclosed_claim_reaches_to_the_end_of_the_answer() -> None:
-    parsed = parse_answer("<answer><snippet id=a>one two</answer>")
-    assert [(c.text, c.problems) for c in parsed.claims] == [("one two", (Problem.UNCLOSED_TAG,))]
+@pytest.mark.parametrize(
+    ("inside", "claims", "problems"),
+    [
+        (
+            "<snippet id=a>one <snippet id=b>two</snippet> three</snippet>",
+            [("one", ("a",)), ("two", ("b",)), ("three", ())],
+            {Problem.NESTED_TAG: 2, Problem.STRAY_CLOSE: 1},
+        ),
+        ("<snippet id=a>one two", [("one two", ("a",))], {Problem.UNCLOSED_TAG: 1}),
+        ('<snippet ids="a,b">claim</snippet>', [("claim", ())], {Problem.IDS_ATTRIBUTE: 1}),
+        ("<snippet id=a,z>one</snippet>", [("one", ("a", "z"))], {Problem.UNKNOWN_ID: 1}),
+        (
+            "<webpage id=a>one</webpage> <SNIPPET id=a>two</SNIPPET>",
+            [("one two", ())],
+            {Problem.FOREIGN_TAG: 4},
+        ),
+        ("see <snippet id=a the end", [("see <snippet id=a the end", ())], {Problem.BROKEN_TAG: 1}),
+    ],
+)
+def test_faulty_tags_are_reported_and_their_text_is_kept(
+    inside: str, claims: list[tuple[str, tuple[str, ...]]], problems: dict[Problem, int]
+) -> None:
+    parsed = parse_answer(f"<answer>{inside}</answer>", {"a", "b"})
+    assert [(" ".join(c.text.split()), c.ids) for c in parsed.claims] == claims
+    assert parsed.problems == problems
     assert not parsed.malformed
-
-
-def test_an_id_that_is_not_in_the_evidence_is_reported() -> None:
-    parsed = parse_answer("<answer><snippet id=a,z>one</snippet></answer>", {"a"})
-    assert parsed.problems == {Problem.UNKNOWN_ID: 1}
-    assert parsed.claims[0].ids == ("a", "z")
-
-
-def test_tags_of_prompts_in_an_answer_are_reported_and_their_text_kept() -> None:
-    parsed = parse_answer(
-        "<answer><webpage id=a>one</webpage> <SNIPPET id=a>two</SNIPPET></answer>"
-    )
-    assert parsed.problems == {Problem.FOREIGN_TAG: 4}
-    assert " ".join(parsed.claims[0].text.split()) == "one two"
-    assert parsed.cited_ids == ()
-
-
-def test_a_tag_without_end_stays_in_the_text() -> None:
-    parsed = parse_answer("<answer>see <snippet id=a the end</answer>")
-    assert parsed.problems == {Problem.BROKEN_TAG: 1}
-    assert parsed.claims[0].text == "see <snippet id=a the end"
-
-
-def test_strip_tags_keeps_nothing_that_stands_in_a_tag() -> None:
-    assert strip_tags('a<snippet id="secret">b</snippet>').split() == ["a", "b"]
+    assert not any(c.well_formed for c in parsed.claims)
 
 
 # ---------------------------------------------------------------- robustness
@@ -259,20 +188,14 @@ HOSTILE = (
     "<snippet id=a>",
     "<snippet id=a>x</snippet>",
     "<snippet ",
-    "<snippet id=",
     '<snippet id="a',
-    "<snippet id='a>",
-    "</snippet>",
     "</snippet",
     "<answer>",
     "</answer>",
-    "<answer",
     "<tool_output>",
     "<webpage id=a>x",
     "<",
-    "=a ",
     "x=1 ",
-    "a",
     " ",
     "id=a,",
     '"',
@@ -281,9 +204,9 @@ HOSTILE = (
 
 @pytest.mark.parametrize("unit", HOSTILE)
 def test_hostile_text_is_read_in_linear_time(unit: str) -> None:
-    """Four times the text takes four times as long; where work is quadratic, sixteen times.
+    """Four times the text takes four times as long, not sixteen times as quadratic work would.
 
-    A busy machine can only make a reading look slow, so that one good comparison is enough.
+    A busy machine only makes a reading look slow: one good comparison is enough.
     """
 
     def seconds(characters: int) -> float:
@@ -303,22 +226,15 @@ def test_hostile_text_is_read_in_linear_time(unit: str) -> None:
     pytest.fail(f"{long / short:.1f} times as long for 4 times the text")
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The most memory that ``work`` held at a time."""
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-def test_ids_that_repeat_with_long_lists_take_the_room_of_their_text() -> None:
-    """1,000 ids on each of 100 elements: 100 MB, if each id had its own copy of every text."""
+def test_long_lists_of_ids_share_the_memory_of_their_text() -> None:
+    """1,000 ids on each of 100 elements: copies of each text per id would take 100 MB."""
     ids = ",".join(f"i{n}" for n in range(1000))
     prompt = tool_output(*[f"<snippet id={ids}>{'x' * 1000}</snippet>"] * 100)
-    assert peak_bytes(lambda: parse_evidence(prompt)) < 20e6
+    tracemalloc.start()
     evidence = parse_evidence(prompt)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6
     assert len(evidence.texts) == 1000
     assert evidence.texts["i7"] == "\n".join(["x" * 1000] * 100)
 

@@ -1,12 +1,11 @@
-"""From raw rows to prepared rows: what is refused, dropped, trained on and held out."""
+"""Data preparation: which rows are refused, dropped, trained on and held out."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -30,26 +29,11 @@ from refiner_core.data.prepared import (
 )
 from refiner_core.data.rows import Row, choose_questions, parse_row
 from refiner_core.data.sources import RawRow, read_rows, resolve_source, source_digest
+from tests.support.qwen_like import TEMPLATE as QWEN
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-#: As Qwen3: an empty think block opens the last turn and is taken out of the history.
-THINKING = (
-    "{% set ns = namespace(last=-1) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-    "{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}"
-    "{% set parts = m.content.split('</think>') %}"
-    "{% if loop.index0 > ns.last %}<think>\n"
-    "{{ parts[0].replace('<think>', '').strip('\n') if parts | length > 1 else '' }}\n</think>\n\n"
-    "{% endif %}{{ parts[-1].lstrip('\n') }}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-    "{% endif %}"
 )
 #: As Llama 3: a beginning token, trimmed contents, another end of turn.
 HEADERS = (
@@ -60,7 +44,7 @@ HEADERS = (
 
 
 def make_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
-    """Bytes, with a few merges that may reach across a boundary of the loss mask."""
+    """A byte tokenizer with a few merges that may cross a boundary of the loss mask."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ċ", "Ċ"), ("Ġ", "a"), ("a", "n"), ("<", "s")]
     vocabulary = [*letters, *("".join(pair) for pair in merges)]
@@ -151,7 +135,7 @@ def test_prepared_rows_come_back_as_they_were(tmp_path: Path):
     assert load_demonstrations(tmp_path / "d.parquet") == demonstrations
 
 
-def test_a_stage_pointed_at_the_wrong_file_says_so_instead_of_training_on_it(tmp_path: Path):
+def test_a_file_of_another_kind_is_refused(tmp_path: Path):
     write_prompts(tmp_path / "p.parquet", [])
     with pytest.raises(DataError, match=r"holds prompts.*Expected prepared demonstrations"):
         load_demonstrations(tmp_path / "p.parquet")
@@ -165,22 +149,21 @@ def test_a_stage_pointed_at_the_wrong_file_says_so_instead_of_training_on_it(tmp
 # ---------------------------------------------------------------- sources
 
 
-def test_a_mistyped_path_names_the_override_and_similar_files(tmp_path: Path):
+def test_a_mistyped_path_and_an_unpinned_data_set_are_refused_with_the_fix(tmp_path: Path):
     write_jsonl(tmp_path / "demos.jsonl", [sft_row("a")])
     config = DataConfig(sft_path=str(tmp_path / "demo.jsonl"))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"demos\.jsonl") as caught:
         source_digest(config, "sft")
-    message = str(caught.value)
-    assert "demo.jsonl does not exist" in message
-    assert "demos.jsonl" in message
-    assert "data.sft_path=" in message
+    assert "data.sft_path=" in str(caught.value)
+    for revision in (None, "main"):
+        with pytest.raises(ConfigurationError, match=r"data\.rl_revision=COMMIT"):
+            resolve_source(DataConfig(rl_path="owner/rows", rl_revision=revision), "rl")
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
         ('{"conversations": [', "is not JSON"),
-        ("[1, 2]", "JSON list"),
         ('{"score": NaN}', "NaN is not JSON"),
         ('{"text": "\\ud83d"}', "surrogates not allowed"),
     ],
@@ -225,41 +208,21 @@ def test_parquet_and_datasets_folders_give_the_rows_that_jsonl_gives(tmp_path: P
 def test_a_digest_follows_content_and_not_the_path(tmp_path: Path):
     from datasets import Dataset
 
-    def digest(name: str) -> str:
-        return source_digest(DataConfig(rl_path=str(tmp_path / name)), "rl")
-
-    write_jsonl(tmp_path / "a.jsonl", [rl_row("a")])
-    write_jsonl(tmp_path / "moved.jsonl", [rl_row("a")])
-    write_jsonl(tmp_path / "changed.jsonl", [rl_row("b")])
-    assert digest("a.jsonl") == digest("moved.jsonl") != digest("changed.jsonl")
-    Dataset.from_list([rl_row("a")]).save_to_disk(str(tmp_path / "one"))
-    Dataset.from_list([rl_row("a")]).save_to_disk(str(tmp_path / "two"))
-    Dataset.from_list([rl_row("b")]).save_to_disk(str(tmp_path / "three"))
-    assert digest("one") == digest("two") != digest("three")
+    for name, row in (("one", "a"), ("two", "a"), ("three", "b")):
+        write_jsonl(tmp_path / f"{name}.jsonl", [rl_row(row)])
+        Dataset.from_list([rl_row(row)]).save_to_disk(str(tmp_path / name))
+    for end in (".jsonl", ""):
+        one, two, three = (
+            source_digest(DataConfig(rl_path=str(tmp_path / f"{name}{end}")), "rl")
+            for name in ("one", "two", "three")
+        )
+        assert one == two != three
     synthetic = {
         source_digest(DataConfig(synthetic_rl_rows=n, synthetic_seed=seed), "rl")
         for n in (10, 11)
         for seed in (0, 1)
     }
     assert len(synthetic) == 4
-
-
-@pytest.mark.parametrize("revision", [None, "main"])
-def test_a_hub_data_set_without_a_pinned_revision_is_refused(revision: str | None):
-    config = DataConfig(rl_path="somebody/some-rows", rl_revision=revision)
-    with pytest.raises(ConfigurationError, match=r"data\.rl_revision=COMMIT"):
-        resolve_source(config, "rl")
-
-
-def test_planning_loads_neither_torch_nor_transformers_nor_datasets():
-    code = (
-        "import sys; from refiner_core.contract.config import DataConfig;"
-        "from refiner_core.data.sources import source_digest; source_digest(DataConfig(), 'rl');"
-        "import refiner_core.data.prepare;"
-        "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 # ---------------------------------------------------------------- rows
@@ -284,48 +247,38 @@ def test_both_forms_of_a_row_mean_the_same():
     one, two = parse(conversations), parse(messages)
     assert (one.question, one.messages, one.rubrics) == (two.question, two.messages, two.rubrics)
     assert one.question == "Why is rain wet?"
+    shown = parse(sft_row("a"))
+    assert shown.answer is None, "an answer in an RL row is not shown to the model"
+    assert [m["role"] for m in shown.messages] == ["user"]
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"conversations": None}, "neither form"),
-        ({"conversations": []}, "has no turns"),
-        ({"conversations": "hello"}, "has no turns"),
         ({"conversations": [{"role": "human", "content": "a"}]}, "role 'human'"),
         ({"conversations": [{"role": "user", "content": " "}]}, "has no text"),
-        ({"conversations": [{"role": "user", "content": None}]}, "has no text"),
         ({"conversations": [{"role": "system", "content": "a"}]}, "no user turn"),
-        ({"rubrics": None}, "has no `rubrics`"),
         ({"rubrics": "{oops"}, "not JSON"),
         ({"rubrics": json.dumps({"positive_rubrics": [3]})}, "rows.jsonl:7"),
         ({"metadata": "[]"}, "`metadata`"),
         ({"metadata": '{"a":' * 100_000}, "nested too deeply"),
-        ({"rubrics": "[" * 100_000}, "nested too deeply"),
         ({"metadata": {"refiner_mode": "x |\r| forged | 0.99 |"}}, "refiner_mode"),
-        ({"metadata": {"refiner_mode": "<b>x</b>"}}, "refiner_mode"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_refused_with_its_place(change: dict[str, Any], reason: str):
+def test_an_unusable_row_is_refused_with_its_place(change: dict[str, Any], reason: str):
     with pytest.raises(DataError, match=reason) as caught:
         parse({**rl_row("a"), **change})
     assert "rows.jsonl:7" in str(caught.value)
 
 
 @pytest.mark.timeout(60)
-def test_a_prompt_full_of_tags_that_nothing_closes_is_read_in_linear_time():
-    """A pattern that looks for the end anew from each of them takes minutes."""
+def test_a_prompt_full_of_unclosed_tags_is_read_in_linear_time():
     text = "<query>" * 200_000
     row = {**rl_row("a"), "conversations": [{"role": "user", "content": text}], "metadata": {}}
     assert parse(row).question == text
     closed = {"role": "user", "content": "a <query> one </query> <query>two</query>"}
     assert parse({**row, "conversations": [closed]}).question == "one"
-
-
-def test_an_rl_row_that_brings_an_answer_does_not_show_it_to_the_model():
-    row = parse(sft_row("a"))
-    assert row.answer is None
-    assert [m["role"] for m in row.messages] == ["user"]
 
 
 # ---------------------------------------------------------------- what carries loss
@@ -339,20 +292,21 @@ def demonstration(*turns: tuple[str, str], mode: str = "answer_only") -> Row:
     return parse(row, "sft")
 
 
-@pytest.mark.parametrize("template", [CHATML, THINKING, HEADERS])
-def test_loss_is_on_the_answer_and_its_end_of_turn_token_and_nothing_else(template: str):
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    # "assistant\n" + "\n" would be one token.
+    [(CHATML, "<answer>b"), (CHATML, "\nan answer"), (QWEN, "<answer>b"), (HEADERS, "<answer>b")],
+)
+def test_loss_covers_each_answer_with_its_end_of_turn_token_and_nothing_else(
+    template: str, answer: str
+):
     tokenizer = make_tokenizer(template)
-    row = demonstration(("system", "Be brief."), ("user", prompt("a")), ("assistant", "<answer>b"))
+    row = demonstration(("system", "Be brief."), ("user", prompt("a")), ("assistant", answer))
     ids, mask, prompt_length = encode_demonstration(row, tokenizer)
-    assert tokenizer.decode(with_loss(ids, mask)) == "<answer>b<|im_end|>"
-    assert ids[:prompt_length] == encode_prompt(row, tokenizer)
+    assert tokenizer.decode(with_loss(ids, mask)) == f"{answer}<|im_end|>"
+    assert ids[:prompt_length] == encode_prompt(row, tokenizer), "a prefix of tokens"
     assert not any(mask[:prompt_length])
     assert ids[-1] == tokenizer.eos_token_id
-
-
-@pytest.mark.parametrize("template", [CHATML, THINKING, HEADERS])
-def test_every_assistant_turn_carries_loss_and_tool_turns_never_do(template: str):
-    tokenizer = make_tokenizer(template)
     row = demonstration(
         ("user", "assistant"),  # contents that repeat the template's own words and each other
         ("assistant", "assistant"),
@@ -362,14 +316,6 @@ def test_every_assistant_turn_carries_loss_and_tool_turns_never_do(template: str
     )
     ids, mask, _ = encode_demonstration(row, tokenizer)
     assert tokenizer.decode(with_loss(ids, mask)) == "assistant<|im_end|>user<|im_end|>"
-
-
-def test_the_sampled_prompt_is_a_token_prefix_even_where_tokens_would_merge():
-    row = demonstration(("user", prompt("a")), ("assistant", "\nan answer"))
-    # "assistant\n" + "\n" would be one token
-    ids, mask, prompt_length = encode_demonstration(row, TOKENIZER)
-    assert ids[:prompt_length] == encode_prompt(row, TOKENIZER)
-    assert TOKENIZER.decode(with_loss(ids, mask)) == "\nan answer<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -400,7 +346,7 @@ words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=3))
-def test_whatever_is_said_the_mask_covers_exactly_what_the_assistant_said(
+def test_the_mask_covers_exactly_the_words_of_the_assistant(
     exchanges: list[tuple[str, str]],
 ):
     turns = [turn for q, a in exchanges for turn in (("user", q), ("assistant", a))]
@@ -412,7 +358,7 @@ def test_whatever_is_said_the_mask_covers_exactly_what_the_assistant_said(
 # ---------------------------------------------------------------- what is kept
 
 
-def test_every_row_is_kept_or_counted_under_its_reason(tmp_path: Path):
+def test_every_row_is_kept_whole_or_counted_under_its_reason(tmp_path: Path):
     rl = [
         *(rl_row(f"question {i}") for i in range(10)),
         rl_row("question 0"),
@@ -446,17 +392,14 @@ def test_every_row_is_kept_or_counted_under_its_reason(tmp_path: Path):
     rows = [report["files"][name]["rows"] for name in FILES]
     assert rows[0] + rows[1] == report["sft"]["kept"]
     assert rows[2] + rows[3] == report["rl"]["kept"]
-    assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
-
-
-def test_nothing_is_ever_cut(tmp_path: Path):
-    config = recipe(tmp_path, rl=[rl_row("short"), rl_row("less short"), rl_row("long " * 500)],
-                    max_prompt_token_length=400)  # fmt: skip
-    prepare(config, tmp_path / "out")
     for name in FILES[2:]:
         for row in load_prompts(tmp_path / "out" / name):
             assert row.prompt_text in TOKENIZER.decode(list(row.prompt_ids))
-            assert len(row.prompt_ids) <= 400
+    text = (tmp_path / "out" / "report.json").read_text()
+    assert json.loads(text) == report
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "`rl.jsonl`" in card
+    assert str(tmp_path) not in card + text, "folders of the machine stay private"
 
 
 def test_a_limit_on_rows_takes_a_seeded_choice_and_counts_the_rest(tmp_path: Path):
@@ -471,7 +414,7 @@ def test_a_limit_on_rows_takes_a_seeded_choice_and_counts_the_rest(tmp_path: Pat
     assert kept != {f"id-question {i}" for i in range(10)}
 
 
-def test_two_rows_with_one_id_stay_two_rows_that_results_can_be_paired_by(tmp_path: Path):
+def test_rows_with_one_id_stay_distinct(tmp_path: Path):
     rows = [rl_row("a", sample_id="same"), rl_row("b", sample_id="same"), rl_row("c")]
     prepare(recipe(tmp_path, rl=rows), tmp_path / "out")
     ids = [r.sample_id for name in FILES[2:] for r in load_prompts(tmp_path / "out" / name)]
@@ -489,7 +432,7 @@ def test_two_rows_with_one_id_stay_two_rows_that_results_can_be_paired_by(tmp_pa
     st.integers(0, 5),
     st.randoms(use_true_random=False),
 )
-def test_the_split_depends_on_the_questions_and_the_seed_and_never_on_their_order(
+def test_the_split_depends_on_questions_and_seed_and_not_on_order(
     questions: list[str], share: float, seed: int, rng: Any
 ):
     chosen = choose_questions(questions, share, seed, "held_out")
@@ -500,32 +443,7 @@ def test_the_split_depends_on_the_questions_and_the_seed_and_never_on_their_orde
         assert 0 < len(chosen) < len(set(questions))
 
 
-def test_a_question_is_never_on_both_sides_nor_among_the_demonstrations(tmp_path: Path):
-    rl = [rl_row(f"question {i % 10}", sample_id=f"{i}") for i in range(10)]
-    for i in range(10):  # the same question over other evidence, spelled a little differently
-        other = rl_row(f"Question  {i}", sample_id=f"other-{i}")
-        text = other["conversations"][0]["content"].replace("wet", "cold")
-        other["conversations"][0]["content"] = text
-        rl.append(other)
-    sft = [sft_row(f"question {i}") for i in range(10)]
-    config = recipe(tmp_path, sft=sft, rl=rl, held_out_fraction=0.3, validation_fraction=0.2)
-    report = prepare(config, tmp_path / "out")
-    sides = [
-        {row.question.casefold().split()[-1] for row in load_prompts(tmp_path / "out" / name)}
-        for name in FILES[2:]
-    ]
-    assert len(sides[1]) == 3
-    assert not sides[0] & sides[1]
-    assert report["sft"]["dropped"] == {"held_out_question": 3}
-    demonstrated = {
-        TOKENIZER.decode(list(row.input_ids)).split("</query>")[0][-1]
-        for name in FILES[:2]
-        for row in load_demonstrations(tmp_path / "out" / name)
-    }
-    assert not demonstrated & sides[1]
-
-
-def test_one_prompt_is_one_question_whatever_each_row_calls_it(tmp_path: Path):
+def test_one_prompt_is_one_question_under_any_name(tmp_path: Path):
     """RL rows of the second form name the question themselves; demonstrations only show it."""
     rl = [
         {
@@ -547,26 +465,21 @@ def test_one_prompt_is_one_question_whatever_each_row_calls_it(tmp_path: Path):
     assert report["sft"]["dropped"] == {"held_out_question": 4}
 
 
-@pytest.mark.parametrize(
-    "respelled",
-    [
-        "Does the “Tave's” water rise by 4 % or 40 %?",
+def test_one_question_in_several_spellings_is_never_trained_on_and_held_out(tmp_path: Path):
+    """Without this, a missing question mark or curly quotes would leak half of a test set."""
+    spellings = [
+        'Does the "Tave\'s" water rise by 4 % or 40 %?',
+        "Does the “Tave's” water  rise by 4 % or 40 %?",
         'does the "Tave’s" water rise by 4 % or 40 %',
         "DOES THE 'TAVE'S' WATER\u00a0RISE BY 4% OR 40%??",
         "Does the «Tave's» water rise\u200b — by 4 % or 40 % …",
         "Does the ｀Tave's｀ water rise by ４ % or 40 %?",
-    ],
-)
-def test_a_question_that_is_spelled_otherwise_is_not_trained_on_and_held_out(
-    tmp_path: Path, respelled: str
-):
-    """A missing question mark or curly quotes made two questions of one, and half of a test set
-    would have been practised."""
-    plain = 'Does the "Tave\'s" water rise by 4 % or 40 %?'
-    spellings = [(f"{i} {plain}", f"{i} {respelled}") for i in range(8)]
-    rl = [rl_row(q, sample_id=q) for pair in spellings for q in pair]
-    sft = [sft_row(again) for _, again in spellings]
-    config = recipe(tmp_path, sft=sft, rl=rl, held_out_fraction=0.5)
+    ]
+    rl = [rl_row(f"{i} {text}", sample_id=f"{i} {text}") for i in range(8) for text in spellings]
+    turn = rl[0]["conversations"][0]  # the same question over other evidence
+    turn["content"] = turn["content"].replace("wet", "cold")
+    sft = [sft_row(f"{i} {spellings[i % 6]}") for i in range(8)]
+    config = recipe(tmp_path, sft=sft, rl=rl, held_out_fraction=0.5, validation_fraction=0.2)
     report = prepare(config, tmp_path / "out")
     assert (report["split"]["questions"], report["split"]["held_out_questions"]) == (8, 4)
     train, test = (
@@ -574,52 +487,38 @@ def test_a_question_that_is_spelled_otherwise_is_not_trained_on_and_held_out(
         for name in FILES[2:]
     )
     assert not set(train) & set(test)
-    assert set(test.values()) == {2}
+    assert set(test.values()) == {6}
     assert report["sft"]["dropped"] == {"held_out_question": 4}
+    demonstrated = {
+        TOKENIZER.decode(list(row.input_ids)).split("<query>")[1][0]
+        for name in FILES[:2]
+        for row in load_demonstrations(tmp_path / "out" / name)
+    }
+    assert demonstrated == set(train)
 
 
 # ---------------------------------------------------------------- the stage
 
 
-def test_the_same_input_and_configuration_give_the_same_bytes(tmp_path: Path):
+def test_the_same_input_and_configuration_give_the_same_bytes_with_the_truth_of_prompts(
+    tmp_path: Path,
+):
     config = RecipeConfig(data=DataConfig(synthetic_sft_rows=40, synthetic_rl_rows=30))
     for name in ("one", "two"):
         prepare(config, tmp_path / name)
     for file in (*FILES, "report.json", "README.md"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
-
-
-def test_truth_reaches_prompts_and_no_demonstration_or_prompt_text(tmp_path: Path):
-    config = RecipeConfig(data=DataConfig(sft_path=None, synthetic_rl_rows=20))
-    prepare(config, tmp_path)
-    rows = load_prompts(tmp_path / FILES[2])
-    assert all(row.truth and row.truth["gold_ids"] for row in rows)
-    assert load_demonstrations(tmp_path / FILES[0]) == []
+    assert all(
+        row.truth and row.truth["gold_ids"] for row in load_prompts(tmp_path / "one" / FILES[2])
+    )
 
 
 def test_a_stop_request_ends_the_stage_as_resumable(tmp_path: Path):
-    class Impatient:
-        seen: list[Progress] = []  # noqa: RUF012 - one test, one instance
-
-        def progress(self, progress: Progress) -> None:
-            self.seen.append(progress)
-
-        def should_stop(self) -> bool:
-            return True
-
-    io: Any = Impatient()
+    seen: list[Progress] = []
+    io: Any = SimpleNamespace(progress=seen.append, should_stop=lambda: True)
     config = RecipeConfig(data=DataConfig(synthetic_rl_rows=100))
     with pytest.raises(Interrupted) as caught:
         prepare_data(config, tokenizer=TOKENIZER, output_dir=tmp_path, io=io)
     assert caught.value.resumable
-    assert io.seen
+    assert seen
     assert not (tmp_path / "report.json").exists()
-
-
-def test_the_data_card_shows_names_and_no_folders_of_the_machine(tmp_path: Path):
-    config = recipe(tmp_path, sft=[sft_row("a")], rl=[rl_row("b"), rl_row("c")])
-    prepare(config, tmp_path / "out")
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "`rl.jsonl`" in card
-    assert str(tmp_path) not in card
-    assert str(tmp_path) not in (tmp_path / "out" / "report.json").read_text()

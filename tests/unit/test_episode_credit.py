@@ -1,5 +1,4 @@
-"""Credit and loss of episodes against numbers written by hand: a token that is not the model's, or
-the wrong turn's advantage on it, would train for something that nobody meant."""
+"""Loss of episodes against hand-written numbers: own tokens, advantages, weights, prompts."""
 
 from __future__ import annotations
 
@@ -16,9 +15,7 @@ from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.model.loading import Loaded
-from refiner_core.training.rollouts.episodes import (
-    form_episode_groups,
-)
+from refiner_core.training.rollouts.episodes import form_episode_groups
 from refiner_core.training.rollouts.rollout import Sampled, TrainSample
 from refiner_core.training.updates import GrpoUpdate
 from tests.support.tiny_training import VOCABULARY, recipe, tiny_model, tiny_tokenizer
@@ -26,20 +23,13 @@ from tests.support.tiny_training import VOCABULARY, recipe, tiny_model, tiny_tok
 NAN = math.nan
 
 
-def record(
-    *progress: float | None, first: float | None = 0.0, ended: str = "done", **changes: Any
-) -> EpisodeRecord:
-    """An episode whose turn t has tokens 3t .. 3t + 1, each after one token of somebody else."""
+def record(*progress: float) -> EpisodeRecord:
+    """An episode whose turn t has tokens 3t + 1 and 3t + 2, after one foreign token."""
     turns = tuple(
         TurnRecord("x", "ok", 3 * i + 1, 3 * i + 3, progress=p) for i, p in enumerate(progress)
     )
-    return EpisodeRecord(
-        *("t", "near", 1, "finished"),
-        ended,  # type: ignore[arg-type]
-        *((("user", "go"),), turns),
-        first_progress=first,
-        **changes,
-    )
+    first = (("user", "go"),)
+    return EpisodeRecord("t", "near", 1, "finished", "done", first, turns, first_progress=0.0)
 
 
 def completion(turns: int) -> Completion:
@@ -52,21 +42,21 @@ def completion(turns: int) -> Completion:
 # ---------------------------------------------------------------- batches
 
 
-def batch(weight: float = 1.0, **changes: Any) -> Any:
+def batch(weight: float = 1.0) -> Any:
     """Two groups of one domain and one of another, of two episodes each."""
     grpo = replace(GrpoConfig(), num_samples_per_prompt_rollout=2)
     prompts = [
         PromptRow(name, "q", "{}", ids, "")
         for name, ids in (("near/a", (1, 2)), ("far/b", (3,)), ("near/c", (1, 2)))
     ]
-    records = [record(0.0, p, **changes) for p in (0.0, 1.0, 0.5, 0.0, 1.0, 0.0)]
+    records = [record(0.0, p) for p in (0.0, 1.0, 0.5, 0.0, 1.0, 0.0)]
     totals = [0.0, 1.4, 0.2, None, 1.4, 0.0]
     samples = [Sampled(i // 2, i % 2, prompts[i // 2], completion(2), "") for i in range(6)]
     results = [RewardResult("scored", total, {}) for total in totals]
     return form_episode_groups(samples, results, records, grpo, lambda _: weight)
 
 
-def test_episodes_carry_loss_on_own_tokens_and_those_of_a_domain_stand_together() -> None:
+def test_episodes_carry_loss_on_own_tokens_and_domains_stay_together() -> None:
     found = batch().train_samples(mask_truncated=False)
     assert [sample.prompt_ids for sample in found] == [(1, 2)] * 4  # the other group has one reward
     assert [sample.group for sample in found] == [0, 0, 2, 2]
@@ -80,7 +70,7 @@ def test_a_curriculums_weight_comes_after_the_statistics_of_the_group() -> None:
         assert b.advantage == pytest.approx(0.1 * a.advantage)
 
 
-def test_a_repaired_turn_has_no_sampler_that_it_could_be_held_against() -> None:
+def test_a_repaired_turn_has_no_sampler_probabilities() -> None:
     """It was decoded greedily: a ratio to log-probabilities at temperature 1 would be noise."""
     made = batch()
     turns = made.records[1].turns

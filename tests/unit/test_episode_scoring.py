@@ -1,4 +1,4 @@
-"""What an episode is worth: a wrong number here trains for something else, and nobody notices."""
+"""Scores of episodes: partial credit, shaped rewards, outages and the curriculum."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage
 from refiner_core.contract.fields import replace_fields
-from refiner_core.contract.sections.environment import (
-    EnvironmentConfig,
-    ShapingConfig,
-)
+from refiner_core.contract.sections.environment import EnvironmentConfig, ShapingConfig
 from refiner_core.contract.sections.training import CurriculumConfig
 from refiner_core.environments.protocol import Check, EpisodeRecord, TurnRecord
 from refiner_core.environments.scoring import (
@@ -77,70 +74,39 @@ def record(**changes: Any) -> EpisodeRecord:
         ("retail", {"action": (4, 4), "communicate": (0, 2), "environment": (1, 1)}, 0.85),
         ("telecom", {"action": (2, 4), "communicate": (1, 1)}, 0.525 / 0.7),
         ("telecom", {"action": (0, 1), "communicate": (0, 1), "environment": (1, 1)}, 0.3),
+        ("retail", {"nl_assertion": (0, 2), "action": (1, 1)}, 1.0),
+        ("retail", {"nl_assertion": (1, 2)}, None),
+        ("retail", {}, None),
     ],
 )
-def test_partial_is_the_weighted_share_of_the_kinds_that_are_there(domain, kinds, expected):
-    assert partial_score(checks(**kinds), check_weights(TAU2, domain)) == pytest.approx(expected)
+def test_partial_is_the_weighted_share_of_the_present_kinds(domain, kinds, expected):
+    found = partial_score(checks(**kinds), check_weights(TAU2, domain))
+    assert found == (None if expected is None else pytest.approx(expected))
 
 
-def test_a_task_without_checks_that_count_has_no_partial_score() -> None:
-    weights = check_weights(TAU2, "retail")
-    assert partial_score((), weights) is None
-    assert partial_score(checks(nl_assertion=(1, 2)), weights) is None
-    assert partial_score(checks(nl_assertion=(0, 2), action=(1, 1)), weights) == 1.0
-
-
-def with_fields(section: str, changes: dict[str, Any]) -> RecipeConfig:
-    values = {f"{section}.{name}": value for name, value in changes.items()}
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("grpo.curriculum.min_attempts", 0),
+        ("grpo.curriculum.low", 0.8),
+        ("environment.shaping.alpha", -0.1),
+        ("environment.shaping.alpha_by_domain", ("retail",)),
+        ("environment.shaping.alpha_by_domain", ("a=1", "a=2")),
+        ("environment.shaping.weights", ("action=-1",)),
+        ("environment.shaping.weights", ()),
+        ("environment.shaping.weights_by_domain", ("t=1",)),
+    ],
+)
+def test_invalid_settings_are_refused_with_their_field(field: str, value: Any) -> None:
     agent = {"environment.name": "desk", "environment.demonstrations": 10}
-    return replace_fields(RecipeConfig(), agent | values)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"alpha": -0.1}, "environment.shaping.alpha"),
-        ({"alpha": float("nan")}, "environment.shaping.alpha"),
-        ({"alpha_by_domain": ("retail",)}, "environment.shaping.alpha_by_domain"),
-        ({"alpha_by_domain": ("retail=much",)}, "environment.shaping.alpha_by_domain"),
-        ({"alpha_by_domain": ("=1",)}, "environment.shaping.alpha_by_domain"),
-        ({"alpha_by_domain": ("a=1", "a=2")}, "environment.shaping.alpha_by_domain"),
-        ({"weights": ("action=-1",)}, "environment.shaping.weights"),
-        ({"weights": ("action=inf",)}, "environment.shaping.weights"),
-        ({"weights": ("action=0",)}, "environment.shaping.weights"),
-        ({"weights": ()}, "environment.shaping.weights"),
-        ({"weights_by_domain": ("telecom=1",)}, "environment.shaping.weights_by_domain"),
-        ({"weights_by_domain": ("telecom.=1",)}, "environment.shaping.weights_by_domain"),
-        (
-            {"weights": ("action=1",), "weights_by_domain": ("a.action=0",)},
-            "environment.shaping.weights_by_domain",
-        ),
-    ],
-)
-def test_settings_that_cannot_be_meant_name_their_field(changes, named):
-    with pytest.raises(ConfigurationError, match=named):
-        check_config(with_fields("environment.shaping", changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"min_attempts": 0}, "min_attempts"),
-        ({"low": 0.8}, "low"),
-        ({"high": 1.5}, "high"),
-        ({"low_weight": -1.0}, "low_weight"),
-        ({"high_weight": float("inf")}, "high_weight"),
-    ],
-)
-def test_a_curriculum_that_cannot_be_meant_names_its_field(changes, named):
-    with pytest.raises(ConfigurationError, match=f"grpo.curriculum.{named}"):
-        check_config(with_fields("grpo.curriculum", changes))
+    with pytest.raises(ConfigurationError, match=field):
+        check_config(replace_fields(RecipeConfig(), agent | {field: value}))
 
 
 # ---------------------------------------------------------------- the reward
 
 
-def test_the_total_is_reward_and_alpha_times_partial_and_all_parts_are_told() -> None:
+def test_the_total_is_reward_plus_alpha_times_partial() -> None:
     found = shaped_reward(record(), EnvironmentConfig(shaping=TAU2))
     assert found.status == "scored"
     assert found.total == pytest.approx(0.2 * 0.4 / 0.65)
@@ -163,7 +129,7 @@ def test_the_total_is_reward_and_alpha_times_partial_and_all_parts_are_told() ->
     assert shaped_reward(solved, EnvironmentConfig(shaping=TAU2)).total == pytest.approx(1.4)
 
 
-def test_a_last_turn_that_is_no_call_is_worth_nothing_whatever_was_done_before() -> None:
+def test_an_episode_that_ends_without_a_call_is_worth_nothing() -> None:
     """Otherwise a policy would be paid for calls that it cannot finish."""
     broken = record(ended="no_call", failure="no_call", reward=1.0)
     found = shaped_reward(broken, EnvironmentConfig(shaping=TAU2))
@@ -171,7 +137,7 @@ def test_a_last_turn_that_is_no_call_is_worth_nothing_whatever_was_done_before()
     assert found.components["partial"] == pytest.approx(0.4 / 0.65)
 
 
-def test_left_out_on_purpose_is_told_apart_from_errors() -> None:
+def test_excluded_episodes_are_no_errors() -> None:
     excluded = shaped_reward(
         record(ended="no_call", failure="no_call"), EnvironmentConfig(unparsable="exclude")
     )

@@ -1,16 +1,13 @@
-"""Many episodes at a time: what a rollout or an evaluation gets, whatever model and tools do.
-
-Where this is wrong, one slow tool holds all others up, a bad turn counts as success, an outage
-counts as the model's failure, or the same seed gives other results.
-"""
+"""Concurrent episodes: records, tokens, limits, outages, stops and reproducibility."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,15 +19,16 @@ from refiner_core.contract.config import EnvironmentConfig, ShapingConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import Completion, SamplingParams, TurnDesk
-from refiner_core.environments.conversation import Conversation, prompt_ids
+from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.episodes import (
     EpisodeRequest,
     EpisodeSettings,
+    Workers,
     run_episodes,
 )
-from refiner_core.environments.protocol import EpisodeRecord, Message, Task, record_from_json
+from refiner_core.environments.protocol import EpisodeRecord, Task, record_from_json
 from refiner_core.models import tiny_tokenizer
-from tests.support.command import wait_until
+from tests.support.command import ROOT, wait_until
 from tests.support.counting import RULES, TOOLS, Counting, Scripted, call, task_of
 
 TOKENIZER = tiny_tokenizer()
@@ -58,22 +56,14 @@ Script = Callable[[int, int], Turn]
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Any:
     yield
-    until = time.monotonic() + 5
-    while (left := _threads()) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not left
+    wait_until(
+        lambda: all(t.name != "refiner-episodes" for t in threading.enumerate()), "threads", 5
+    )
 
 
-def _threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name == "refiner-episodes"]
-
-
-def let_go(environment: Counting) -> None:
-    """Release what hangs, and wait until it has closed itself."""
-    environment.release.set()
-    until = time.monotonic() + 20
-    while environment.closed < environment.made and time.monotonic() < until:
-        time.sleep(0.005)
+def wait_until_closed(environment: Counting) -> None:
+    """Wait for episodes that their own threads close a moment later."""
+    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
 
 
 def winning(conversation: int, attempt: int) -> str:
@@ -90,7 +80,7 @@ def requests_of(tasks: Sequence[Task], seed: int = 7) -> list[EpisodeRequest]:
 
 
 class Played(dict[int, Completion]):
-    """What came of a call, with the environment and the generator."""
+    """Completions of a call, with its environment and its generator."""
 
     def __init__(self, environment: Counting, generator: Any) -> None:
         self.environment, self.generator = environment, generator
@@ -101,7 +91,7 @@ class Played(dict[int, Completion]):
         return record_from_json(json.loads(json.dumps(completion.episode)))
 
     def comparable(self) -> list[Any]:
-        """All of it but the seconds that tools took."""
+        """Everything but the seconds that tools took."""
         values = []
         for number in sorted(self):
             record = self.record(number)
@@ -135,16 +125,8 @@ def play(
     own = {name: value for name, value in changes.items() if hasattr(SECTION, name)}
     others = {name: value for name, value in changes.items() if name not in own}
     settings = replace(SETTINGS, section=replace(SECTION, **own), **others)
-    requests = requests_of(tasks)
-    run_episodes(
-        played.generator,
-        environment,
-        TOKENIZER,
-        requests,
-        settings,
-        told,
-        should_stop=should_stop,
-    )
+    run_episodes(played.generator, environment, TOKENIZER, requests_of(tasks), settings, told,
+                 should_stop=should_stop)  # fmt: skip
     assert sorted(played) == list(range(len(tasks)))
     assert environment.closed == environment.made
     return played
@@ -161,13 +143,12 @@ def own_text(completion: Completion) -> str:
 
 
 @pytest.mark.parametrize(
-    ("reward", "given", "kept"),
-    [(1.0, "gave_up", None), (0.5, None, "incomplete"), (0.5, "gave_up", "gave_up")],
+    ("reward", "given", "kept"), [(1.0, "gave_up", None), (0.5, None, "incomplete")]
 )
-def test_who_has_not_solved_its_task_has_failed(
+def test_an_episode_without_full_reward_has_failed(
     reward: float, given: Any, kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a report shows an attempt as passed that evaluation has counted as failed."""
+    """Reports and evaluations then agree on each attempt."""
     environment = Counting()
     make = environment.episode
 
@@ -183,7 +164,7 @@ def test_who_has_not_solved_its_task_has_failed(
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_an_episode_leaves_tokens_and_a_record_that_agree(ordered: bool) -> None:
+def test_tokens_and_record_of_an_episode_agree(ordered: bool) -> None:
     played = play([task_of(n) for n in range(9)], ordered=ordered)
     for number, completion in played.items():
         record = played.record(number)
@@ -191,60 +172,42 @@ def test_an_episode_leaves_tokens_and_a_record_that_agree(ordered: bool) -> None
         assert (record.reward, record.partial, record.failure) == (1.0, 1.0, None)
         assert record.first_messages[0][0] == "user"
         assert [turn.text for turn in record.turns] == list(WINNING)
-        assert [turn.messages for turn in record.turns[:2]] == [
-            (("tool", "1"),),
-            (("tool", "2"),),
-        ]
+        assert [turn.messages for turn in record.turns[:2]] == [(("tool", "1"),), (("tool", "2"),)]
         assert completion.finish_reason == "stop"
         assert own_text(completion) == "".join(WINNING)
+        assert completion.own is not None
         for turn in record.turns:
             assert TOKENIZER.decode(completion.token_ids[turn.start : turn.end]) == turn.text
-            assert completion.own is not None
             assert all(completion.own[turn.start : turn.end])
             expected = [-float(n + 1) / 8 for n in range(turn.end - turn.start)]
             assert list(completion.logprobs[turn.start : turn.end]) == expected
-        masked = [
-            math.isnan(value)
-            for value, own in zip(completion.logprobs, completion.own or (), strict=True)
-            if not own
-        ]
-        assert all(masked)
+        for value, own in zip(completion.logprobs, completion.own, strict=True):
+            assert own or math.isnan(value)
 
 
-def test_a_completion_is_what_was_conditioned_on() -> None:
-    """Prompt and completion are, token by token, the context of the last turn and that turn."""
-    played = play([task_of(0)])
-    contexts = [request[1] for begun, _, _ in played.generator.log for request in begun]
-    turns = played.record().turns
-    whole = PROMPT + played[0].token_ids
-    for context, turn in zip(contexts, turns, strict=True):
-        assert context == whole[: len(PROMPT) + turn.start]
-
-
-def test_seeds_come_from_the_request_alone() -> None:
+def test_turns_are_conditioned_seeded_and_sampled_by_request_and_settings() -> None:
     played = play([task_of(n) for n in range(3)], room=1)
-    seeds: dict[int, list[int]] = {}
-    for begun, _, _ in played.generator.log:
-        for number, _, seed, _ in begun:
-            seeds.setdefault(number, []).append(seed)
+    asked = [request for begun, _, _ in played.generator.log for request in begun]
     for number, request in enumerate(requests_of([task_of(n) for n in range(3)])):
-        assert seeds[number] == [derive_seed(request.seed, "turn", n) for n in range(3)]
+        own = [one for one in asked if one[0] == number]
+        assert [seed for _, _, seed, _ in own] == [
+            derive_seed(request.seed, "turn", n) for n in range(3)
+        ]
+        record = played.record(number)
         reset = derive_seed(request.seed, "environment")
-        assert f"({reset % 7})" in played.record(number).first_messages[0][1]
-
-
-def test_turns_are_sampled_as_the_settings_say() -> None:
-    played = play([task_of(0)])
-    params = played.generator.log[0][0][0][3]
-    assert (params.temperature, params.top_p, params.top_k) == (0.7, 0.9, 20)
-    assert (params.max_new_tokens, params.stop_strings) == (120, ("</tool_call>",))
+        assert f"({reset % 7})" in record.first_messages[0][1]
+        whole = PROMPT + played[number].token_ids
+        for (_, context, _, params), turn in zip(own, record.turns, strict=True):
+            assert context == whole[: len(PROMPT) + turn.start]
+            assert (params.temperature, params.top_p, params.top_k) == (0.7, 0.9, 20)
+            assert (params.max_new_tokens, params.stop_strings) == (120, ("</tool_call>",))
 
 
 # ---------------------------------------------------------------- concurrency
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_results_do_not_depend_on_who_runs_beside_whom(ordered: bool) -> None:
+def test_results_do_not_depend_on_concurrent_episodes(ordered: bool) -> None:
     tasks = [task_of(n, goal=n % 3 + 1) for n in range(8)]
     one = play(tasks, room=1, workers=1, ordered=True).comparable()
     draw = random.Random(3)
@@ -254,29 +217,8 @@ def test_results_do_not_depend_on_who_runs_beside_whom(ordered: bool) -> None:
     assert many == one
 
 
-@pytest.mark.parametrize("uneven", [True, False])
-def test_ordered_gives_the_same_turns_at_the_same_calls_however_long_tools_take(
-    uneven: bool,
-) -> None:
-    """Also in the order in which episodes end."""
-
-    def run(seed: int) -> tuple[list[Any], list[int], list[Any]]:
-        draw, told = random.Random(seed), []
-        tasks = [task_of(n, sleep=draw.random() * 0.01) for n in range(10)]
-        played = play(
-            tasks,
-            steps=lambda conversation, attempt: (
-                (3 * conversation + attempt) % 4 + 1 if uneven else 1
-            ),
-            on_episode=lambda number, _: told.append(number),
-        )
-        return played.generator.log, told, played.comparable()
-
-    assert run(1) == run(2)
-
-
 def test_eager_does_not_wait_for_a_slow_tool() -> None:
-    """All others end while one tool hangs; it is let go by the last of them."""
+    """All others end while one tool hangs; the last of them releases it."""
     environment = Counting()
     ended: list[int] = []
 
@@ -312,35 +254,27 @@ BAD = {
 
 
 @pytest.mark.parametrize("status", list(BAD))
-def test_a_turn_that_stays_bad_ends_the_episode_without_reward(status: str) -> None:
-    script = always(WINNING[0], BAD[status], "Sorry.")
-    played = play(
-        [task_of(0, reward=1.0)], script, sampling=replace(SETTINGS.sampling, max_new_tokens=2500)
-    )
+def test_a_bad_turn_is_repaired_once_in_its_context_or_ends_the_episode(status: str) -> None:
+    long_turns = replace(SETTINGS.sampling, max_new_tokens=2500)
+    played = play([task_of(0, reward=1.0)], always(WINNING[0], BAD[status], "Sorry."),
+                  sampling=long_turns)  # fmt: skip
     record = played.record()
     assert (record.ended, record.failure, record.reward) == ("no_call", "no_call", 0.0)
     assert not record.success
-    assert record.partial == 0.5, "what was done is told, whoever counts it"
+    assert record.partial == 0.5, "partial progress is recorded"
     last = record.turns[-1]
     assert (last.status, last.call, last.repaired, last.retried) == (status, None, None, "Sorry.")
-    # What failed is the policy's own sample, and carries loss.
+    # The bad turn is the policy's own sample, and carries loss.
     assert own_text(played[0]) == WINNING[0] + last.text
     assert played[0].token_ids[-1:] == tuple(TOKENIZER(last.text)["input_ids"])[-1:]
 
-
-@pytest.mark.parametrize("status", list(BAD))
-def test_a_bad_turn_is_repaired_once_in_the_same_context(status: str) -> None:
     texts = [WINNING[0], BAD[status], WINNING[1], "no", WINNING[2]]
-    played = play(
-        [task_of(0)],
-        lambda _, attempt: texts[attempt],
-        sampling=replace(SETTINGS.sampling, max_new_tokens=2500),
-    )
+    played = play([task_of(0)], lambda _, attempt: texts[attempt], sampling=long_turns)
     record = played.record()
     assert (record.ended, record.reward) == ("done", 1.0)
     assert [turn.repaired is not None for turn in record.turns] == [False, True, True]
     assert record.turns[2].repaired == "no"
-    assert own_text(played[0]) == "".join(WINNING), "the bad attempts left no trace"
+    assert own_text(played[0]) == "".join(WINNING), "bad attempts leave no trace"
     asked = [request for begun, _, _ in played.generator.log for request in begun]
     assert [params.temperature for *_, params in asked] == [0.7, 0.7, 0.0, 0.7, 0.0]
     assert (asked[2][3].top_p, asked[2][3].top_k) == (1.0, 0)
@@ -348,8 +282,7 @@ def test_a_bad_turn_is_repaired_once_in_the_same_context(status: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
-    [(call("subtract", by=1), "wrong_tool"), (call(by="one"), "wrong_argument")],
+    ("text", "error"), [(call("subtract", by=1), "wrong_tool"), (call(by="one"), "wrong_argument")]
 )
 def test_calls_that_the_environment_refuses_are_turns_like_others(text: str, error: str) -> None:
     played = play([task_of(0)], always(text, *WINNING))
@@ -368,55 +301,22 @@ def test_a_task_that_is_solved_at_a_limit_is_solved() -> None:
     assert (record.ended, record.reward, record.failure) == ("turn_limit", 1.0, None)
 
 
-def test_what_does_not_fit_is_left_out_whole() -> None:
-    base = len(PROMPT) + 150
-    played = play([task_of(0, words=300)], context_tokens=base)
-    record = played.record()
-    assert (record.ended, record.failure) == ("context_limit", "limit")
-    assert played[0].finish_reason == "length"
-    assert own_text(played[0]) == WINNING[0]
-    assert played[0].own is not None
-    assert played[0].own[-1]
-    assert len(record.turns[0].messages[0][1]) > 600, "the record says what it was"
-    assert record.partial == 0.5
+@pytest.mark.timeout(60)
+def test_a_message_that_does_not_fit_is_left_out_whole() -> None:
+    """Megabytes would cost minutes in the shared thread, and as much in each record."""
+    for words in (300, 1_500_000):
+        played = play([task_of(0, words=words), task_of(1)], context_tokens=len(PROMPT) + 150)
+        record = played.record()
+        assert (record.ended, record.failure) == ("context_limit", "limit")
+        assert played[0].finish_reason == "length"
+        assert own_text(played[0]) == WINNING[0]
+        assert played[0].own is not None
+        assert played[0].own[-1]
+        assert record.partial == 0.5
+        assert 600 < len(record.turns[0].messages[0][1]) < 70_000, "the record keeps the beginning"
 
 
-class Counted:
-    """A tokenizer that says how many characters it was given in the longest piece."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self.longest = tokenizer, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def __call__(self, text: str, **options: Any) -> Any:
-        self.longest = max(self.longest, len(text))
-        return self._tokenizer(text, **options)
-
-
-def test_megabytes_of_a_tool_are_not_tokenised_and_fill_no_record() -> None:
-    """Minutes in the thread that all episodes wait for, and 5 MB in each of their records."""
-    tokenizer = Counted(TOKENIZER)
-    long = (Message("tool", "x " * 2_500_000),)
-    conversation = Conversation(tokenizer, PROMPT)
-    assert conversation.overflows(long, 400)
-    assert conversation.overflows((Message("tool", "<|im_end|>" * 500_000),), 400)
-    assert tokenizer.longest < 16 * 400 + 1000
-    assert not conversation.overflows((Message("tool", "x " * 200),), 400)
-    assert not conversation.overflows((Message("tool", "x " * 450),), 400), "it has to be counted"
-    assert conversation.overflows(long, 0)
-
-    played = play([task_of(0, words=400_000), task_of(1)])
-    record = played.record(0)
-    assert (record.ended, record.failure) == ("context_limit", "limit")
-    kept = record.turns[0].messages[0][1]
-    assert 65_536 <= len(kept) < 70_000
-    assert kept.endswith("more characters)")
-    assert played.record(1).success
-
-
-def test_a_turn_gets_the_room_that_is_left_and_is_not_repaired_for_want_of_it() -> None:
+def test_a_turn_is_cut_at_the_context_limit_and_not_repaired() -> None:
     first = play([task_of(0)]).record().turns[0]
     context = len(PROMPT) + first.start + 10
     played = play([task_of(0)], context_tokens=context)
@@ -433,9 +333,6 @@ def test_a_task_that_does_not_fit_has_no_tokens() -> None:
     assert played[0].token_ids == ()
     assert (played.record(0).ended, played.record(0).failure) == ("context_limit", "limit")
     assert played.record(1).success
-
-
-def test_a_prompt_that_fills_the_context_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"grpo\.max_token_length"):
         play([task_of(0)], context_tokens=len(PROMPT))
 
@@ -458,7 +355,7 @@ def test_an_outage_is_an_error_and_no_failure(at: int, ordered: bool) -> None:
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_tools_that_hang_are_left_behind(ordered: bool) -> None:
-    """More of them than there are workers, and everybody else goes on."""
+    """More tools hang than there are workers; the other episodes continue."""
     environment = Counting()
     tasks = [task_of(n, hang=n % 2 if n < 4 else None) for n in range(9)]
     ended: list[int] = []
@@ -466,9 +363,10 @@ def test_tools_that_hang_are_left_behind(ordered: bool) -> None:
     def told(number: int, _: Completion) -> None:
         ended.append(number)
         if len(ended) == 9:
-            # All have been told of while four threads hang; their episodes close in them.
+            # All episodes are reported while four threads hang and close theirs later.
             assert environment.at_work == 4
-            let_go(environment)
+            environment.release.set()
+            wait_until_closed(environment)
 
     played = play(
         tasks,
@@ -498,11 +396,10 @@ def test_a_bug_of_an_environment_names_task_and_turn(at: int, where: str) -> Non
     ) as error:
         play(tasks, environment=environment)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
-    # An episode at work when another fails is closed by its own thread, a moment later.
-    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
+    wait_until_closed(environment)
 
 
-def test_a_stop_ends_it_between_turns() -> None:
+def test_a_stop_ends_the_call_between_turns() -> None:
     environment = Counting()
     told: list[int] = []
     with pytest.raises(Interrupted):
@@ -513,7 +410,7 @@ def test_a_stop_ends_it_between_turns() -> None:
             should_stop=lambda: len(told) >= 3,
         )
     assert 3 <= len(told) < 20
-    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
+    wait_until_closed(environment)
 
 
 def test_a_stop_is_heard_while_a_tool_hangs() -> None:
@@ -527,8 +424,9 @@ def test_a_stop_is_heard_while_a_tool_hangs() -> None:
 
     with pytest.raises(Interrupted):
         play([task_of(0, hang=0)], environment=environment, should_stop=stop)
-    let_go(environment)
-    assert environment.closed == environment.made == 1
+    environment.release.set()
+    wait_until_closed(environment)
+    assert environment.made == 1
 
 
 class Broken:
@@ -553,29 +451,36 @@ def test_a_generator_that_ends_early_closes_all(
     requests = requests_of([task_of(n) for n in range(9)])
     with pytest.raises(expected):
         run_episodes(Broken(error), environment, TOKENIZER, requests, SETTINGS, lambda *_: None)
-    until = time.monotonic() + 20  # what a thread was just making is closed when it is made
-    while environment.closed < environment.made and time.monotonic() < until:
-        time.sleep(0.01)
-    assert environment.closed == environment.made > 0
+    wait_until_closed(environment)
+    assert environment.made > 0
 
 
-# ---------------------------------------------------------------- settings
+# ---------------------------------------------------------------- threads of tools
 
 
-def test_demonstrated_tokens_are_those_of_an_episode() -> None:
-    """What SFT learns from and what is rolled out agree, but for who ends a turn."""
-    from refiner_core.environments.conversation import demonstration
-    from refiner_core.environments.turns import call_text, parse_turn
+def test_urgent_work_is_done_before_older_work() -> None:
+    pool, order, free = Workers(1), [], threading.Event()
+    pool.submit(0, lambda: free.wait(30), 30.0)
+    for key in (1, 2):
+        pool.submit(key, lambda key=key: order.append(key), 30.0, urgent=False)
+    for key in (3, 4):
+        pool.submit(key, lambda key=key: order.append(key), 30.0)
+    free.set()
+    wait_until(lambda: pool.ended(1.0) and len(order) == 4, "all work", 30)
+    pool.abandon()
+    assert order == [3, 4, 1, 2]
 
-    calls = [parse_turn(text, 1000).call for text in WINNING]
-    texts = [call_text(one) for one in calls if one is not None]
-    played = play([task_of(0)], lambda _, attempt: texts[attempt])
-    record = played.record()
-    said = [[Message(r, c) for r, c in turn.messages] for turn in record.turns]  # type: ignore[arg-type]
-    first = [Message(r, c) for r, c in record.first_messages]  # type: ignore[arg-type]
-    turns = [(one, after) for one, after in zip(texts, said, strict=True)]
-    ids, _ = demonstration(TOKENIZER, PROMPT, first, turns)
-    end = Conversation(TOKENIZER, PROMPT)
-    end.own((), ())
-    end.close_turn()
-    assert PROMPT + played[0].token_ids + end.ids[len(PROMPT) :] == ids
+
+def test_a_tool_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    code = (
+        "import threading\n"
+        "from refiner_core.environments.episodes import Workers\n"
+        "pool = Workers(1)\n"
+        "pool.submit(1, threading.Event().wait, 0.05)\n"
+        "print([one.late for one in pool.ended(30)])\n"
+        "pool.abandon()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout.strip()) == (0, "[True]"), ended.stderr

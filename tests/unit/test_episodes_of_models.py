@@ -118,7 +118,7 @@ def ordered(model: Any) -> dict[str, list[Completion]]:
 
 
 @pytest.mark.parametrize("name", list(MAKERS))
-def test_ordered_episodes_repeat_to_the_bit_however_long_tools_take(
+def test_ordered_episodes_repeat_bitwise_with_slow_tools(
     model: Any, ordered: dict[str, list[Completion]], name: str
 ) -> None:
     assert bits(ordered[name]) == bits(played(MAKERS[name](model), 2))

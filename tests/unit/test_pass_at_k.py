@@ -1,4 +1,4 @@
-"""pass@k and pass^k: what stands in a table of agents is what its name says."""
+"""pass@k and pass^k: exact values, errors and missing attempts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from fractions import Fraction
 from itertools import combinations
 
 from refiner_core.evaluation.metric_names import (
+    of_domain,
     pass_at_k,
     pass_hat_k,
     pass_names,
@@ -13,13 +14,7 @@ from refiner_core.evaluation.metric_names import (
 )
 
 
-def test_four_attempts_with_three_successes() -> None:
-    assert [pass_hat_k(4, 3, k) for k in (1, 2, 3, 4)] == [0.75, 0.5, 0.25, 0.0]
-    assert [pass_at_k(4, 3, k) for k in (1, 2, 3, 4)] == [0.75, 1.0, 1.0, 1.0]
-    assert [pass_at_k(4, 1, k) for k in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
-
-
-def test_both_are_what_counting_all_choices_gives() -> None:
+def test_both_equal_the_count_over_all_choices() -> None:
     for n in range(1, 8):
         for c in range(n + 1):
             attempts = [True] * c + [False] * (n - c)
@@ -31,13 +26,10 @@ def test_both_are_what_counting_all_choices_gives() -> None:
                 assert pass_hat_k(n, c, k) == float(every)
 
 
-def test_with_fewer_attempts_than_k_there_is_no_number() -> None:
+def test_errors_count_as_no_attempt_and_too_few_attempts_give_no_number() -> None:
     assert pass_at_k(3, 3, 4) is None
     assert pass_hat_k(3, 0, 4) is None
     assert pass_at_k(0, 0, 1) is None
-
-
-def test_an_attempt_that_the_infrastructure_ended_counts_as_none() -> None:
     found = task_passes([None, True, False, True], 4)
     assert found["pass@1_first"] is None, "the second attempt is not the first"
     assert found["pass@1"] == 2 / 3
@@ -45,17 +37,12 @@ def test_an_attempt_that_the_infrastructure_ended_counts_as_none() -> None:
     assert found["pass@4"] is None
     assert found["pass^2"] == 1 / 3
     assert task_passes([None, None], 2) == dict.fromkeys(pass_names(2)), "no value, and never 0"
+    found = task_passes([False, True, True, True], 4)
+    assert (found["pass@1_first"], found["pass@1"]) == (0.0, 0.75)
+    assert (found["pass@4"], found["pass^4"]) == (1.0, 0.0)
 
 
-def test_the_first_attempt_is_another_number_than_pass_at_1() -> None:
-    tasks: list[list[bool | None]] = [
-        [False, True, True, True],
-        [True, False, False, False],
-        [None, True, True, None],
-    ]
-    found = [task_passes(task, 4) for task in tasks]
-    assert [f["pass@1_first"] for f in found] == [0.0, 1.0, None]
-    assert [f["pass@1"] for f in found] == [0.75, 0.25, 1.0]
-    assert [f["pass@4"] for f in found] == [1.0, 1.0, None]
-    assert [f["pass^4"] for f in found] == [0.0, 0.0, None]
-    assert task_passes([None], 1)["pass@1"] is None
+def test_a_metric_of_a_domain_is_about_the_tasks_of_that_domain() -> None:
+    tasks = ["a/1", "b/1"]
+    assert of_domain("pass@1/a", tasks) == [True, False]
+    assert of_domain("pass@1", tasks) == [True, True]

@@ -1,8 +1,6 @@
-"""Protocol files: one yardstick for models that are trained, and measured by their recipes, in
-different ways.
+"""Protocol files: the settings that they fix, refusals, their stages, and cards.
 
-What a file fixes, what it may not, which stages follow from it, and that it means the same whatever
-becomes of the file. Whole runs are in ``tests/integration/test_protocol_runs.py``.
+Whole runs are in ``tests/integration/test_protocol_runs.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.marks import walk
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.protocols import (
     FIELDS,
@@ -40,6 +39,7 @@ from refiner_core.contract.recipes import load_protocol, shipped_protocols
 from refiner_core.contract.records import from_json, to_json
 from refiner_core.data.prepared import load_prompts
 from refiner_core.evaluation.protocol import make_protocol
+from refiner_core.rubrics import rubric_set_path
 from tests.support.recorded_run import RecordedRun
 
 LEXICAL = "judge: {kind: lexical, model: lexical-1}"
@@ -64,7 +64,7 @@ def fingerprint(protocol: ProtocolFile) -> str:
     return protocol_fingerprint(protocol, protocol_sources(protocol.over(RecipeConfig())))
 
 
-# ---------------------------------------------------------------- what a file fixes
+# ---------------------------------------------------------------- settings of a file
 
 
 @pytest.mark.parametrize("name", list(shipped_protocols()))
@@ -74,8 +74,8 @@ def test_a_shipped_protocol_can_be_used_with_every_shipped_recipe(name: str) -> 
         assert list(configs_under(config)) == [name], "the file is called as its protocol is"
 
 
-def test_a_section_that_is_named_is_fixed_whole(tmp_path: Path) -> None:
-    """Else an arm that changes the form of its judge's questions changes the yardstick."""
+def test_a_named_section_is_fixed_as_a_whole(tmp_path: Path) -> None:
+    """Arms that change their judge are then measured alike."""
     file = write(tmp_path, f"reward: {{rubric_source: instance}}\n{LEXICAL}")
     served = ("judge.kind=openai", "judge.model=m", "judge.base_url=http://127.0.0.1:9/v1")
     arms = [
@@ -90,7 +90,7 @@ def test_a_section_that_is_named_is_fixed_whole(tmp_path: Path) -> None:
     assert len(own) == 3, "by their own protocols the arms cannot be compared"
 
 
-def test_what_is_not_named_is_the_recipes(tmp_path: Path) -> None:
+def test_other_settings_are_those_of_the_recipe(tmp_path: Path) -> None:
     file = write(tmp_path, "grpo: {response_length: 32}")
     config = tiny(file, more=("reward.paper_citation_weight=0.5", "evaluate.num_samples=3"))
     measured = configs_under(config)["mine"]
@@ -99,27 +99,25 @@ def test_what_is_not_named_is_the_recipes(tmp_path: Path) -> None:
     assert measured.evaluate == replace(config.evaluate, protocols=())
 
 
-def test_a_judge_that_is_the_recipes_own_is_asked_where_that_is(tmp_path: Path) -> None:
+def test_a_protocol_uses_the_recipes_servers_of_its_judge_unless_it_names_its_own(
+    tmp_path: Path,
+) -> None:
     file = write(tmp_path, "judge: {kind: openai, model: m, form: batched}")
     where = ("judge.kind=openai", "judge.base_url=http://10.0.0.7:8000/v1", "judge.concurrency=7")
     mine = configs_under(tiny(file, more=(*where, "judge.model=m")))["mine"].judge
     assert (mine.base_url, mine.concurrency, mine.form) == (where[1][15:], 7, "batched")
     with pytest.raises(ConfigurationError, match=r"mine: `judge.kind` is 'openai'"):
         check_config(tiny(file, more=(*where, "judge.model=other")))
-
-
-def test_an_address_in_the_file_replaces_all_of_the_recipes(tmp_path: Path) -> None:
-    """Calls would else be spread over servers of another's choice."""
-    file = write(tmp_path, SERVED % "m")
+    file = write(tmp_path, SERVED % "m", "own")
     more = ("judge.kind=openai", "judge.model=m", "judge.base_urls=[http://10.0.0.7:8000/v1]")
-    judge = configs_under(tiny(file, more=more))["mine"].judge
-    assert (judge.base_url, judge.base_urls) == ("http://127.0.0.1:9/v1", ())
+    judge = configs_under(tiny(file, more=more))["own"].judge
+    assert (judge.base_url, judge.base_urls) == ("http://127.0.0.1:9/v1", ()), "one set of servers"
 
 
-def test_the_fingerprint_is_of_what_is_measured_and_of_nothing_else(tmp_path: Path) -> None:
+def test_a_fingerprint_depends_on_the_measurement_alone(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     for folder in (tmp_path, tmp_path / "other"):
-        text = shipped_rubrics().replace("name: reader-v1", "name: mine")
+        text = rubric_set_path("reader-v1").read_text().replace("name: reader-v1", "name: mine")
         (folder / "rubrics.yaml").write_text(text)
     rubrics = "reward: {rubric_source: static, static_rubrics: rubrics.yaml}"
     one = load_protocol(write(tmp_path, f"{rubrics}\n{LEXICAL}"))
@@ -133,55 +131,41 @@ def test_the_fingerprint_is_of_what_is_measured_and_of_nothing_else(tmp_path: Pa
     assert fingerprint(one) not in {fingerprint(p) for p in same[1:2]}
 
 
-def shipped_rubrics() -> str:
-    from refiner_core.rubrics import rubric_set_path
-
-    return rubric_set_path("reader-v1").read_text()
-
-
-def test_what_a_configuration_holds_needs_no_file_any_more(tmp_path: Path) -> None:
-    file = write(tmp_path, f"{LEXICAL}\nreward: {{rubric_source: instance}}")
+def test_a_configuration_holds_the_text_of_its_protocols(tmp_path: Path) -> None:
+    """The file may go away, and variables of a shell in it stay as they are."""
+    file = write(tmp_path, "judge:\n  kind: openai\n  model: m\n  serve:\n    engine: command\n"
+                 "  serve_command: serve \\${HOME:-x} --port {port}\n"
+                 "reward: {rubric_source: instance}")  # fmt: skip
     config = tiny(file)
     Path(file).unlink()
+    judge = configs_under(config)["mine"].judge
+    assert judge.serve_command == "serve ${HOME:-x} --port {port}"
     again = from_json(RecipeConfig, json.loads(json.dumps(to_json(config))))
     assert again == config
     assert configs_under(again) == configs_under(config)
     assert tiny(*(json.dumps(t) for t in config.evaluate.protocols)) == config
 
 
-def test_text_of_a_shell_comes_through_as_it_is(tmp_path: Path) -> None:
-    """What a server's command says of its variables is nothing that a recipe resolves."""
-    file = write(tmp_path, "judge:\n  kind: openai\n  model: m\n  serve:\n    engine: command\n"
-                 "  serve_command: serve \\${HOME:-x} --port {port}")  # fmt: skip
-    judge = configs_under(tiny(file))["mine"].judge
-    assert judge.serve_command == "serve ${HOME:-x} --port {port}"
-
-
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("grpo: {beta: 0.1}", "`grpo.beta`, which does not concern measuring"),
-        ("sft: {learning_rate: 1.0}", "`sft.learning_rate`, which does not concern measuring"),
-        ("evaluate: {models: [sft]}", "`evaluate.models`, which does not concern measuring"),
+        ("grpo: {beta: 0.1}", "grpo.beta"),
+        ("evaluate: {models: [sft]}", "evaluate.models"),
         ("evaluate: {decodng: [greedy]}", "Did you mean 'evaluate.decoding'"),
         ("evaluate: {num_samples: many}", "Under protocol mine: `evaluate.num_samples` is 'many'"),
         ("evaluate: {num_samples: 0}", "Under protocol mine: `evaluate.num_samples` is 0"),
-        (
-            "reward: {static_rubrics: gone.yaml, rubric_source: static}",
-            "Under protocol mine: .*rubric",
-        ),
+        ("reward: {static_rubrics: gone.yaml, rubric_source: static}", "mine: .*rubric"),
         ("data: {max_rl_rows: 3}", "without data.rl_path"),
         ("data: {rl_path: some/set}", "Under protocol mine: .* has no revision"),
         ("judge: {kind: openai, model: m}", "a running server"),
-        ("description: nothing", "fixes nothing"),
         ("evaluate:", "fixes nothing"),
         ("- x", "cannot be read"),
     ],
 )
-def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_protocol_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(RefinerError, match=said):
         make_recipe_plan("tiny", [f"evaluate.protocols=[{write(tmp_path, text)}]"])
 
@@ -189,27 +173,23 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, said:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("[held-out-greedy-v1,held-out-greedy-v1]", "names held-out-greedy-v1 twice"),
-        ("[held-out-gredy-v1]", "Did you mean 'held-out-greedy-v1'"),
-        ("[nowhere/p.yaml]", "There is no protocol file"),
-        ("[3]", "`evaluate.protocols` has 3"),
-        ("held-out-greedy-v1", "a list"),
-        ("[{evaluate: {num_samples: 2}}]", "has the name None"),
-        ("[{name: 2nd, evaluate: {num_samples: 2}}]", "has the name '2nd'"),
+        ("evaluate.protocols=[held-out-greedy-v1,held-out-greedy-v1]", "held-out-greedy-v1 twice"),
+        ("evaluate.protocols=[held-out-gredy-v1]", "Did you mean 'held-out-greedy-v1'"),
+        ("evaluate.protocols=[nowhere/p.yaml]", "There is no protocol file"),
+        ("evaluate.protocols=held-out-greedy-v1", "a list"),
+        ("evaluate.protocols=[{name: 2nd, evaluate: {num_samples: 2}}]", "has the name '2nd'"),
+        ("data.all_held_out=true", "all_held_out"),
     ],
 )
-def test_a_list_that_cannot_be_meant_is_refused(given: str, said: str) -> None:
+def test_an_invalid_list_of_protocols_is_refused(given: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        check_config(load_recipe("tiny", [f"evaluate.protocols={given}"]))
+        check_config(load_recipe("tiny", [given]))
 
 
-def test_a_copy_that_kept_the_shipped_name_is_refused(tmp_path: Path) -> None:
+def test_shipped_names_are_reserved_and_unread_names_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "evaluate: {num_samples: 2}", "held-out-greedy-v1")
     with pytest.raises(ConfigurationError, match="of a shipped one"):
         load_protocol(file)
-
-
-def test_a_name_that_nobody_has_read_is_no_protocol() -> None:
     config = replace_fields(RecipeConfig(), {"evaluate.protocols": ["held-out-greedy-v1"]})
     with pytest.raises(ConfigurationError, match="not a protocol that was read"):
         check_config(config)
@@ -228,14 +208,11 @@ def test_each_model_is_evaluated_under_each_protocol() -> None:
     )
 
 
-def test_what_a_protocol_is_called_is_no_part_of_what_is_done(tmp_path: Path) -> None:
+def test_a_name_is_no_part_of_a_stage_and_equal_measurements_share_one(tmp_path: Path) -> None:
+    """Two names of one stage would make two orchestrators compete for it."""
     one = plan_of(tiny(write(tmp_path, "evaluate: {num_samples: 2}", "one")))
     two = plan_of(tiny(write(tmp_path, "evaluate: {num_samples: 2}", "two")))
     assert one["evaluate-sft@one"].id == two["evaluate-sft@two"].id
-
-
-def test_a_protocol_that_measures_as_the_recipe_does_adds_nothing(tmp_path: Path) -> None:
-    """Two stages would be one and the same, and two orchestrators in one would fight over it."""
     same = write(tmp_path, "evaluate: {num_samples: 4}")
     other = write(tmp_path, f"evaluate: {{num_samples: 2}}\n{LEXICAL}", "other")
     twin = write(tmp_path, "evaluate: {num_samples: 2}", "twin")
@@ -246,7 +223,7 @@ def test_a_protocol_that_measures_as_the_recipe_does_adds_nothing(tmp_path: Path
     assert len({stage.id for stage in names.values()}) == len(names)
 
 
-def test_a_set_of_its_own_is_prepared_and_all_of_it_is_held_out(tmp_path: Path) -> None:
+def test_a_protocols_own_set_is_prepared_and_held_out_whole(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     own = write(tmp_path, "data: {rl_path: rows.jsonl}", "own")
     both = write(tmp_path, "data: {rl_path: rows.jsonl}\nevaluate: {num_samples: 2}", "both")
@@ -270,15 +247,12 @@ def test_every_published_step_is_measured_under_every_protocol() -> None:
         assert stages[card[role]].inputs["weights"] == f"export-step{step}"
         assert not any(r.startswith("evaluation-grpo@") for r in card), "not of another step"
         assert role in stages["card-progression"].inputs
-
-
-def test_the_best_checkpoint_has_its_numbers_of_every_protocol() -> None:
     more = ("publish.which=best", "grpo.num_training_steps=20")
     inputs = plan_of(tiny("held-out-greedy-v1", more=more))["publish-best"].inputs
     assert {"evaluation-grpo-step10@held-out-greedy-v1", "evaluation-grpo-step10"} < set(inputs)
 
 
-def test_a_judge_that_is_served_has_a_server_of_its_own_unless_one_is_the_same(
+def test_a_served_judge_has_its_own_server_unless_an_equal_one_exists(
     tmp_path: Path,
 ) -> None:
     serve = "serve: {engine: vllm}, resources: {gpus: 1}"
@@ -333,12 +307,7 @@ def test_sources_of_a_protocol_are_found_and_fetched_as_its_own(tmp_path: Path) 
     assert "rubrics" not in stages["evaluate-base"].sources
 
 
-def test_prompts_that_are_all_held_out_are_nothing_to_train_on() -> None:
-    with pytest.raises(ConfigurationError, match="all_held_out"):
-        check_config(load_recipe("tiny", ["data.all_held_out=true"]))
-
-
-# ---------------------------------------------------------------- cards and what goes along
+# ---------------------------------------------------------------- cards
 
 
 def test_a_card_has_the_numbers_of_every_protocol_each_under_its_own(tmp_path: Path) -> None:
@@ -356,29 +325,24 @@ def test_a_card_has_the_numbers_of_every_protocol_each_under_its_own(tmp_path: P
     assert "### held-out/greedy/" in own
     assert "static (`reader-v1`)" in other
     assert "static (`reader-v1`)" not in own
-    here, named = _why(run), _why(run, "held-out-reader-v1")
-    assert (here, named) == ({""}, {"held-out-reader-v1"})
+    for word in ("", "held-out-reader-v1"):
+        query = parse_query(["rubric_score", "grpo", "greedy", *([word] if word else [])])
+        found = figures_of_stages(query, run.workspace, run.run.stages.values())
+        assert {figure.entry.get("under", "") for figure in found} == {word}
     facts = json.loads((run.published("card") / "refiner.json").read_text())["facts"]
     files = {p.get("file", "") for p in facts["protocols"].values()}
     assert files == {"", "held-out-reader-v1"}
 
 
-def _why(run: RecordedRun, *words: str) -> set[str]:
-    query = parse_query(["rubric_score", "grpo", "greedy", *words])
-    found = figures_of_stages(query, run.workspace, run.run.stages.values())
-    return {figure.entry.get("under", "") for figure in found}
-
-
-def test_nothing_of_where_a_judge_is_or_files_lie_is_published(tmp_path: Path) -> None:
+def test_published_protocols_hold_neither_addresses_nor_folders(tmp_path: Path) -> None:
     (tmp_path / "rubrics.yaml").write_text("x")
     file = write(tmp_path, f"{SERVED % 'm'}\nreward: {{static_rubrics: rubrics.yaml}}")
     config = tiny(file, more=("judge.kind=lexical",))
     (text,) = config.evaluate.protocols
-    assert str(tmp_path) in text
-    assert "127.0.0.1:9" in text
     public = public_protocol(text)
-    assert str(tmp_path) not in public
-    assert "127.0.0.1" not in public
+    for private in (str(tmp_path), "127.0.0.1:9"):
+        assert private in text
+        assert private not in public
     assert public_protocol(public) == public
     assert parse_protocol(public).fields["judge.model"] == "m"
     said = said_again([f"evaluate.protocols=[{file}]"], config, load_recipe("tiny"))
@@ -391,20 +355,14 @@ def test_nothing_of_where_a_judge_is_or_files_lie_is_published(tmp_path: Path) -
     assert stands_for("evaluate.protocols", again, config.evaluate.protocols)
     there = load_recipe("tiny", said).evaluate.protocols
     assert stands_for("evaluate.protocols", there, again)
-
-
-def test_a_shipped_protocol_is_named_to_others_by_its_name() -> None:
-    config = tiny("held-out-greedy-v1")
-    said = said_again(["evaluate.protocols=[held-out-greedy-v1]"], config, load_recipe("tiny"))
-    assert said == ("evaluate.protocols=[held-out-greedy-v1]",)
+    shipped = "evaluate.protocols=[held-out-greedy-v1]"
+    assert said_again([shipped], tiny("held-out-greedy-v1"), load_recipe("tiny")) == (shipped,)
 
 
 def test_fields_are_those_of_measuring() -> None:
     """A new field of `reward` or `judge` is one at once; one of `evaluate` has to be decided on."""
     assert {p.partition(".")[0] for p in FIELDS} == {"data", "grpo", "reward", "judge", "evaluate"}
     known = {f"evaluate.{n}" for n in ("models", "protocols", "occasion")}
-    from refiner_core.contract.marks import walk
-
     left = {
         p
         for p, info in walk(RecipeConfig)

@@ -1,4 +1,4 @@
-"""Rewards of rollouts that come one by one are those of the batch, and the judge begins early."""
+"""Streams of rewards: results of the batch, early judging, failures, and usage."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from typing import Any
 
 import pytest
 
-from refiner_core.contract.config import JudgeConfig, RewardConfig
-from refiner_core.contract.errors import DataError, Interrupted, JudgeOutage, JudgeUnusable
-from refiner_core.contract.types import (
-    Judgement,
-    JudgeRequest,
-    JudgeUsage,
-    PromptRow,
-    RewardResult,
-)
+from infra.jobs.failures import budget_left, classify
+from refiner_core.contract.config import JudgeConfig, RetryConfig, RewardConfig
+from refiner_core.contract.errors import Interrupted, JudgeOutage, JudgeUnusable
+from refiner_core.contract.records import Attempt
+from refiner_core.contract.types import Judgement, JudgeRequest, JudgeUsage, PromptRow, RewardResult
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.judges import LexicalJudge
 from refiner_core.judges.calls import plan_calls, read_reply
@@ -29,6 +25,7 @@ from refiner_core.judges.surroundings import (
     usage_to_json,
 )
 from refiner_core.rewards import RewardInput, RewardStream, compute_rewards, require_scored
+from tests.support.rewarding import ScriptedJudge
 from tests.support.threaded_judge import ThreadedJudge
 
 REWARD = RewardConfig(rubric_source="instance")
@@ -45,17 +42,6 @@ def rollouts(n: int = 40) -> list[RewardInput]:
             RewardInput(PromptRow(f"row-{i}", "q?", prompt, (), row["rubrics"]), text, True)
         )
     return items
-
-
-class Recorder:
-    """A judge without :meth:`submit` that keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.calls: list[list[JudgeRequest]] = []
-
-    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
-        self.calls.append(list(requests))
-        return LexicalJudge().judge(requests)
 
 
 def streamed(items: Sequence[RewardInput], judge: Any, order: Sequence[int]) -> list[RewardResult]:
@@ -81,13 +67,16 @@ def test_the_order_in_which_rollouts_finish_changes_no_result(make_judge, shuffl
     assert streamed(items, make_judge(), shuffled) == expected
 
 
-def test_a_judge_that_cannot_stream_is_asked_once_and_the_same_as_for_a_batch(shuffled):
+def test_a_batch_is_one_call_for_any_judge_and_a_stream_for_one_that_cannot_stream(shuffled):
     items = rollouts()
-    batch, stream = Recorder(), Recorder()
+    batch, stream = (ScriptedJudge(lambda request: 1.0) for _ in range(2))
     compute_rewards(items, REWARD, batch)
     streamed(items, stream, shuffled)
     assert stream.calls == batch.calls
     assert len(batch.calls) == 1
+    judge = ThreadedJudge()
+    compute_rewards(items, REWARD, judge)
+    assert (judge.at_once, judge.submitted) == (1, [])
 
 
 def test_a_judge_that_streams_has_each_rollout_before_the_next_is_there():
@@ -105,36 +94,8 @@ def test_a_judge_that_streams_has_each_rollout_before_the_next_is_there():
     assert judge.at_once == 0
 
 
-def test_a_batch_that_is_there_is_one_call_also_for_a_judge_that_streams():
-    judge = ThreadedJudge()
-    assert compute_rewards(rollouts(), REWARD, judge) == compute_rewards(
-        rollouts(), REWARD, LexicalJudge()
-    )
-    assert (judge.at_once, judge.submitted) == (1, [])
-
-
-def test_a_failed_judgement_takes_its_rollout_alone_out():
-    class FailsOnce:
-        def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
-            judgements = LexicalJudge().judge(requests)
-            if any(request.text == victim.text for request in requests):
-                judgements[0] = Judgement("failed", None, "HTTP 500")
-            return judgements
-
-    items = rollouts(6)
-    asked = ThreadedJudge()
-    streamed(items, asked, range(6))
-    victim = asked.submitted[2][0]
-    results = streamed(items, ThreadedJudge(FailsOnce()), range(6))
-    expected = compute_rewards(items, REWARD, LexicalJudge())
-    assert [r.status for r in results].count("unscored") == 1
-    (failed,) = (i for i, r in enumerate(results) if r.status == "unscored")
-    assert results[:failed] == expected[:failed]
-    assert results[failed + 1 :] == expected[failed + 1 :]
-
-
-@pytest.mark.parametrize("error", [JudgeOutage("nobody is there"), Interrupted("asked to stop")])
-def test_what_ends_the_judge_comes_out_where_somebody_waits(error):
+@pytest.mark.parametrize("error", [JudgeOutage("no server"), Interrupted("asked to stop")])
+def test_an_error_of_the_judge_reaches_the_waiting_caller(error):
     judge = ThreadedJudge()
     judge.error = (2, error)
     stream = RewardStream(REWARD, judge)
@@ -154,13 +115,6 @@ def test_a_judge_that_loses_a_judgement_is_a_bug_and_no_reward():
             streamed(rollouts(2), judge, [0, 1])
 
 
-def test_rubrics_that_do_not_fit_are_named_by_row_as_soon_as_they_are_added():
-    item = rollouts(1)[0]
-    broken = item._replace(prompt=item.prompt.__class__("row-9", "q?", "", (), "no JSON"))
-    with pytest.raises(DataError, match="row-9"):
-        RewardStream(REWARD, ThreadedJudge()).add(0, broken)
-
-
 # ---------------------------------------------------------------- too many failures
 
 
@@ -169,18 +123,14 @@ def unscored(*details: str) -> RewardResult:
     return RewardResult("unscored", None, {}, [{"status": "scored", "detail": ""}, *judgements])
 
 
-def test_a_stop_for_failures_says_what_they_were():
+def test_an_outage_names_its_failures_and_the_setting():
     results = [
         unscored("HTTP 500", "HTTP 500"),
         unscored("HTTP 500", "the score 7 is out of range"),
         *[RewardResult("scored", 1.0, {})] * 2,
     ]
-    with pytest.raises(JudgeOutage) as stopped:
+    with pytest.raises(JudgeOutage, match=r"2 of 4 rollouts .*HTTP 500 \(3 times\); the score 7"):
         require_scored(results, 0.25, of="rollouts of a step")
-    text = str(stopped.value)
-    assert "failed on 2 of 4 rollouts of a step" in text
-    assert "HTTP 500 (3 times); the score 7 is out of range" in text
-    assert "judge.max_failed_share" in text
 
 
 @pytest.mark.parametrize(
@@ -191,8 +141,8 @@ def test_a_stop_for_failures_says_what_they_were():
         b'{"choices": [{"message": {"content": "<think>Let me"}, "finish_reason": "length"}]}',
     ],
 )
-def test_a_judge_that_answers_without_judgements_is_no_outage(body: bytes):
-    """Nobody has to wait for it: it says the same again."""
+def test_a_judge_with_unusable_replies_is_no_outage(body: bytes):
+    """A wait is of no use: the replies stay the same."""
     (call,) = plan_calls([JudgeRequest("citation_recall", "q", "t", "r")], JudgeConfig())
     reply = read_reply(body, call)
     assert reply.judgements is None
@@ -202,6 +152,16 @@ def test_a_judge_that_answers_without_judgements_is_no_outage(body: bytes):
     with pytest.raises(JudgeOutage) as outage:
         require_scored([unscored(said), unscored("HTTP 500")], 0.25, of="answers")
     assert not isinstance(outage.value, JudgeUnusable)
+
+
+def test_unusable_replies_end_a_stage_after_two_attempts():
+    attempts = [
+        Attempt(n, "", "local", "", "", started_at="", resumed_from_step=10 * n,
+                outcome=classify(JudgeUnusable("the score is none of (0, 2): 1")))
+        for n in range(2)
+    ]  # fmt: skip
+    assert budget_left(attempts[:1], RetryConfig())
+    assert not budget_left(attempts, RetryConfig())
 
 
 # ---------------------------------------------------------------- what judging took

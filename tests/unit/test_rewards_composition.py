@@ -1,4 +1,4 @@
-"""What every setting of the reward does to totals and advantages, by vectors and by properties."""
+"""Settings of the reward: totals and advantages by vectors and by properties."""
 
 from __future__ import annotations
 
@@ -12,18 +12,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from refiner_core.answers import ParsedAnswer, parse_answer, parse_evidence
 from refiner_core.contract.config import RewardConfig
+from refiner_core.contract.errors import DataError
 from refiner_core.contract.types import JudgeRequest
 from refiner_core.judges import LexicalJudge
 from refiner_core.rewards import RewardInput, compute_rewards
-from refiner_core.rewards.combine import (
-    aggregate_rubrics,
-    citation_format,
-    format_bonus,
-    plan_citations,
-    score_citations,
-)
+from refiner_core.rewards.combine import aggregate_rubrics
 from refiner_core.rewards.combine import total_reward as total_of_components
 from refiner_core.rubrics import Rubric, load_rubric_set
 from refiner_core.training.rollouts.rollout import group_advantages
@@ -72,24 +66,7 @@ def total_reward(
 
 
 @pytest.mark.parametrize("settings", VECTORS)
-@pytest.mark.parametrize("scale", [10.0, 1.0, 0.0])
-def test_totals_worked_out_by_hand(settings: tuple[float, bool, str, bool], scale: float) -> None:
-    weight, citations, combination, gated = settings
-    reward = RewardConfig(
-        verification_reward=scale,
-        apply_paper_citation_reward=citations,
-        paper_citation_weight=weight,
-        combination=combination,  # type: ignore[arg-type]
-        gate_judge_score_with_format_bonus=gated,
-    )
-    total = total_reward(reward, judge=0.6, citation=0.5, bonus=0.75, stopped=True)
-    assert total == pytest.approx(VECTORS[settings] * scale / 10)
-
-
-@pytest.mark.parametrize("settings", VECTORS)
-def test_without_rubrics_the_citation_term_stands_alone_under_every_setting(
-    settings: tuple[float, bool, str, bool],
-) -> None:
+def test_totals_worked_out_by_hand(settings: tuple[float, bool, str, bool]) -> None:
     weight, citations, combination, gated = settings
     reward = RewardConfig(
         apply_paper_citation_reward=citations,
@@ -97,32 +74,20 @@ def test_without_rubrics_the_citation_term_stands_alone_under_every_setting(
         combination=combination,  # type: ignore[arg-type]
         gate_judge_score_with_format_bonus=gated,
     )
-    total = total_reward(reward, judge=None, citation=0.5, bonus=0.75, stopped=True)
-    assert total == (5.0 if citations else 0.0)
 
+    def total(changed: RewardConfig, judge: float | None, *, stopped: bool = True) -> float:
+        return total_reward(changed, judge=judge, citation=0.5, bonus=0.75, stopped=stopped)
 
-@pytest.mark.parametrize("settings", VECTORS)
-@pytest.mark.parametrize("value", [0.0, -1.5, 25.0])
-def test_the_penalty_replaces_whatever_the_other_settings_make(
-    settings: tuple[float, bool, str, bool], value: float
-) -> None:
-    weight, citations, combination, gated = settings
-    reward = RewardConfig(
-        apply_paper_citation_reward=citations,
-        paper_citation_weight=weight,
-        combination=combination,  # type: ignore[arg-type]
-        gate_judge_score_with_format_bonus=gated,
-        non_stop_penalty=True,
-        non_stop_penalty_value=value,
-    )
+    for scale in (10.0, 1.0, 0.0):
+        scaled = replace(reward, verification_reward=scale)
+        assert total(scaled, 0.6) == pytest.approx(VECTORS[settings] * scale / 10)
+    assert total(reward, None) == (5.0 if citations else 0.0), "citations alone, without rubrics"
     for judge in (0.6, None):
-        cut = total_reward(reward, judge=judge, citation=0.5, bonus=0.75, stopped=False)
-        assert cut == value
-        whole = total_reward(reward, judge=judge, citation=0.5, bonus=0.75, stopped=True)
-        without = replace(reward, non_stop_penalty=False)
-        for stopped in (True, False):
-            kept = total_reward(without, judge=judge, citation=0.5, bonus=0.75, stopped=stopped)
-            assert kept == whole
+        assert total(reward, judge, stopped=False) == total(reward, judge)
+        for value in (0.0, -1.5, 25.0):
+            strict = replace(reward, non_stop_penalty=True, non_stop_penalty_value=value)
+            assert total(strict, judge, stopped=False) == value
+            assert total(strict, judge) == total(reward, judge)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +104,11 @@ def test_aggregations_worked_out_by_hand(aggregation: str, expected: float) -> N
     ]
     # flipped: 1.5 x 1 + 0.5 x 0 + 1 x 0.5 + 0.5 x 0.4 = 2.2; signed: 1.5 - 0.5 - 0.3 = 0.7
     assert aggregate_rubrics(scores, aggregation) == pytest.approx(expected)
+    assert aggregate_rubrics([], aggregation) is None
 
 
 def test_whole_rollouts_keep_their_components() -> None:
-    """Stored rollouts and cards go by these names and values: nobody changes them in passing."""
+    """Stored rollouts and cards depend on these names and values."""
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     reward = replace(RewardConfig(), **golden["reward"])
     for case in golden["cases"]:
@@ -203,19 +169,8 @@ SEEDS = st.integers(0, 2**31)
 
 
 @settings(deadline=None)
-@given(SCORED, UNIT, UNIT, UNIT, st.booleans())
-def test_the_default_composition_stays_between_0_and_the_scale(
-    scores: list[Any], citation: float, bonus: float, weight: float, gated: bool
-) -> None:
-    judge = aggregate_rubrics(scores)
-    reward = RewardConfig(paper_citation_weight=weight, gate_judge_score_with_format_bonus=gated)
-    total = total_reward(reward, judge=judge, citation=citation, bonus=bonus, stopped=True)
-    assert 0.0 <= total <= 10.0 * (1 + 1e-12)
-
-
-@settings(deadline=None)
 @given(SCORED, UNIT, UNIT, SETTINGS)
-def test_the_alternatives_stay_within_their_own_bounds(
+def test_totals_stay_within_the_bounds_of_their_settings(
     scores: list[Any], citation: float, bonus: float, reward: RewardConfig
 ) -> None:
     """``additive`` goes up to scale x (1 + w); signed aggregations go below 0."""
@@ -231,10 +186,9 @@ def test_the_alternatives_stay_within_their_own_bounds(
     assert low - 1e-9 <= total <= high + 1e-9
 
 
-def test_the_alternatives_do_leave_the_bounds_of_the_default() -> None:
-    full = total_reward(
-        RewardConfig(combination="additive"), judge=1.0, citation=1.0, bonus=1.0, stopped=True
-    )
+def test_alternatives_leave_the_bounds_of_the_default() -> None:
+    additive = RewardConfig(combination="additive")
+    full = total_reward(additive, judge=1.0, citation=1.0, bonus=1.0, stopped=True)
     assert full == pytest.approx(12.0)
     fault = [(Rubric("n", "d", "negative", 3.0), 1.0)]
     assert [aggregate_rubrics(fault, a) for a in AGGREGATIONS] == [0.0, -1.0, -3.0]
@@ -243,26 +197,7 @@ def test_the_alternatives_do_leave_the_bounds_of_the_default() -> None:
 # ---------------------------------------------------------------- monotonicity
 
 
-@settings(deadline=None)
-@given(SCORED, st.integers(0, 5), UNIT, UNIT, UNIT, SETTINGS)
-def test_a_better_judgement_of_a_rubric_never_lowers_the_total(
-    scores: list[Any], position: int, better: float, citation: float, bonus: float,
-    reward: RewardConfig,
-) -> None:  # fmt: skip
-    assume(position < len(scores))
-    rubric, score = scores[position]
-    good = max(score, better) if rubric.polarity == "positive" else min(score, better)
-    improved = [*scores]
-    improved[position] = (rubric, good)
-
-    def total(judged: list[Any]) -> float:
-        judge = aggregate_rubrics(judged, reward.rubric_aggregation)
-        return total_reward(reward, judge=judge, citation=citation, bonus=bonus, stopped=True)
-
-    assert total(improved) >= total(scores) - 1e-9
-
-
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(TEXTS, RUBRICS, SEEDS, st.integers(0, 30), SETTINGS)
 def test_a_better_judgement_of_anything_never_lowers_the_reward(
     text: str, rubrics: list[Any], seed: int, position: int, reward: RewardConfig
@@ -283,54 +218,13 @@ def test_a_better_judgement_of_anything_never_lowers_the_reward(
     assert after.total >= before.total - 1e-9
 
 
-@settings(deadline=None)
-@given(TEXTS, st.sampled_from(["a", "b"]))
-def test_one_more_sound_citation_never_lowers_format(text: str, cited: str) -> None:
-    evidence = parse_evidence(EVIDENCE)
-    more = text.replace("</answer>", f"</snippet><snippet id={cited}>more</snippet></answer>")
-
-    def both(answer: ParsedAnswer) -> tuple[float, float]:
-        return citation_format(answer.cited_ids, evidence), format_bonus(answer, "answer_only")
-
-    # An open claim is closed on both sides, so that the two answers differ by the claim alone.
-    before = both(parse_answer(text.replace("</answer>", "</snippet></answer>"), evidence.texts))
-    after = both(parse_answer(more, evidence.texts))
-    assert all(a >= b - 1e-12 for a, b in zip(after, before, strict=True))
+# ---------------------------------------------------------------- order, polarity, weight 0
 
 
-# ---------------------------------------------------------------- order
-
-
-@settings(deadline=None)
-@given(SCORED, st.randoms(), st.sampled_from(AGGREGATIONS))
-def test_the_order_of_rubrics_does_not_show_in_the_last_bit(
-    scores: list[Any], rng: random.Random, aggregation: str
-) -> None:
-    """Else two rollouts that are judged alike would differ, and a group without spread get one."""
-    mixed = [*scores]
-    rng.shuffle(mixed)
-    assert aggregate_rubrics(mixed, aggregation) == aggregate_rubrics(scores, aggregation)
-
-
-@settings(deadline=None)
-@given(st.lists(SPANS, min_size=1, max_size=6), st.randoms(), SEEDS)
-def test_the_order_in_which_claims_are_judged_does_not_show(
-    spans: list[str], rng: random.Random, seed: int
-) -> None:
-    evidence = parse_evidence(EVIDENCE)
-    answer = parse_answer(f"<answer>{' '.join(spans)}</answer>", evidence.texts)
-    questions = plan_citations(answer, evidence, "q?")
-    judgements = hashed_judge(seed).judge([q.request for q in questions])
-    judged = list(zip(questions, judgements, strict=True))
-    expected = score_citations(answer, evidence, judged)
-    rng.shuffle(judged)
-    assert score_citations(answer, evidence, judged) == expected
-
-
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(TEXTS, RUBRICS, st.booleans()), max_size=4), SEEDS, SETTINGS,
        st.randoms())  # fmt: skip
-def test_a_rollout_has_the_same_reward_wherever_it_stands_in_a_batch(
+def test_a_reward_does_not_depend_on_the_rest_of_the_batch(
     rows: list[Any], seed: int, reward: RewardConfig, rng: random.Random
 ) -> None:
     items = [rollout(t, {"rubrics": r}, stopped=stopped) for t, r, stopped in rows]
@@ -341,63 +235,21 @@ def test_a_rollout_has_the_same_reward_wherever_it_stands_in_a_batch(
     assert mixed == [alone[i] for i in order]
 
 
-# ---------------------------------------------------------------- polarity, weight 0, nothing
-
-
 @settings(deadline=None)
-@given(SCORED)
-def test_a_rubric_turned_around_with_its_score_is_the_same_rubric(scores: list[Any]) -> None:
-    """The flip of the weighted mean: a fault at s is a virtue at 1 - s."""
+@given(SCORED, UNIT, st.randoms(), st.sampled_from(["positive", "negative"]),
+       st.sampled_from(AGGREGATIONS))  # fmt: skip
+def test_neither_order_nor_weightless_rubrics_change_an_aggregate(
+    scores: list[Any], score: float, rng: random.Random, polarity: Any, aggregation: str
+) -> None:
+    """Equal to the last bit: otherwise rollouts that are judged alike would differ."""
+    expected = aggregate_rubrics(scores, aggregation)
+    mixed = [*scores, (Rubric("t", "d", polarity, 0.0), score)]
+    rng.shuffle(mixed)
+    assert aggregate_rubrics(mixed, aggregation) == expected
     other = {"positive": "negative", "negative": "positive"}
     turned = [(replace(r, polarity=other[r.polarity]), 1.0 - s) for r, s in scores]
-    first, second = aggregate_rubrics(scores), aggregate_rubrics(turned)
-    assert first == pytest.approx(second, abs=1e-12)
-
-
-@settings(deadline=None)
-@given(SCORED, UNIT, st.sampled_from(["positive", "negative"]), st.sampled_from(AGGREGATIONS))
-def test_a_rubric_of_weight_0_counts_nothing(
-    scores: list[Any], score: float, polarity: Any, aggregation: str
-) -> None:
-    with_it = [*scores, (Rubric("t", "d", polarity, 0.0), score)]
-    assert aggregate_rubrics(with_it, aggregation) == aggregate_rubrics(scores, aggregation)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("source", ["instance", "none"])
-def test_a_row_without_rubrics_has_no_judge_term_and_is_counted(
-    aggregation: str, source: str
-) -> None:
-    text = "<answer><snippet id=a>claim one</snippet></answer>"
-    result = reward_of(
-        rollout(text, {"rubrics": []}), rubric_source=source, rubric_aggregation=aggregation
-    )
-    assert aggregate_rubrics([], aggregation) is None
-    assert result.components["no_rubrics"] == 1.0
-    assert result.total == pytest.approx(10 * result.components["citation"])
-
-
-@pytest.mark.parametrize(
-    ("source", "only_instance", "sources"),
-    [
-        ("instance", False, {"instance"}),
-        ("instance+static", False, {"instance", "v3"}),
-        ("instance+static", True, {"instance"}),
-        ("static", False, {"v3"}),
-        ("none", False, set()),
-    ],
-)
-def test_rubrics_that_are_dropped_are_neither_asked_nor_logged_nor_counted(
-    source: str, only_instance: bool, sources: set[str]
-) -> None:
-    """``instance_rubrics_only`` costs no judgement: the published runs log none of the static."""
-    judge = hashed_judge(5)
-    item = rollout("<answer>text</answer>", {"rubrics": [{"description": "says 0"}]})
-    result = reward_of(item, judge, rubric_source=source, instance_rubrics_only=only_instance)
-    logged = [j for j in result.judgements if j["kind"] == "rubric"]
-    assert {j["source"] for j in logged} == sources
-    assert len([r for r in judge.asked if r.kind == "rubric"]) == len(logged)
-    assert result.components["no_rubrics"] == float(not sources)
+    # In the weighted mean, a fault at s is a virtue at 1 - s.
+    assert aggregate_rubrics(scores) == pytest.approx(aggregate_rubrics(turned), abs=1e-12)
 
 
 # ---------------------------------------------------------------- advantages
@@ -405,7 +257,7 @@ def test_rubrics_that_are_dropped_are_neither_asked_nor_logged_nor_counted(
 GROUPS = st.lists(st.tuples(TEXTS, st.booleans()), min_size=2, max_size=6)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(GROUPS, RUBRICS, SEEDS, SETTINGS, st.sampled_from(["standard", "sample_std"]))
 def test_the_scale_cancels_where_advantages_are_divided_by_the_deviation(
     group: list[Any], rubrics: list[Any], seed: int, reward: RewardConfig, how: Any
@@ -432,7 +284,7 @@ def test_the_scale_matters_without_division_and_beside_a_penalty() -> None:
     assert penalised[0].values != pytest.approx(penalised[1].values, abs=1e-2)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(GROUPS, RUBRICS, SEEDS, st.integers(0, 99), SETTINGS, st.sampled_from(NORMALISATIONS))
 def test_a_failed_judgement_never_raises_an_advantage(
     group: list[Any], rubrics: list[Any], seed: int, position: int, reward: RewardConfig, how: Any
@@ -471,3 +323,43 @@ def test_every_field_of_the_reward_is_pinned_here() -> None:
         *("non_stop_penalty", "non_stop_penalty_value", "static_rubrics"),
     }
     assert pinned == set(RewardConfig.__dataclass_fields__)
+
+
+# ---------------------------------------------------------------- stored rollouts
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.one_of(TEXTS, st.sampled_from(["<answer>cut", "<answer></answer>", "words"])),
+    st.sampled_from([EVIDENCE, "Only a question."]),
+    RUBRICS, SETTINGS, SETTINGS, st.booleans(), st.sampled_from([0.0, -2.0]), st.booleans(), SEEDS,
+)  # fmt: skip
+def test_stored_components_give_the_total_under_other_settings(
+    text: str, prompt: str, rubrics: list[Any], first: RewardConfig, second: RewardConfig,
+    penalty: bool, value: float, stopped: bool, seed: int,
+) -> None:  # fmt: skip
+    """Scale, citation term, gate and penalty change; the rubrics are the same."""
+    second = replace(
+        second,
+        rubric_source=first.rubric_source,
+        instance_rubrics_only=first.instance_rubrics_only,
+        rubric_aggregation=first.rubric_aggregation,
+        non_stop_penalty=penalty,
+        non_stop_penalty_value=value,
+    )
+    item = rollout(text, {"rubrics": rubrics}, prompt, stopped)
+    (before,) = compute_rewards([item], first, hashed_judge(seed))
+    (after,) = compute_rewards([item], second, hashed_judge(seed))
+    stored = json.loads(json.dumps(dict(before.components)))
+    assert total_of_components(stored, first, stopped) == before.total == stored["total"]
+    assert total_of_components(stored, second, stopped) == after.total
+
+
+def test_an_unscored_rollout_has_no_total_under_any_setting() -> None:
+    item = rollout("<answer><snippet id=a>one</snippet></answer>")
+    result = reward_of(item, ScriptedJudge(lambda r: None))
+    assert result.total is None
+    padded = {**result.components, "rubric": None, "citation": float("nan")}  # as in tables
+    for components in (result.components, padded):
+        with pytest.raises(DataError, match=r"rubric, citation.*unscored"):
+            total_of_components(components, RewardConfig(), True)

@@ -1,4 +1,4 @@
-"""Rubrics of rows come in two forms, static ones in files; both end as the same values."""
+"""Rubrics: forms of rows, static sets and files, pinned wording, and selection."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from flows.checking.sources import resolve_sources
 from flows.stages.work import judged_as_planned
 from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import StageSpec
+from refiner_core.evaluation.protocol import make_protocol
 from refiner_core.rubrics import (
     Rubric,
-    hold_rubrics,
     load_rubric_set,
     normalise_rubrics,
     parse_rubrics,
@@ -26,6 +27,7 @@ from refiner_core.rubrics import (
     select_rubrics,
 )
 from tests.support.real_rows import RL_ROWS, SFT_ROWS
+from tests.support.rewarding import GOOD, by_kind, reward_of, rollout
 
 PINNED = {
     "v3": "4cf5e50e9dedd8273665e8ce2b091373a11357c98709d714826b2af60a1173a5",
@@ -40,42 +42,24 @@ ROW = json.dumps(
 )
 
 
-def test_the_first_form_keeps_its_lists_and_weight_is_1_where_none_is_given() -> None:
+def test_both_forms_of_rubrics_are_read_and_a_negative_weight_marks_a_fault() -> None:
     assert parse_rubrics(ROW) == (
         Rubric("p", "says p", "positive", 0.5),
         Rubric("n", "says n", "negative", 1.0),
     )
-
-
-def test_the_rl_form_marks_negative_rubrics_by_their_weight() -> None:
-    truth = {
-        "query": "q",
-        "rubrics": [
-            {"title": "n", "description": "says n", "weight": -2},
-            {"title": "p", "description": "says p", "weight": 3},
-        ],
-    }
+    entry = {"title": "n", "description": "says n", "weight": -2}
+    truth = {"query": "q", "rubrics": [entry, {"title": "p", "description": "says p", "weight": 3}]}
     expected = {
         "positive_rubrics": [{"title": "p", "description": "says p", "weight": 3.0}],
         "negative_rubrics": [{"title": "n", "description": "says n", "weight": 2.0}],
     }
-    assert normalise_rubrics(truth) == expected
-    assert normalise_rubrics(json.dumps(truth)) == expected
-    assert normalise_rubrics(truth["rubrics"]) == expected
-
-
-def test_a_negative_weight_marks_a_negative_rubric_in_either_list() -> None:
-    entry = {"title": "n", "description": "says n", "weight": -2}
+    for form in (truth, json.dumps(truth), truth["rubrics"]):
+        assert normalise_rubrics(form) == expected
     for key in ("positive_rubrics", "negative_rubrics"):
         (rubric,) = parse_rubrics({key: [entry]})
         assert (rubric.polarity, rubric.weight, rubric.signed_weight) == ("negative", 2.0, -2.0)
-
-
-@pytest.mark.parametrize(
-    "empty", [None, "", " ", "{}", "null", {"positive_rubrics": []}, {"negative_rubrics": None}, []]
-)
-def test_a_row_may_have_no_rubrics(empty: Any) -> None:
-    assert parse_rubrics(empty) == ()
+    for empty in (None, " ", "{}", "null", {"negative_rubrics": None}, []):
+        assert parse_rubrics(empty) == ()
 
 
 @pytest.mark.parametrize(
@@ -83,54 +67,22 @@ def test_a_row_may_have_no_rubrics(empty: Any) -> None:
     [
         ("{not json", "not JSON"),
         ({"positive": []}, "positive"),
-        ({"rubrics": [], "positive_rubrics": []}, "mix"),
-        ({"positive_rubrics": "text"}, "positive_rubrics"),
         ({"positive_rubrics": ["text"]}, r"positive_rubrics\[0\]"),
         ({"rubrics": [{"description": "d"}, {"title": "t"}]}, r"rubrics\[1\].*description"),
-        ({"rubrics": [{"title": 3, "description": "d"}]}, r"rubrics\[0\].title"),
         ({"rubrics": [{"description": "d", "weight": "2"}]}, r"rubrics\[0\].weight"),
-        ({"rubrics": [{"description": "d", "weight": True}]}, "weight"),
         ({"rubrics": [{"description": "d", "weight": math.nan}]}, "weight"),
         ('{"rubrics": [{"description": "d", "weight": Infinity}]}', "weight"),
-        (3, "int"),
     ],
 )
-def test_what_does_not_fit_is_named(obj: Any, named: str) -> None:
+def test_malformed_rubrics_are_refused_with_their_place(obj: Any, named: str) -> None:
     with pytest.raises(DataError, match=named):
         normalise_rubrics(obj)
-
-
-_ENTRIES = st.lists(
-    st.fixed_dictionaries(
-        {"title": st.text(), "description": st.text(min_size=1).filter(str.strip)},
-        optional={"weight": st.floats(-9, 9)},
-    )
-)
-
-
-@settings(deadline=None)
-@given(_ENTRIES, _ENTRIES)
-def test_normalising_twice_is_normalising_once(positive: list[Any], negative: list[Any]) -> None:
-    once = normalise_rubrics({"positive_rubrics": positive, "negative_rubrics": negative})
-    assert normalise_rubrics(json.dumps(once)) == once
-    assert sum(map(len, once.values())) == len(positive) + len(negative)
 
 
 # ---------------------------------------------------------------- static sets
 
 
-def test_v3_has_its_three_rubrics_and_the_last_two_are_negative() -> None:
-    v3 = load_rubric_set("v3")
-    assert [(r.title, r.polarity, r.weight, r.source) for r in v3.rubrics] == [
-        ("Citation Discipline", "positive", 1.0, "v3"),
-        ("Off-Query Padding", "negative", 1.0, "v3"),
-        ("Wrong-Entity Confabulation", "negative", 1.0, "v3"),
-    ]
-    assert v3.version == 3
-    assert all('"' not in r.description for r in v3.rubrics)
-
-
-@pytest.mark.parametrize("name", ["v3", "grounded-v1", "reader-v1"])
+@pytest.mark.parametrize("name", PINNED)
 def test_the_wording_of_shipped_sets_is_pinned(name: str) -> None:
     """Finished runs name their set: another wording is another set (add a file)."""
     assert rubric_set_digest(name) == PINNED[name]
@@ -151,17 +103,10 @@ def test_a_user_adds_a_set_as_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ("- a\n", "rubrics"),
         ("rubrics: []\n", "at least 1"),
-        ("rubrics: [text]\n", r"rubrics\[0\]"),
         ("rubrics: [{title: t, descripton: d}]\n", "descripton"),
-        ("rubrics: [{title: t}]\n", "description"),
         ("rubrics: [{title: t, description: d, polarity: minus}]\n", "polarity"),
         ("rubrics: [{title: t, description: d, weight: -1}]\n", "polarity: negative"),
-        ("rubrics: [{title: t, description: d, weight: .nan}]\n", "weight"),
-        ("version: three\nrubrics: [{title: t, description: d}]\n", "version"),
-        ("license: 2\nrubrics: [{title: t, description: d}]\n", "license"),
-        ("rubrics: [{title: t, description: d, source: 3}]\n", "source"),
         ("rubrics: [{title: t, description: d, accept: yes}]\n", "accept"),
         ("rubrics: [{title: t, description: d, weight: 1.0e+300}]\n", "less than or equal to"),
         ("a: [\n", "cannot be read"),
@@ -188,44 +133,26 @@ def write_set(path: Path, wording: str) -> Path:
     return path
 
 
-def test_a_set_that_was_edited_after_planning_is_refused(tmp_path: Path) -> None:
-    path = write_set(tmp_path / "mine.yaml", "as planned")
-    planned = rubric_set_digest(str(path))
-    with hold_rubrics(str(path), planned) as held:
-        assert held.digest() == planned
-    path.write_text(f"# a note, and another version\nversion: 2\n{path.read_text()}")
-    with hold_rubrics(str(path), planned) as held:
-        assert held.version == 2  # nothing that is judged
-    write_set(path, "edited meanwhile")
-    changed = rf"changed.*{planned[:12]}.*run the recipe again"
-    with pytest.raises(ConfigurationError, match=changed), hold_rubrics(str(path), planned):
-        pass
-    path.unlink()
-    with pytest.raises(ConfigurationError, match="no rubric set"), hold_rubrics(str(path), planned):
-        pass
-
-
-def test_a_stage_judges_by_one_wording_to_its_end(tmp_path: Path) -> None:
-    """An edit during a training of days would split its rewards in two without a trace."""
+def test_a_stage_judges_by_its_planned_wording_and_is_refused_once_it_was_edited(
+    tmp_path: Path,
+) -> None:
     path = write_set(tmp_path / "mine.yaml", "as planned")
     reward = RewardConfig(rubric_source="static", static_rubrics=str(path))
-    spec = stage_spec({"rubrics": rubric_set_digest(str(path))})
-    with judged_as_planned(spec, replace(RecipeConfig(), reward=reward)):
-        write_set(path, "edited meanwhile")
-        assert [r.description for r in select_rubrics(None, reward)] == ["as planned"]
+    config = replace(RecipeConfig(), reward=reward)
+    planned = rubric_set_digest(str(path))
+    spec = StageSpec(1, "grpo", "grpo", "f" * 64, "grpo", 1, {}, {"rubrics": planned}, {})
+    path.write_text(f"# a note, and another version\nversion: 2\n{path.read_text()}")
+    with judged_as_planned(spec, config):
         path.unlink()
         assert [r.description for r in select_rubrics(None, reward)] == ["as planned"]
     write_set(path, "edited meanwhile")
     assert [r.description for r in select_rubrics(None, reward)] == ["edited meanwhile"]
-    with (
-        pytest.raises(ConfigurationError, match="has changed since this stage was planned"),
-        judged_as_planned(spec, replace(RecipeConfig(), reward=reward)),
-    ):
+    changed = rf"changed.*{planned[:12]}.*run the recipe again"
+    with pytest.raises(ConfigurationError, match=changed), judged_as_planned(spec, config):
         pytest.fail("the stage has begun")
-
-
-def stage_spec(sources: dict[str, str]) -> StageSpec:
-    return StageSpec(1, "grpo", "grpo", "f" * 64, "grpo", 1, {}, sources, {})
+    path.unlink()
+    with pytest.raises(ConfigurationError, match="no rubric set"), judged_as_planned(spec, config):
+        pytest.fail("the stage has begun")
 
 
 # ---------------------------------------------------------------- selection
@@ -234,21 +161,26 @@ def stage_spec(sources: dict[str, str]) -> StageSpec:
 @pytest.mark.parametrize(
     ("source", "only_instance", "titles"),
     [
-        ("none", False, []),
-        ("instance", False, ["p", "n"]),
-        ("static", False, ["C", "O", "W"]),
-        ("instance+static", False, ["p", "n", "C", "O", "W"]),
-        ("instance+static", True, ["p", "n"]),
-        ("instance", True, ["p", "n"]),
-        ("static", True, []),
+        ("none", False, ""),
+        ("instance", False, "pn"),
+        ("static", False, "COW"),
+        ("instance+static", False, "pnCOW"),
+        ("instance+static", True, "pn"),
+        ("static", True, ""),
     ],
 )
-def test_the_source_decides_which_rubrics_judge(
-    source: Any, only_instance: bool, titles: list[str]
+def test_the_source_decides_which_rubrics_are_asked_and_logged(
+    source: Any, only_instance: bool, titles: str
 ) -> None:
+    """``instance_rubrics_only`` costs no judgement of a static rubric."""
     reward = replace(RewardConfig(), rubric_source=source, instance_rubrics_only=only_instance)
-    chosen = [r.title if len(r.title) == 1 else r.title[0] for r in select_rubrics(ROW, reward)]
-    assert chosen == titles
+    assert "".join(r.title[0] for r in select_rubrics(ROW, reward)) == titles
+    judge = by_kind()
+    result = reward_of(rollout(GOOD, ROW), judge, **vars(reward))
+    logged = [j["title"][0] for j in result.judgements if j["kind"] == "rubric"]
+    assert "".join(logged) == titles
+    assert len([r for r in judge.asked if r.kind == "rubric"]) == len(titles)
+    assert result.components["no_rubrics"] == float(not titles)
 
 
 @pytest.mark.parametrize("path", [SFT_ROWS, RL_ROWS], ids=["sft", "rl"])
@@ -256,3 +188,56 @@ def test_all_real_rows_parse(path: Path) -> None:
     for line in path.read_text(encoding="utf-8").splitlines():
         text = json.loads(line)["rubrics"]
         assert len(parse_rubrics(text)) == sum(map(len, json.loads(text).values()))
+
+
+# ---------------------------------------------------------------- files of a recipe
+
+SET = "name: mine\nrubrics:\n  - {title: t, description: Names the year of the opening.}\n"
+STATIC = "reward.rubric_source=instance+static"
+
+
+def experiment(folder: Path) -> Path:
+    """A recipe with a rubric file beside it."""
+    (folder / "rubrics").mkdir(parents=True)
+    (folder / "rubrics" / "mine.yaml").write_text(SET)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text("include: tiny\nreward:\n  rubric_source: instance+static\n"
+                      "  static_rubrics: ./rubrics/mine.yaml\n")  # fmt: skip
+    return recipe
+
+
+def test_a_file_is_found_from_any_folder_beside_its_recipe_or_its_override(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = experiment(tmp_path / "mine")
+    beside = load_recipe(str(recipe))
+    monkeypatch.chdir(tmp_path / "mine")
+    overridden = load_recipe("tiny", [STATIC, "reward.static_rubrics=rubrics/mine.yaml"])
+    missing = load_recipe("tiny", [STATIC, "reward.static_rubrics=no/such.yaml"])
+    (tmp_path / "mine" / "v3").write_text(SET)
+    shipped = load_recipe("tiny", ["reward.static_rubrics=v3"])
+    monkeypatch.chdir("/")  # a job
+    for config in (beside, overridden):
+        assert load_rubric_set(config.reward.static_rubrics).name == "mine"
+        assert Path(config.reward.static_rubrics).is_absolute()
+    with pytest.raises(ConfigurationError, match=r"no/such\.yaml"):
+        resolve_sources(missing)
+    assert shipped.reward.static_rubrics == "v3", "names of shipped sets stay names"
+
+
+def test_stages_and_protocols_depend_on_the_content_of_rubrics_and_not_on_their_folder(
+    tmp_path: Path,
+) -> None:
+    def fingerprint(config: RecipeConfig) -> str:
+        return make_plan(config, resolve_sources(config)).by_name["grpo"].fingerprint
+
+    here, there = (load_recipe(str(experiment(tmp_path / name))) for name in ("here", "there"))
+    assert fingerprint(here) == fingerprint(there)
+    protocols = [make_protocol(c, [], "greedy", "d") for c in (here, there)]
+    assert protocols[0] == protocols[1]
+    assert protocols[0].rubrics["static"] == "mine"
+    Path(there.reward.static_rubrics).write_text(SET.replace("year", "date"))
+    assert fingerprint(here) != fingerprint(there)
+    v3 = replace(here, reward=replace(here.reward, static_rubrics="v3"))
+    assert make_protocol(v3, [], "greedy", "d").rubrics["static"] == "v3"
+    assert "reward.static_rubrics" in make_plan(v3, resolve_sources(v3)).by_name["grpo"].identity

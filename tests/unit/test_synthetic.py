@@ -1,4 +1,4 @@
-"""The embedded world: rows follow the schema, truth is true, and the random copier is a floor."""
+"""The synthetic world: schema, truth, rubrics, and the random copier as a floor."""
 
 from __future__ import annotations
 
@@ -31,38 +31,28 @@ def _demonstration(row: dict) -> str:
     return row["conversations"][1]["content"]
 
 
-def test_rows_are_the_same_for_the_same_seed_and_do_not_depend_on_their_number():
+def test_rows_follow_the_schema_and_depend_on_their_seed_alone():
     assert generate_rows("sft", 20, 3)[:5] == generate_rows("sft", 5, 3)
     assert generate_rows("sft", 5, 3) != generate_rows("sft", 5, 4)
-
-
-def test_rows_follow_the_schema():
     for kind, roles in (("sft", ["user", "assistant"]), ("rl", ["user"])):
         for row in generate_rows(kind, 50, 1):
             assert [turn["role"] for turn in row["conversations"]] == roles
             assert set(row) == {"conversations", "rubrics", "metadata", "truth"}
             assert row["metadata"]["refiner_mode"] == "answer_only"
             assert {"sample_id", "tool_query"} <= set(row["metadata"])
-            assert set(json.loads(row["rubrics"])) == {"positive_rubrics", "negative_rubrics"}
             json.dumps(row)
 
 
-def test_each_prompt_has_three_to_five_snippets_of_which_one_or_two_answer():
+def test_prompts_have_snippets_that_answer_and_rubrics_that_quote_them():
     for row in generate_rows("rl", 300, 5):
         evidence = re.findall(r"<snippet id=(S_\w{4})> (.*?)</snippet>", _user(row))
-        ids = [i for i, _ in evidence]
-        assert 3 <= len(ids) <= 5
-        assert len(set(ids)) == len(ids)
-        assert len(row["truth"]["gold_ids"]) in (1, 2)
         texts = dict(evidence)
+        assert 3 <= len(texts) == len(evidence) <= 5
+        assert len(row["truth"]["gold_ids"]) in (1, 2)
         for fact in row["truth"]["facts"]:
             assert fact["ids"] == [i for i, text in evidence if fact["value"] in text]
             assert all(fact["entity"] in texts[i] for i in fact["ids"])
             assert fact["attribute"] in texts[fact["ids"][0]]
-
-
-def test_rubrics_quote_what_must_and_must_not_be_said():
-    for row in generate_rows("rl", 200, 7):
         rubrics = json.loads(row["rubrics"])
         values = {fact["value"] for fact in row["truth"]["facts"]}
         quoted = [re.findall(r'"([^"]+)"', r["description"]) for r in rubrics["positive_rubrics"]]
@@ -71,14 +61,9 @@ def test_rubrics_quote_what_must_and_must_not_be_said():
             (phrase,) = re.findall(r'"([^"]+)"', rubric["description"])
             assert phrase in _user(row)
             assert phrase not in values
-
-
-def test_leaving_out_a_fact_costs_more_than_saying_every_forbidden_thing():
-    for row in generate_rows("rl", 200, 8):
-        rubrics = json.loads(row["rubrics"])
+        # A missing fact costs more than all forbidden phrases together.
         forbidden = sum(r["weight"] for r in rubrics["negative_rubrics"])
         assert all(r["weight"] >= 2 * forbidden for r in rubrics["positive_rubrics"])
-        assert all(r["weight"] > 0 for r in rubrics["negative_rubrics"])
 
 
 def test_a_demonstration_is_perfect_exactly_where_it_has_no_flaw():
@@ -115,7 +100,6 @@ def test_a_full_answer_scores_one():
         "",
         "<snippet id=S_1> The crop of Nabsuf is velm rota.</snippet>",
         "<answer><snippet id=S_1> The crop of Nabsuf is velm rota.</snippet>",
-        "<answer><snippet id=S_1> Nabsuf crop: velm rota.</snippet></answer><answer></answer>",
         "<answer>The crop of Nabsuf is velm rota.</answer>",
         "<answer><snippet ids=S_1> The crop of Nabsuf is velm rota.</snippet></answer>",
     ],
@@ -145,7 +129,7 @@ def test_a_citation_is_right_only_where_its_id_states_its_claim():
 
 
 def test_the_random_copier_is_well_formed_and_scores_near_its_known_floor():
-    rows, rng = generate_rows("rl", 1500, 11), random.Random(0)
+    rows, rng = generate_rows("rl", 800, 11), random.Random(0)
     scores = []
     for row in rows:
         text = random_copier(_user(row), rng)

@@ -1,15 +1,15 @@
 """The adapter to tau2-bench, on a double of the package in the shapes of its version 1.0.
 
-The double's user really asks a server over HTTP, its orchestrator and evaluation really play. With
+The double's user asks a server over HTTP; its orchestrator and evaluation really play. With
 REFINER_TAU2_PYTHON set to the Python of an environment that has tau2-bench, the same conversations
-are played on the real package, too. Were this wrong, numbers of tau2-bench would be other numbers
-than the benchmark's, or outages of the user simulator would count as failures of the model.
+are played on the real package, too.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,20 +19,12 @@ from typing import Any
 
 import pytest
 
-from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
+from refiner_core.contract.config import EnvironmentConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
-from refiner_core.contract.fields import replace_fields
-from refiner_core.data.conversations import read_conversations
-from refiner_core.environments.protocol import (
-    InfrastructureError,
-    Message,
-    ToolCall,
-    record_from_json,
-)
+from refiner_core.environments.protocol import InfrastructureError, Message, ToolCall
 from refiner_core.environments.scoring import partial_score
 from refiner_core.environments.tau2 import Tau2Environment, missing_tau2, package, tau2_digest
 from refiner_core.environments.tau2.tasks import read_reward_info
-from refiner_core.models import tiny_tokenizer
 from tests.support.judge_server import JudgeServer, Reply
 from tests.support.tau2_contract import (
     KEY_ENV,
@@ -59,12 +51,20 @@ def say(text: str) -> ToolCall:
     return ToolCall("respond", {"content": text})
 
 
-@pytest.fixture(autouse=True)
-def tau2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The double in the place of the package, and nothing of it afterwards."""
-    monkeypatch.syspath_prepend(str(DOUBLE))
-    monkeypatch.setenv(package.DATA_VARIABLE, str(DATA / "data"))
-    monkeypatch.setenv(KEY_ENV, KEY)
+@pytest.fixture(scope="module", autouse=True)
+def tau2() -> Iterator[None]:
+    """The double in place of the package, unloaded afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DOUBLE))
+        patch.setenv(package.DATA_VARIABLE, str(DATA / "data"))
+        patch.setenv(KEY_ENV, KEY)
+        yield
+    forget()
+
+
+@pytest.fixture
+def unloaded() -> Iterator[None]:
+    """No package is loaded before a test, nor its own package after it."""
     forget()
     yield
     forget()
@@ -78,7 +78,7 @@ def forget() -> None:
 
 @pytest.fixture
 def helpful() -> Iterator[str]:
-    """A user who wants a seat, and is content with whatever happens."""
+    """A user who wants a seat and is content with any answer."""
     with JudgeServer(Talk("A seat at the window, please.", "Thank you.")) as server:
         yield server.base_url
 
@@ -125,7 +125,8 @@ def test_the_real_package_behaves_as_the_double() -> None:
         assert sum(facts["idle"]) < facts["tasks"]
 
 
-def test_the_agent_reads_results_and_words_exactly(helpful: str) -> None:
+def test_the_agent_reads_exact_results_and_words_up_to_the_limit(helpful: str) -> None:
+    """`max_turns` is the package's `max_steps`, which counts every message."""
     environment = environment_at(helpful, "kiosk")
     episode = environment.episode(task_of(environment, "0"))
     assert episode.reset(1) == (Message("user", "A seat at the window, please."),)
@@ -134,6 +135,16 @@ def test_the_agent_reads_results_and_words_exactly(helpful: str) -> None:
     assert step_of(episode, "respond", content="7F?").messages == (Message("user", "Thank you."),)
     end = episode.step(DONE)
     assert (end.messages, end.done) == ((), True)
+    environment = environment_at(helpful, "kiosk", max_turns=5)
+    episode = environment.episode(task_of(environment, "0"))
+    episode.reset(1)
+    assert not episode.step(SEAT).done
+    assert episode.step(say("7F it is.")).done
+    outcome = episode.outcome()
+    assert (outcome.reward, outcome.failure) == (0.0, "limit")
+    assert outcome.info["simulation"]["termination_reason"] == "max_steps"
+    passed = {check.name: check.passed for check in outcome.checks}
+    assert (passed["seat_0"], passed["find_0"], passed["7F"]) == (True, False, True)
 
 
 def test_the_user_acts_on_their_side_and_the_agent_cannot() -> None:
@@ -166,10 +177,9 @@ def test_a_task_may_begin_in_the_middle_of_a_conversation(helpful: str) -> None:
     before, last = episode.reset(1)
     assert "assistant: Which seat would you like?" in before.content
     assert last == Message("user", "7F, please.")
-    record, outcome = play(environment, task, [SEAT, DONE])
+    outcome = play(environment, task, [SEAT, DONE])
     assert outcome.success
-    assert outcome.excluded == ()  # there are no assertions to be left out
-    assert record.tools == ("set_seat", "done")
+    assert outcome.excluded == (), "there are no assertions to exclude"
 
 
 # ---- how episodes fail
@@ -181,34 +191,18 @@ def test_a_task_may_begin_in_the_middle_of_a_conversation(helpful: str) -> None:
         ([say("7F"), DONE], "gave_up"),
         ([ToolCall("transfer_to_human_agents", {"summary": "no"}), DONE], "gave_up"),
         ([SEAT, DONE], "incomplete"),
-        ([ToolCall("find_ticket", {"ticket_id": "T1"}), DONE], "incomplete"),
         ([ToolCall("fly", {}), DONE], "wrong_tool"),
         ([ToolCall("set_seat", {"ticket_id": "T9", "seat": "1A"}), DONE], "wrong_argument"),
         ([ToolCall("set_seat", {"requestor": "user", "self": 1}), DONE], "wrong_argument"),
-        ([ToolCall("respond", {"text": "hello"}), DONE], "wrong_argument"),
         ([ToolCall("respond", {"content": " "}), DONE], "wrong_argument"),
         ([say("…")] * 2, "limit"),
     ],
 )
-def test_failures_are_told_apart(calls: list[ToolCall], failure: str, helpful: str) -> None:
+def test_failures_have_classes(calls: list[ToolCall], failure: str, helpful: str) -> None:
     environment = environment_at(helpful, "kiosk", max_turns=6)
-    _, outcome = play(environment, task_of(environment, "0"), calls)
+    outcome = play(environment, task_of(environment, "0"), calls)
     assert (outcome.failure, outcome.success) == (failure, False)
     assert {check.kind for check in outcome.checks} >= {"action", "communicate", "db"}
-
-
-def test_its_own_limit_ends_an_episode(helpful: str) -> None:
-    """`max_turns` is its `max_steps`, which counts every message."""
-    environment = environment_at(helpful, "kiosk", max_turns=5)
-    episode = environment.episode(task_of(environment, "0"))
-    episode.reset(1)
-    assert not episode.step(SEAT).done
-    assert episode.step(say("7F it is.")).done
-    outcome = episode.outcome()
-    assert (outcome.reward, outcome.failure) == (0.0, "limit")
-    assert outcome.info["simulation"]["termination_reason"] == "max_steps"
-    passed = {check.name: check.passed for check in outcome.checks}
-    assert (passed["seat_0"], passed["find_0"], passed["7F"]) == (True, False, True)
 
 
 # ---- the user simulator's faults
@@ -218,21 +212,17 @@ def test_its_own_limit_ends_an_episode(helpful: str) -> None:
     ("reply", "kind"),
     [
         (Reply(500), "user_down"),
-        (Reply(429), "user_down"),
         (Reply(401, body=json.dumps({"error": {"message": f"bad key {KEY}"}})), "user_down"),
-        (Reply(404), "user_down"),
         (Reply(drop=True), "user_down"),
-        (said(" "), "user_off_script"),
         (said(None), "user_off_script"),
         (Reply(body='{"choices": []}'), "user_off_script"),
         (said(None, [{"name": "press_button", "arguments": "{green"}]), "user_off_script"),
-        (said(None, [{"name": "press_button", "arguments": "{}"}]), "user_off_script"),
         (said(None, [{"name": "press_button", "arguments": '{"button": "x"}'}]), "user_off_script"),
         (said(f"Bye. {STOP}"), "user_off_script"),
     ],
 )
-def test_what_the_user_does_wrong_is_no_failure_of_the_model(reply: Reply, kind: str) -> None:
-    """Of the last three, one calls tools that fail, and one calls tools without end."""
+def test_a_fault_of_the_user_is_no_failure_of_the_model(reply: Reply, kind: str) -> None:
+    """Of the last two, one calls tools without end."""
     with JudgeServer(Talk(reply)) as server:
         environment = environment_at(server.base_url, "kiosk", max_turns=1000)
         with pytest.raises(InfrastructureError) as caught:
@@ -254,9 +244,9 @@ def test_a_user_that_takes_too_long_is_slow() -> None:
 # ---- assertions in plain language
 
 
-def test_assertions_are_left_out_and_that_is_said(helpful: str) -> None:
+def test_assertions_are_excluded_and_recorded_as_such(helpful: str) -> None:
     environment = environment_at(helpful, "kiosk")
-    _, outcome = play(environment, task_of(environment, "2"), [SEAT, say("7F."), DONE])
+    outcome = play(environment, task_of(environment, "2"), [SEAT, say("7F."), DONE])
     assert outcome.success
     assert outcome.excluded == ("nl",)
     assert outcome.components == {"db": 1.0}
@@ -269,7 +259,7 @@ def test_assertions_are_asked_of_the_judge(score: float, reward: float, helpful:
     judge = YesJudge(score)
     environment = environment_at(helpful, "kiosk", judge)
     calls = [SEAT, say("Your seat is 7F."), DONE]
-    _, outcome = play(environment, task_of(environment, "2"), calls)
+    outcome = play(environment, task_of(environment, "2"), calls)
     assert outcome.reward == outcome.components["nl"] == reward
     assert outcome.excluded == ()
     assert [check.passed for check in outcome.checks if check.kind == "nl"] == [reward == 1.0] * 2
@@ -279,24 +269,23 @@ def test_assertions_are_asked_of_the_judge(score: float, reward: float, helpful:
     assert environment.describe()["excluded"] == []
 
 
-def test_a_judge_that_fails_is_no_number(helpful: str) -> None:
+def test_a_failed_judge_is_an_infrastructure_error_and_a_missing_one_is_refused(
+    helpful: str,
+) -> None:
     environment = environment_at(helpful, "kiosk", YesJudge(None))
     with pytest.raises(InfrastructureError) as caught:
         play(environment, task_of(environment, "2"), [SEAT, DONE])
     assert caught.value.kind == "judge_failed"
+    with pytest.raises(ConfigurationError, match="nl_assertions"):
+        Tau2Environment(EnvironmentConfig(name="tau2", nl_assertions="judge"), UserConfig())
 
 
-def test_a_task_of_which_nothing_would_be_measured_is_refused(helpful: str) -> None:
-    """Its reward would be 1 for whatever an agent does."""
+def test_a_task_without_any_measurement_is_refused(helpful: str) -> None:
+    """Its reward would be 1 for any behaviour."""
     with pytest.raises(DataError, match="kiosk 4"):
         environment_at(helpful, "kiosk").tasks("odd")
     judged = environment_at(helpful, "kiosk", YesJudge())
     assert [task.id for task in judged.tasks("odd")] == ["kiosk-4"]
-
-
-def test_a_judge_is_needed_to_judge() -> None:
-    with pytest.raises(ConfigurationError, match="nl_assertions"):
-        Tau2Environment(EnvironmentConfig(name="tau2", nl_assertions="judge"), UserConfig())
 
 
 # ---- reward_info
@@ -308,7 +297,7 @@ def shape(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_reward_info_is_taken_apart(as_text: bool) -> None:
+def test_reward_info_becomes_checks_and_components(as_text: bool) -> None:
     values = shape("full")
     measured = read_reward_info(json.dumps(values) if as_text else values)
     assert measured.reward == 0.0
@@ -330,8 +319,6 @@ def test_reward_info_is_taken_apart(as_text: bool) -> None:
     [
         "",
         "[]",
-        {},
-        {"reward": None},
         {"reward": True},
         {"reward": float("nan")},
         {"reward": 1.0, "reward_breakdown": {"NEW_BASIS": 1.0}},
@@ -340,7 +327,7 @@ def test_reward_info_is_taken_apart(as_text: bool) -> None:
         {"reward": 1.0, "db_check": {}},
     ],
 )
-def test_no_number_is_made_up_for_another_shape(broken: Any) -> None:
+def test_unknown_shapes_of_rewards_are_refused(broken: Any) -> None:
     with pytest.raises(InfrastructureError) as caught:
         read_reward_info(broken)
     assert caught.value.kind == "unreadable_reward"
@@ -349,7 +336,9 @@ def test_no_number_is_made_up_for_another_shape(broken: Any) -> None:
 # ---- tasks
 
 
-def test_tasks_tools_and_policy(helpful: str) -> None:
+def test_tasks_tools_and_policy_are_those_of_the_package(
+    helpful: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = environment_at(helpful, "kiosk")
     first = environment.tasks("train")[0]
     assert (first.id, first.domain, first.split) == ("kiosk-0", "kiosk", "train")
@@ -362,40 +351,6 @@ def test_tasks_tools_and_policy(helpful: str) -> None:
     assert "`respond`" in policy
     with pytest.raises(DataError, match="no split 'dev'"):
         environment.tasks("dev")
-
-
-def test_nothing_that_describes_it_holds_an_address_or_a_key(helpful: str) -> None:
-    environment = environment_at(helpful, "kiosk")
-    described = json.dumps(environment.describe())
-    assert "127.0.0.1" not in described
-    assert KEY not in described
-    assert environment.describe()["user"]["model"] == "user"
-    other = Tau2Environment(
-        EnvironmentConfig(name="tau2", domains=("kiosk",)),
-        replace(user_at(helpful), model="another"),
-    )
-    assert other.describe() != environment.describe()
-
-
-def test_splits_of_ones_own(helpful: str, tmp_path: Path) -> None:
-    path = tmp_path / "splits.json"
-    path.write_text(json.dumps({"kiosk": {"train": ["3"], "test": ["1", "0"]}}))
-    environment = environment_at(helpful, "kiosk", tasks=str(path))
-    assert [task.id for task in environment.tasks("test")] == ["kiosk-0", "kiosk-1"]
-    path.write_text(json.dumps({"kiosk": {"train": ["77"]}}))
-    with pytest.raises(DataError, match="'77'"):
-        environment_at(helpful, "kiosk", tasks=str(path)).tasks("train")
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"retail": {}}', '{"kiosk": {"train": [1]}}'])
-def test_a_malformed_file_of_splits_is_refused(text: str, helpful: str, tmp_path: Path) -> None:
-    path = tmp_path / "splits.json"
-    path.write_text(text)
-    with pytest.raises(DataError, match=r"splits\.json"):
-        environment_at(helpful, "kiosk", tasks=str(path)).tasks("train")
-
-
-def test_what_is_not_there_is_named(helpful: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="kiosk"):
         environment_at(helpful, "cinema").policy("cinema")
     monkeypatch.setenv(package.DATA_VARIABLE, str(DATA / "nowhere"))
@@ -403,51 +358,36 @@ def test_what_is_not_there_is_named(helpful: str, monkeypatch: pytest.MonkeyPatc
         environment_at(helpful, "kiosk").tasks("train")
 
 
+def test_the_description_holds_the_user_and_neither_address_nor_key(helpful: str) -> None:
+    described = environment_at(helpful, "kiosk").describe()
+    assert "127.0.0.1" not in json.dumps(described)
+    assert KEY not in json.dumps(described)
+    assert described["user"]["model"] == "user"
+    config = EnvironmentConfig(name="tau2", domains=("kiosk",))
+    assert Tau2Environment(config, replace(user_at(helpful), model="b")).describe() != described
+
+
+def test_a_file_of_splits_replaces_those_of_the_package(helpful: str, tmp_path: Path) -> None:
+    path = tmp_path / "splits.json"
+    path.write_text(json.dumps({"kiosk": {"train": ["3"], "test": ["1", "0"]}}))
+    environment = environment_at(helpful, "kiosk", tasks=str(path))
+    assert [task.id for task in environment.tasks("test")] == ["kiosk-0", "kiosk-1"]
+    for text, named in (
+        ('{"kiosk": {"train": ["77"]}}', "'77'"),
+        ("{", r"splits\.json"),
+        ("[]", r"splits\.json"),
+        ('{"retail": {}}', r"splits\.json"),
+        ('{"kiosk": {"train": [1]}}', r"splits\.json"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DataError, match=named):
+            environment_at(helpful, "kiosk", tasks=str(path)).tasks("train")
+
+
 # ---- the package itself
 
 
-def test_a_plan_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(DOUBLE)])
-    config = EnvironmentConfig(name="tau2")
-    assert tau2_digest(config) == package.ABSENT
-    assert "git clone" in missing_tau2()
-    with pytest.raises(UnsupportedError, match="not installed"):
-        Tau2Environment(config, UserConfig()).tasks("train")
-
-
-def test_the_package_for_chemistry_is_refused_unread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "tau2").mkdir()
-    (tmp_path / "tau2" / "__init__.py").write_text("raise SystemExit('imported')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    forget()
-    assert "chemistry" in missing_tau2()
-    with pytest.raises(UnsupportedError, match="not tau2-bench"):
-        Tau2Environment(EnvironmentConfig(name="tau2"), UserConfig()).tasks("train")
-    assert tau2_digest(EnvironmentConfig(name="tau2")) == package.ABSENT
-
-
-def test_the_digest_follows_the_data_and_imports_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = EnvironmentConfig(name="tau2", domains=("kiosk",))
-    before = tau2_digest(config)
-    assert "tau2" not in sys.modules
-    assert before == tau2_digest(config)
-    copy = tmp_path / "tau2" / "domains" / "kiosk"
-    copy.mkdir(parents=True)
-    for path in (DATA / "data" / "tau2" / "domains" / "kiosk").iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setenv(package.DATA_VARIABLE, str(tmp_path))
-    assert tau2_digest(config) == before
-    (copy / "tasks.json").write_text("[]")
-    assert tau2_digest(config) != before
-
-
-# ---- recipe and data
-
-
+@pytest.mark.usefixtures("unloaded")
 def test_the_recipe_is_planned_without_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,6 +396,11 @@ def test_the_recipe_is_planned_without_the_package(
 
     without = [p for p in sys.path if p != str(DOUBLE)]
     monkeypatch.setattr(sys, "path", without)
+    config = EnvironmentConfig(name="tau2")
+    assert tau2_digest(config) == package.ABSENT
+    assert "git clone" in missing_tau2()
+    with pytest.raises(UnsupportedError, match="not installed"):
+        Tau2Environment(config, UserConfig()).tasks("train")
     plan = make_recipe_plan("tau2", [f"workspace={tmp_path}"])
     kinds = {stage.kind for stage in plan.stages}
     assert kinds >= {"data", "sft", "sample", "rft", "grpo", "evaluate"}
@@ -467,66 +412,31 @@ def test_the_recipe_is_planned_without_the_package(
     assert prints[0]["data"] != prints[1]["data"]
 
 
-def test_published_rows_are_read_and_held_out_tasks_left_out(helpful: str, tmp_path: Path) -> None:
-    """They have their conversation in `prompt`, and the task's own id in `metadata`."""
-    turn = '<tool_call>\n{"name": "respond", "arguments": {"content": "Hello."}}\n</tool_call>'
-    rows = [
-        {
-            "task_id": f"[kiosk]{own_id}[sample_0]",
-            "prompt": [
-                {"role": "system", "content": "Serve the user."},
-                {"role": "user", "content": f"I am customer {own_id}."},
-                {"role": "assistant", "content": turn},
-            ],
-            "response": "",
-            "metadata": {"domain": "kiosk", "tau2_task_id": own_id, "success": True},
-        }
-        for own_id in ("0", "2")
-    ]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    environment = environment_at(helpful, "kiosk")
-    held_out = {task.id for task in environment.tasks("test")}
-    config = replace_fields(RecipeConfig(), {"data.sft_path": str(file)})
-    kept, left_out = read_conversations(config, tiny_tokenizer(), held_out)
-    assert left_out == "held_out_task"
-    assert not isinstance(kept, str)
-    assert kept.domain == "kiosk"
-    assert sum(kept.row.loss_mask) > 0
+@pytest.mark.usefixtures("unloaded")
+def test_the_package_for_chemistry_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tau2").mkdir()
+    (tmp_path / "tau2" / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "chemistry" in missing_tau2()
+    with pytest.raises(UnsupportedError, match="not tau2-bench"):
+        Tau2Environment(EnvironmentConfig(name="tau2"), UserConfig()).tasks("train")
+    assert tau2_digest(EnvironmentConfig(name="tau2")) == package.ABSENT
 
 
-def test_the_runner_plays_it_and_counts_an_outage_apart(helpful: str) -> None:
-    """Concurrently, token by token, with a user who is asked over HTTP and then goes away."""
-    pytest.importorskip("transformers")
-    from refiner_core.contract.types import SamplingParams
-    from refiner_core.environments.conversation import prompt_ids
-    from refiner_core.environments.episodes import EpisodeRequest, run_episodes, settings_of
-    from refiner_core.environments.turns import call_text
-    from tests.support.counting import Scripted
+@pytest.mark.usefixtures("unloaded")
+def test_the_digest_follows_the_data_and_imports_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EnvironmentConfig(name="tau2", domains=("kiosk",))
+    before = tau2_digest(config)
+    assert "tau2" not in sys.modules
+    shutil.copytree(DATA / "data", tmp_path, dirs_exist_ok=True)
+    monkeypatch.setenv(package.DATA_VARIABLE, str(tmp_path))
+    assert tau2_digest(config) == before
+    (tmp_path / "tau2" / "domains" / "kiosk" / "tasks.json").write_text("[]")
+    assert tau2_digest(config) != before
 
-    tokenizer = tiny_tokenizer()
-    turns = [call_text(one) for one in (SEAT, say("Your seat is 7F."), DONE)]
-    turns.insert(0, call_text(ToolCall("find_ticket", {"ticket_id": "T1"})))
-    gone = {"environment.max_turns": 20, "grpo.max_token_length": 6000, "grpo.response_length": 120}
-    config = replace_fields(RecipeConfig(), {"environment.name": "tau2", **gone})
-    with JudgeServer(lambda body, number: Reply(503)) as broken:
-        records = {}
-        for name, url in (("up", helpful), ("down", broken.base_url)):
-            environment = environment_at(url, "kiosk", max_turns=20)
-            task = task_of(environment, "0")
-            prompt = prompt_ids(tokenizer, environment.policy("kiosk"), environment.tools("kiosk"))
-            found: dict[int, Any] = {}
-            run_episodes(
-                Scripted(tokenizer, lambda episode, turn: turns[min(turn, 3)]),
-                environment,
-                tokenizer,
-                [EpisodeRequest(task, prompt, seed) for seed in range(3)],
-                settings_of(config, environment, SamplingParams()),
-                found.__setitem__,
-            )
-            records[name] = [record_from_json(found[n].episode) for n in range(3)]
-    assert [(r.status, r.reward, r.failure) for r in records["up"]] == [("finished", 1.0, None)] * 3
-    assert records["up"][0].tools == ("find_ticket", "set_seat", "respond", "done")
-    assert [(r.status, r.error_kind, r.reward) for r in records["down"]] == [
-        ("error", "user_down", None)
-    ] * 3
+
+# ---- recipe and data

@@ -8,45 +8,19 @@ from typing import Any
 from pydantic import BaseModel
 
 from tau2.data_model.message import Message
-from tau2.data_model.tasks import Action, EnvAssertion, RewardType
+from tau2.data_model.tasks import RewardType
 
-
-class DBCheck(BaseModel):
-    db_match: bool
-    db_reward: float
-
-
-class ActionCheck(BaseModel):
-    action: Action
-    action_match: bool
-    action_reward: float
-
-
-class EnvAssertionCheck(BaseModel):
-    env_assertion: EnvAssertion
-    met: bool
-    reward: float
-
-
-class SaidCheck(BaseModel):
-    info: str
-    met: bool
-    justification: str
-
-
-class NLAssertionCheck(BaseModel):
-    nl_assertion: str
-    met: bool
-    justification: str
+#: One class per kind in the real package.
+Check = dict[str, Any]
 
 
 class RewardInfo(BaseModel):
     reward: float
-    db_check: DBCheck | None = None
-    env_assertions: list[EnvAssertionCheck] | None = None
-    action_checks: list[ActionCheck] | None = None
-    nl_assertions: list[NLAssertionCheck] | None = None
-    communicate_checks: list[SaidCheck] | None = None
+    db_check: Check | None = None
+    env_assertions: list[Check] | None = None
+    action_checks: list[Check] | None = None
+    nl_assertions: list[Check] | None = None
+    communicate_checks: list[Check] | None = None
     reward_basis: list[RewardType] | None = None
     reward_breakdown: dict[RewardType, float] | None = None
     info: dict[str, Any] | None = None

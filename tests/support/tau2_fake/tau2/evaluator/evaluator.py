@@ -1,4 +1,4 @@
-"""What a run was worth: the conversation is played again on a fresh domain."""
+"""Rewards of runs: the conversation is played again on a fresh domain."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from tau2.data_model.message import AssistantMessage, ToolMessage
-from tau2.data_model.simulation import (
-    ActionCheck,
-    DBCheck,
-    EnvAssertionCheck,
-    RewardInfo,
-    SaidCheck,
-    TerminationReason,
-)
+from tau2.data_model.simulation import Check, RewardInfo, TerminationReason
 from tau2.data_model.tasks import RewardType
 from tau2.registry import registry
 
@@ -48,15 +41,15 @@ def evaluate_simulation(
     ]
     told = [_told(info, said) for info in criteria.communicate_info or ()]
     held = [
-        EnvAssertionCheck(env_assertion=a, met=played.holds(a), reward=float(played.holds(a)))
+        {"env_assertion": a, "met": played.holds(a), "reward": float(played.holds(a))}
         for a in criteria.env_assertions or ()
     ]
     same = played.state() == wanted.state()
     parts = {
         RewardType.DB: float(same),
-        RewardType.ENV_ASSERTION: float(all(check.met for check in held)),
-        RewardType.ACTION: float(all(check.action_match for check in actions)),
-        RewardType.COMMUNICATE: float(all(check.met for check in told)),
+        RewardType.ENV_ASSERTION: float(all(check["met"] for check in held)),
+        RewardType.ACTION: float(all(check["action_match"] for check in actions)),
+        RewardType.COMMUNICATE: float(all(check["met"] for check in told)),
     }
     breakdown = {name: parts[name] for name in criteria.reward_basis}
     reward = 1.0
@@ -64,7 +57,7 @@ def evaluate_simulation(
         reward *= part
     return RewardInfo(
         reward=reward,
-        db_check=DBCheck(db_match=same, db_reward=float(same)),
+        db_check={"db_match": same, "db_reward": float(same)},
         env_assertions=held,
         action_checks=actions,
         communicate_checks=told,
@@ -73,14 +66,14 @@ def evaluate_simulation(
     )
 
 
-def _action(action: Any, calls: list[Any]) -> ActionCheck:
+def _action(action: Any, calls: list[Any]) -> Check:
     match = any(
         (c.name, c.arguments, c.requestor) == (action.name, action.arguments, action.requestor)
         for c in calls
     )
-    return ActionCheck(action=action, action_match=match, action_reward=float(match))
+    return {"action": action, "action_match": match, "action_reward": float(match)}
 
 
-def _told(info: str, said: list[str]) -> SaidCheck:
+def _told(info: str, said: list[str]) -> Check:
     met = any(info.lower() in text for text in said)
-    return SaidCheck(info=info, met=met, justification="looked for in what was said")
+    return {"info": info, "met": met, "justification": "looked for in the words"}

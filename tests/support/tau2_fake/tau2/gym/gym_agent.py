@@ -1,4 +1,4 @@
-"""The agent of the gym: somebody outside decides what it says."""
+"""The agent of the gym: an outside caller decides its messages."""
 
 from __future__ import annotations
 

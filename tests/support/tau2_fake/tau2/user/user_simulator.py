@@ -3,6 +3,7 @@ OpenAI's client, or derived from them."""
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -11,6 +12,11 @@ import openai
 from tau2.data_model.message import AssistantMessage, ToolCall, UserMessage
 
 ENDS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
+
+
+@functools.cache
+def client_of(base_url: str, key: str, timeout: float, retries: int) -> openai.OpenAI:
+    return openai.OpenAI(base_url=base_url, api_key=key, timeout=timeout, max_retries=retries)
 
 
 class UserSimulator:
@@ -35,12 +41,8 @@ class UserSimulator:
         args = dict(self.llm_args)
         provider, _, model = self.llm.partition("/")
         assert provider == "openai"
-        client = openai.OpenAI(
-            base_url=args.pop("api_base"),
-            api_key=args.pop("api_key"),
-            timeout=args.pop("timeout"),
-            max_retries=args.pop("num_retries"),
-        )
+        names = ("api_base", "api_key", "timeout", "num_retries")
+        client = client_of(*(args.pop(name) for name in names))
         if self.tools:
             args["tools"] = [tool.openai_schema for tool in self.tools]
         asked = [{"role": "system", "content": str(self.instructions)}]
