@@ -35,7 +35,7 @@ from refiner_core.training.batches import Sample, build_pack, collate
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.model.loading import Loaded
 from refiner_core.training.steps.boundary import Boundary
-from tests.bench.training_work import machine
+from tests.bench.__main__ import machine
 from tests.support.tiny_training import tiny_model, tiny_tokenizer
 
 GOAL_SHARE = 0.15

@@ -29,10 +29,10 @@ from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt, WorkerComma
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
 from infra.slurm.scheduler import RealSlurm
-from infra.store.provenance import host
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import Resources
 from refiner_core.contract.records import Attempt
+from tests.bench.__main__ import machine
 from tests.support.slurm_cluster import Cluster, ClusterSpec, missing, running_cluster
 
 JOBS, LIVE, ROUNDS, LOOK_S = 200, 1000, 3, 30.0
@@ -48,7 +48,7 @@ def main() -> int:
         return 2
     with running_cluster(spec) as cluster, cluster.joined():
         for line in (*no_op_jobs(), *live_jobs(cluster)):
-            print(json.dumps({**line, "machine": _machine()}), flush=True)
+            print(json.dumps({**line, "machine": machine()}), flush=True)
     return 0
 
 
@@ -203,11 +203,6 @@ def _folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _machine() -> str:
-    found = host()
-    return f"{found['cpu']}, {found['cores']} cores"
 
 
 if __name__ == "__main__":

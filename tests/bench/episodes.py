@@ -23,7 +23,6 @@ import argparse
 import heapq
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,8 +32,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from infra.store.provenance import host
-from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.types import (
     Completion,
@@ -50,8 +47,7 @@ from refiner_core.environments.registry import open_environment
 from refiner_core.generation.completions import LockstepTurns
 from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.transformers_backend import TransformersGenerator
-from refiner_core.models.random_model import save_random_model
-from tests.bench.__main__ import ROUNDS, compare
+from tests.bench.__main__ import ROUNDS, compare, endless_generator, machine
 
 BATCH, TURNS = 64, 4
 PROMPT, FIRST, OWN, TOLD = 256, 24, 24, 32  # tokens: shared prompt, first message, means per turn
@@ -158,7 +154,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", type=Path)
     folder = parser.parse_args(arguments).model
     torch.set_num_threads(1)
-    generator = make_generator()
+    generator = endless_generator(BATCH)
     vocabulary = len(generator.tokenizer)
     cases: tuple[tuple[str, int, bool], ...] = (
         (f"{BATCH} episodes", BATCH, True),
@@ -174,25 +170,6 @@ def main(arguments: list[str]) -> int:
     if folder is not None:
         print(json.dumps(at_the_desk(folder)), flush=True)
     return 0
-
-
-def make_generator() -> TransformersGenerator:
-    """The tiny shape, with nothing that ends a text."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_random_model(
-            Path(folder),
-            hidden_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            head_dim=64,
-            intermediate_size=256,
-            seed=0,
-        )
-        config = ModelConfig(name_or_path=folder)
-        model, tokenizer = load_model(folder, config), load_tokenizer(folder, config)
-    model.generation_config.eos_token_id = None
-    tokenizer.eos_token = None
-    return TransformersGenerator(model, tokenizer, batch_size=BATCH)
 
 
 def against_single_turns(
@@ -234,7 +211,7 @@ def slow_tools(generator: TransformersGenerator, episodes: Sequence[Plan]) -> li
                 if kind == "slow":
                     idle[side].append(desk.idle_s / wall_s)
     rate = {name: statistics.median(found) for name, found in rates.items()}
-    common = {"rounds": ROUNDS, "machine": _machine()}
+    common = {"rounds": ROUNDS, "machine": machine()}
     kept = {side: rate[f"{side} slow"] / rate[f"{side} instant"] for side in sides}
     still = {side: statistics.median(shares) for side, shares in idle.items()}
     tools = f"tools of {SLOWEST_S[0] * 1000:.0f} to {SLOWEST_S[1] * 1000:.0f} ms"
@@ -304,10 +281,5 @@ def at_the_desk(folder: Path) -> dict[str, Any]:
         "unit": "own tokens per CPU-second, tools included; the rival decodes round by round",
         "rival_turns": turns["rival"],
         "rounds": ROUNDS,
-        "machine": _machine(),
+        "machine": machine(),
     }
-
-
-def _machine() -> str:
-    found = host()
-    return f"{found['cpu']}, {found['cores']} cores"

@@ -43,6 +43,8 @@ from tests.bench.training_work import (
     Work,
     fixed_rollouts,
     make_inputs,
+    median_of,
+    parts_of,
     run_ours,
 )
 
@@ -132,7 +134,7 @@ def measure(shape: str, rounds: int, steps: int, card: str) -> list[dict[str, An
                 assert done.response_tokens == [WORK.response_tokens] * steps
     flops = model_flops(config_of_model, weights, WORK)
     peak = next((value for name, value in PEAK_FLOPS.items() if name in card), None)
-    seconds = {key: _median(runs) for key, runs in sides.items()}
+    seconds = {key: median_of([done for done, _ in runs], "wall_s") for key, runs in sides.items()}
     memory = {key: max(gib for _, gib in runs) for key, runs in sides.items()}
     seconds["plain"] = statistics.median(plain_s)
 
@@ -164,8 +166,8 @@ def measure(shape: str, rounds: int, steps: int, card: str) -> list[dict[str, An
             "GRPO step, against TRL",
             "step",
             "step of TRL",
-            ours_parts_s=_parts(sides["step"]),
-            rival_parts_s=_parts(sides["step of TRL"]),
+            ours_parts_s=parts_of([done for done, _ in sides["step"]]),
+            rival_parts_s=parts_of([done for done, _ in sides["step of TRL"]]),
         ),
         {
             "name": "most GPU memory of a GRPO step",
@@ -250,12 +252,3 @@ def _with_memory(call: Any) -> tuple[Steps, float]:
     done = call()
     torch.cuda.synchronize()
     return done, torch.cuda.max_memory_allocated() / 2**30
-
-
-def _median(runs: Sequence[tuple[Steps, float]]) -> float:
-    return statistics.median(value for done, _ in runs for value in done.wall_s)
-
-
-def _parts(runs: Sequence[tuple[Steps, float]]) -> dict[str, float]:
-    parts = [part for done, _ in runs for part in done.parts]
-    return {name: round(statistics.median(p[name] for p in parts), 3) for name in parts[0]}

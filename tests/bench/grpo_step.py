@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.bench.__main__ import machine
 from tests.bench.training_work import (
     REAL_ROWS,
-    Steps,
     Work,
     fixed_work,
-    machine,
     make_inputs,
+    median_of,
+    parts_of,
     real_mix,
     run_ours,
 )
@@ -41,13 +41,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--shape", choices=("tiny", "small"), default="small")
-    parser.add_argument("--only", choices=("fixed", "real"))
     told = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if told.only != "real":
-        print(json.dumps(compare(fixed_work(told.shape), told.rounds, told.steps)), flush=True)
-    if told.only == "fixed":
-        return 0
+    print(json.dumps(compare(fixed_work(told.shape), told.rounds, told.steps)), flush=True)
     if not REAL_ROWS.is_dir():
         print(json.dumps({"name": "GRPO step, real length mix", "skipped": "no real rows here"}))
         return 0
@@ -75,7 +71,7 @@ def compare(work: Work, rounds: int, steps: int) -> dict[str, Any]:
             )
     for side in (*ours, *rival):
         assert side.response_tokens == [work.response_tokens] * steps, side.response_tokens
-    mine, other = _median(ours, "cpu_s"), _median(rival, "cpu_s")
+    mine, other = median_of(ours, "cpu_s"), median_of(rival, "cpu_s")
     ratio = other / mine
     return {
         "name": f"GRPO step, {work.name}",
@@ -83,9 +79,9 @@ def compare(work: Work, rounds: int, steps: int) -> dict[str, Any]:
         "rival": round(other, 3),
         "ratio": round(ratio, 2),
         "unit": "CPU seconds per step (less is better; ratio = rival / ours)",
-        "ratio_wall": round(_median(rival, "wall_s") / _median(ours, "wall_s"), 2),
-        "ours_parts_s": _parts(ours),
-        "rival_parts_s": _parts(rival),
+        "ratio_wall": round(median_of(rival, "wall_s") / median_of(ours, "wall_s"), 2),
+        "ours_parts_s": parts_of(ours),
+        "rival_parts_s": parts_of(rival),
         "goal": GOALS[work.name],
         "met": ratio >= GOALS[work.name],
         "model": work.shape,
@@ -97,12 +93,3 @@ def compare(work: Work, rounds: int, steps: int) -> dict[str, Any]:
         "rounds": rounds,
         "machine": machine(),
     }
-
-
-def _median(side: list[Steps], clock: str) -> float:
-    return statistics.median(value for steps in side for value in getattr(steps, clock))
-
-
-def _parts(side: list[Steps]) -> dict[str, float]:
-    parts = [part for steps in side for part in steps.parts]
-    return {name: round(statistics.median(p[name] for p in parts), 3) for name in parts[0]}

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
+from tests.bench.__main__ import machine
 from tests.bench.training_work import (
     FixedRollouts,
     Work,
     fixed_rollouts,
     fixed_work,
-    machine,
     make_inputs,
     run_ours,
 )

@@ -27,6 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from refiner_core.contract.types import PromptRow
+from tests.bench.__main__ import machine
 from tests.bench.training_work import (
     SHAPES,
     FixedRollouts,
@@ -34,7 +35,6 @@ from tests.bench.training_work import (
     fixed_rollouts,
     fixed_work,
     long_responses,
-    machine,
     make_inputs,
     run_ours,
 )

@@ -11,6 +11,7 @@ same place here): -inf before the last token, alone at the last. Everything else
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from infra.store.provenance import host
 from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.types import (
     Completion,
@@ -37,26 +37,15 @@ from refiner_core.data.prepared import write_prompts
 from refiner_core.generation import transformers_backend
 from refiner_core.models import tiny_tokenizer
 from refiner_core.models.random_model import save_random_model
+from tests.bench.__main__ import TINY_SHAPE
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import NoJudge, train_rewarded
 
 REAL_ROWS = Path(__file__).parents[3] / "shared" / "data" / "scholarqa"
 #: The embedded model's shape (about 1M parameters), and one of 4 layers of 256 (about 4M).
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 256,
-    },
-    "small": {
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 768,
-    },
+    "tiny": TINY_SHAPE,
+    "small": TINY_SHAPE | {"hidden_size": 256, "intermediate_size": 768},
     "wide": {  # the vocabulary of Qwen3 on a model that is next to nothing
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -202,6 +191,17 @@ class Steps:
     cpu_s: list[float] = field(default_factory=list)
     parts: list[Mapping[str, float]] = field(default_factory=list)
     response_tokens: list[int] = field(default_factory=list)
+
+
+def median_of(runs: Sequence[Steps], clock: str) -> float:
+    """The median of a clock over all steps of all runs."""
+    return statistics.median(value for steps in runs for value in getattr(steps, clock))
+
+
+def parts_of(runs: Sequence[Steps]) -> dict[str, float]:
+    """Median wall seconds of generate, score and update."""
+    parts = [part for steps in runs for part in steps.parts]
+    return {name: round(statistics.median(p[name] for p in parts), 3) for name in parts[0]}
 
 
 class FixedRollouts:
@@ -350,9 +350,3 @@ def scripted_lengths(work: Work, inputs: Path) -> Iterator[None]:
         yield
     finally:
         transformers_backend._Decoding = plain  # type: ignore[misc]
-
-
-def machine() -> str:
-    """The kind of machine, as the lines say it."""
-    found = host()
-    return f"{found['cpu']}, {found['cores']} cores"
