@@ -6,13 +6,12 @@ random weights play episodes that end well, badly, broken, or by the turn limit,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,7 +20,6 @@ from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
     OnCompletion,
-    PromptRow,
     SamplingParams,
 )
 from refiner_core.data.prepared import write_prompts
@@ -29,8 +27,7 @@ from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.protocol import InfrastructureError, Message, Task, row_of_task
 from refiner_core.training.grpo import train_grpo
 from tests.support.counting import TOOLS, Counting, CountingEpisode, call
-from tests.support.stage_io import FolderStageIO
-from tests.support.tiny_training import tiny_model
+from tests.support.tiny_training import TrainRun, tiny_model
 
 VOCABULARY = 400
 _TEMPLATE = """{%- if tools %}<|im_start|>system
@@ -107,14 +104,12 @@ class CallingSampler:
     @torch.no_grad()
     def _one(self, request: GenerationRequest, params: SamplingParams) -> Completion:
         rng = torch.Generator().manual_seed(request.seed)
-        temperature = params.temperature or 1.0
+        temperature = params.temperature
         context = list(request.prompt_ids)
         logits = self.model(torch.tensor([context]), use_cache=False).logits[0, -1].float()
         leaning = logits[10 : 10 + len(SAYINGS)] / 4 + LEANING
         choices = torch.softmax(leaning / temperature, -1)
         chosen = int(torch.multinomial(choices, 1, generator=rng))
-        if params.temperature == 0:
-            chosen = int(choices.argmax())
         ids = self._ids[chosen][: params.max_new_tokens]
         logits = self.model(torch.tensor([[*context, *ids]]), use_cache=False).logits[0]
         every = torch.log_softmax(logits[len(context) - 1 : -1].float() / temperature, -1)
@@ -161,18 +156,13 @@ def save_inputs(root: Path) -> Path:
     tokenizer = tool_tokenizer()
     tiny_model(vocab_size=VOCABULARY, num_hidden_layers=1).save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
-    rows = [row_of_task(task, _prompt(tokenizer, task)) for task in tasks()]
-    save_rows(root, rows)
-    return root
-
-
-def save_rows(root: Path, rows: Sequence[PromptRow]) -> None:
+    rows = [
+        row_of_task(task, prompt_ids(tokenizer, f"Count. You are {task.domain}.", TOOLS))
+        for task in tasks()
+    ]
     (root / "data").mkdir(parents=True, exist_ok=True)
     write_prompts(root / "data" / "rl_train.parquet", rows)
-
-
-def _prompt(tokenizer: Any, task: Task) -> tuple[int, ...]:
-    return prompt_ids(tokenizer, f"Count. You are {task.domain}.", TOOLS)
+    return root
 
 
 def recipe(environment: dict[str, Any] | None = None, **grpo: Any) -> RecipeConfig:
@@ -197,18 +187,18 @@ def recipe(environment: dict[str, Any] | None = None, **grpo: Any) -> RecipeConf
     )
 
 
-class EpisodeRun:
-    """One GRPO stage on episodes, called again after a stop or a fault."""
+class EpisodeRun(TrainRun):
+    """A GRPO stage on episodes."""
 
     def __init__(self, inputs: Path, root: Path, config: RecipeConfig) -> None:
-        self.inputs, self.root, self.config = inputs, root, config
-        self.io = FolderStageIO(root / "io")
+        super().__init__(inputs, root)
+        self.config = config
         self.environment = Troubled()
 
-    def __call__(self, change: Callable[[RecipeConfig], RecipeConfig] = lambda c: c) -> Any:
-        torch.rand(3)  # a process that comes back has another random state
+    def __call__(self, name: str = "", **grpo: Any) -> dict[str, Any]:
+        torch.rand(3)  # a process that resumes has another random state
         return train_grpo(
-            change(self.config),
+            self.config,
             data_dir=self.inputs / "data",
             model_ref=str(self.inputs / "model"),
             output_dir=self.root / "out",
@@ -216,16 +206,3 @@ class EpisodeRun:
             judge=None,
             environment=self.environment,
         )
-
-    def outcome(self) -> dict[str, Any]:
-        """All that must not depend on interruptions."""
-        weights = load_file(self.root / "out/model/model.safetensors")
-        return {
-            "metrics": self.io.comparable_metrics(),
-            "rollouts": self.io.rollouts(),
-            "weights": {name: value.tolist() for name, value in weights.items()},
-        }
-
-    def column(self, name: str) -> list[Any]:
-        """A metric, step by step."""
-        return [row.get(name) for row in self.io.metrics()]
