@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +197,7 @@ def test_a_token_that_was_appended_has_no_ratio_to_a_sampler(monkeypatch):
     (logprobs,), _ = scores(tiny_model(0), [sample], grpo.temperature)
     ratio = float((logprobs[0] + 1.0).exp())
     assert metrics["val/ratio"] == pytest.approx((ratio + 1.0) / 2, rel=1e-4)
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 # ---------------------------------------------------------------- TRL
