@@ -104,12 +104,14 @@ class CallingSampler:
     @torch.no_grad()
     def _one(self, request: GenerationRequest, params: SamplingParams) -> Completion:
         rng = torch.Generator().manual_seed(request.seed)
-        temperature = params.temperature
+        temperature = params.temperature or 1.0
         context = list(request.prompt_ids)
         logits = self.model(torch.tensor([context]), use_cache=False).logits[0, -1].float()
         leaning = logits[10 : 10 + len(SAYINGS)] / 4 + LEANING
         choices = torch.softmax(leaning / temperature, -1)
         chosen = int(torch.multinomial(choices, 1, generator=rng))
+        if params.temperature == 0:
+            chosen = int(choices.argmax())
         ids = self._ids[chosen][: params.max_new_tokens]
         logits = self.model(torch.tensor([[*context, *ids]]), use_cache=False).logits[0]
         every = torch.log_softmax(logits[len(context) - 1 : -1].float() / temperature, -1)

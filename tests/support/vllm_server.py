@@ -14,7 +14,7 @@ the engine unless prompts are read whole. What the model does by itself is in
 
 ``POST /control`` is for tests: ``{"hang": true}`` answers nobody any more, ``{"die_after": n}``
 kills the process at the n-th completion from now, ``{"lose": n}`` drops as many connections,
-``{"slow_s": x}`` waits for each token. ``GET /control`` gives the routes and bodies so far.
+``{"slow_s": x}`` waits for each token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ if __name__ == "__main__":
 from tests.support.vllm_engine import Engine, Sampled, Sampling
 
 _DEV = ("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache")
-_DEV_GET = ("/is_paused", "/weight_info", "/get_world_size")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -109,10 +108,6 @@ class State:
         given = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         asyncio.run(self.middleware({"type": "http", "headers": given}, None, send))
         return max(said, default=0)
-
-    def note(self, route: str, body: Any) -> None:
-        with self.changed:
-            self.log.append((route, body))
 
     def counted(self, name: str) -> bool:
         """Whether a control that counts down is due."""
@@ -242,15 +237,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         route = urlsplit(self.path).path
         self._hang()
-        if route == "/control":
-            self._answer(200, {"log": self.state.log})
-        elif status := self.state.refusal(self.headers):
+        if status := self.state.refusal(self.headers):
             self._answer(status, {"error": "Unauthorized"})
         elif route == "/health":
             self._answer(200, {})
-        elif route in _DEV_GET and self.state.dev:
-            found = {"is_paused": self.state.paused, "weight_version": self.state.version}
-            self._answer(200, {**found, "world_size": 1})
+        elif route == "/is_paused" and self.state.dev:
+            self._answer(200, {"is_paused": self.state.paused})
         else:
             self._answer(404, {"detail": "Not Found"})
 
@@ -266,7 +258,7 @@ class Handler(BaseHTTPRequestHandler):
         if status := state.refusal(self.headers):
             self._answer(status, {"error": "Unauthorized"})
             return
-        state.note(parts.path, body)
+        state.log.append((parts.path, body))
         if parts.path == "/v1/completions":
             self._complete(body)
         elif parts.path in _DEV and state.dev:
@@ -316,11 +308,11 @@ def make_server(state: State, host: str, port: int) -> ThreadingHTTPServer:
 
 
 @contextmanager
-def served(folder: Path, *options: str, dev: bool = True, key: str = "") -> Iterator[Served]:
+def served(folder: Path, *options: str, key: str = "") -> Iterator[Served]:
     """A server in threads of this process, started as rollout servers are."""
     usual = ("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs")
     argv = ["serve", str(folder), "--served-model-name", "policy", "--max-model-len", "128"]
-    state = State(parse([*argv, *(options or usual)]), dev=dev, key=key)
+    state = State(parse([*argv, *(options or usual)]), dev=True, key=key)
     server = make_server(state, "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
