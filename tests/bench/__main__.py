@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -135,6 +138,24 @@ def compare(
         "rounds": ROUNDS,
         "machine": machine(),
     }
+
+
+def in_a_process(*words: str) -> Any:
+    """The JSON line that a bench prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench", *words],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def peak_mib() -> float:
+    """The most memory that this process has had so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def machine() -> str:

@@ -1,4 +1,4 @@
-"""`python -m tests.bench checkpoint_stall [--sizes 64 256 1024] [--rounds 5] [--folder DIR]`.
+"""`python -m tests.bench checkpoint_stall`.
 
 How long a training step waits at a save: ours copies the state to host memory and writes it while
 training goes on (`async_save`), through the real boundary, store and file formats, with fsync,
@@ -13,7 +13,6 @@ two share them); `sync_s`, the stall with `async_save=false`, which hashes, too.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -38,7 +37,7 @@ from refiner_core.training.steps.boundary import Boundary
 from tests.bench.__main__ import machine
 from tests.support.tiny_training import tiny_model, tiny_tokenizer
 
-GOAL_SHARE = 0.15
+GOAL_SHARE, ROUNDS = 0.15, 5
 MIB = 2**20
 #: Bytes of a float32 parameter with AdamW's two moments.
 BYTES_PER_PARAMETER = 12
@@ -47,19 +46,14 @@ TOKENS, HEADS, HEAD_DIM = 128, 8, 64
 
 def main(arguments: list[str]) -> int:
     """One line per size; 0 even where the goal is missed: the lines say so."""
-    parser = argparse.ArgumentParser(prog="tests.bench checkpoint_stall")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 1024], help="MiB")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk that is measured")
-    told = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for size in told.sizes:
-        with tempfile.TemporaryDirectory(dir=told.folder) as folder:
-            print(json.dumps(measured(size, told.rounds, Path(folder))), flush=True)
+    for size in (64, 256, 1024):
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(measured(size, Path(folder))), flush=True)
     return 0
 
 
-def measured(size_mib: int, rounds: int, folder: Path) -> dict[str, Any]:
+def measured(size_mib: int, folder: Path) -> dict[str, Any]:
     """A state of about ``size_mib``."""
     work = Work(size_mib, folder)
     alone = statistics.median(work.train() for _ in range(5))
@@ -68,7 +62,7 @@ def measured(size_mib: int, rounds: int, folder: Path) -> dict[str, Any]:
     rivals: list[float] = []
     beside: list[float] = []
     background: list[float] = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         stalls.append(work.save(asynchronous=True))
         began = time.perf_counter()
         while work.writing:
@@ -92,7 +86,7 @@ def measured(size_mib: int, rounds: int, folder: Path) -> dict[str, Any]:
         "sync_s": round(synchronous, 4),
         "step_s": round(alone, 4),
         "step_beside": round(statistics.median(beside) / alone, 2) if beside else None,
-        "rounds": rounds,
+        "rounds": ROUNDS,
         "machine": machine(),
     }
 

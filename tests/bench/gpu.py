@@ -1,4 +1,4 @@
-"""`python -m tests.bench gpu [--shape 0.6B|1.7B|4B] [--rounds 3] [--out DIR]`: the pairs on a GPU.
+"""`python -m tests.bench gpu [--shape 0.6B|1.7B|4B] [--out DIR]`: the pairs on a GPU.
 
 bf16, a model of Qwen3's shape with random weights (made from its configuration, nothing is
 fetched), packs of 8,192 tokens. Where torch sees no CUDA device it says that nothing was run, and
@@ -48,7 +48,7 @@ from tests.bench.training_work import (
     run_ours,
 )
 
-PACK_LENGTH = 8192
+PACK_LENGTH, ROUNDS, STEPS = 8192, 3, 3
 GPU_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "tiny"}
 #: A step: 4 prompts of 1,536 tokens, 8 responses of 512 to each.
 WORK = Work("8,192-token packs", "", (1536,) * 4, ((512,) * 8,) * 4)
@@ -59,8 +59,6 @@ def main(arguments: list[str]) -> int:
     """Measure, or say that there is no GPU."""
     parser = argparse.ArgumentParser(prog="tests.bench gpu")
     parser.add_argument("--shape", choices=tuple(GPU_SHAPES), default="0.6B")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path())
     told = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -68,7 +66,7 @@ def main(arguments: list[str]) -> int:
         return 0
     card = torch.cuda.get_device_name(0)
     machine = f"{host()['name']}, {card}"
-    lines = measure(told.shape, told.rounds, told.steps, card)
+    lines = measure(told.shape, card)
     path = told.out / f"gpu-{re.sub(r'[^A-Za-z0-9.-]+', '-', machine)}.jsonl"
     with path.open("a") as file:
         for line in lines:
@@ -78,7 +76,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def measure(shape: str, rounds: int, steps: int, card: str) -> list[dict[str, Any]]:
+def measure(shape: str, card: str) -> list[dict[str, Any]]:
     """All pairs."""
     from transformers import AutoModelForCausalLM
 
@@ -92,24 +90,12 @@ def measure(shape: str, rounds: int, steps: int, card: str) -> list[dict[str, An
         config = _gpu_recipe(attention)
 
         def ours(name: str, given: FixedRollouts | None) -> tuple[Steps, float]:
-            return _with_memory(
-                lambda: run_ours(
-                    *(WORK, root, root / name, steps),
-                    generator=given,
-                    base=config,
-                    pack_length=PACK_LENGTH,
-                )
-            )
+            settings = {"generator": given, "base": config, "pack_length": PACK_LENGTH}
+            return _with_memory(lambda: run_ours(WORK, root, root / name, STEPS, **settings))
 
         def trl(name: str, given: FixedRollouts | None, micro_batch: int) -> tuple[Steps, float]:
-            return _with_memory(
-                lambda: run_trl(
-                    *(WORK, rows, root, root / name, steps),
-                    micro_batch=micro_batch,
-                    fixed=given,
-                    cuda=True,
-                )
-            )
+            settings = {"micro_batch": micro_batch, "fixed": given, "cuda": True}
+            return _with_memory(lambda: run_trl(WORK, rows, root, root / name, STEPS, **settings))
 
         model = AutoModelForCausalLM.from_pretrained(
             root / "model", dtype=torch.bfloat16, attn_implementation=attention
@@ -118,20 +104,20 @@ def measure(shape: str, rounds: int, steps: int, card: str) -> list[dict[str, An
         weights = sum(p.numel() for p in model.parameters())
         sizes = {size: _plain(model, rows, rollouts, size) for size in MICRO_BATCHES}
         micro_batch = min(sizes, key=lambda size: sizes[size])
-        plain_s = [_plain(model, rows, rollouts, micro_batch) for _ in range(rounds * steps)]
+        plain_s = [_plain(model, rows, rollouts, micro_batch) for _ in range(ROUNDS * STEPS)]
         del model
         torch.cuda.empty_cache()
         sides: dict[str, list[tuple[Steps, float]]] = {
             key: [] for key in ("trainer", "trainer of TRL", "step", "step of TRL")
         }
-        for number in range(rounds):
+        for number in range(ROUNDS):
             sides["trainer"].append(ours(f"a{number}", rollouts))
             sides["trainer of TRL"].append(trl(f"b{number}", rollouts, micro_batch))
             sides["step"].append(ours(f"c{number}", None))
             sides["step of TRL"].append(trl(f"d{number}", None, micro_batch))
         for runs in sides.values():
             for done, _ in runs:
-                assert done.response_tokens == [WORK.response_tokens] * steps
+                assert done.response_tokens == [WORK.response_tokens] * STEPS
     flops = model_flops(config_of_model, weights, WORK)
     peak = next((value for name, value in PEAK_FLOPS.items() if name in card), None)
     seconds = {key: median_of([done for done, _ in runs], "wall_s") for key, runs in sides.items()}
@@ -152,7 +138,7 @@ def measure(shape: str, rounds: int, steps: int, card: str) -> list[dict[str, An
             "unit": "tokens per second, prompts counted once per sample",
             "attention": attention,
             "micro_batch_of_rival": micro_batch,
-            "rounds": rounds,
+            "rounds": ROUNDS,
             **mfu,
             **more,
         }

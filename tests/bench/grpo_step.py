@@ -1,4 +1,4 @@
-"""`python -m tests.bench grpo_step [--rounds 3] [--steps 3] [--shape tiny|small]`: a GRPO step.
+"""`python -m tests.bench grpo_step`: a GRPO step.
 
 Ours is the public :func:`train_grpo` (transformers generation, defaults), the rival TRL's
 `GRPOTrainer` (:mod:`tests.bench.trl_side`): same random model, prompts, lengths of samples, reward,
@@ -11,7 +11,6 @@ rival's micro-batch is the fastest of :data:`MICRO_BATCHES`, which is tried firs
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -32,26 +31,22 @@ from tests.bench.training_work import (
 )
 
 MICRO_BATCHES = (8, 32)
+SHAPE, ROUNDS, STEPS = "small", 3, 3
 GOALS = {"fixed lengths": 1.3, "real length mix": 2.0}
 
 
 def main(arguments: list[str]) -> int:
     """Both works; 0 even where a goal is missed: the lines say so."""
-    parser = argparse.ArgumentParser(prog="tests.bench grpo_step")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--shape", choices=("tiny", "small"), default="small")
-    told = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print(json.dumps(compare(fixed_work(told.shape), told.rounds, told.steps)), flush=True)
+    print(json.dumps(compare(fixed_work(SHAPE))), flush=True)
     if not REAL_ROWS.is_dir():
         print(json.dumps({"name": "GRPO step, real length mix", "skipped": "no real rows here"}))
         return 0
-    print(json.dumps(compare(real_mix(told.shape), told.rounds, told.steps)), flush=True)
+    print(json.dumps(compare(real_mix(SHAPE))), flush=True)
     return 0
 
 
-def compare(work: Work, rounds: int, steps: int) -> dict[str, Any]:
+def compare(work: Work) -> dict[str, Any]:
     """ABAB rounds of both sides."""
     from tests.bench.trl_side import run_trl
 
@@ -64,13 +59,13 @@ def compare(work: Work, rounds: int, steps: int) -> dict[str, Any]:
             for size in MICRO_BATCHES
         }
         micro_batch = min(tried, key=lambda size: tried[size].cpu_s[0])
-        for number in range(rounds):
-            ours.append(run_ours(work, root, root / f"ours-{number}", steps))
+        for number in range(ROUNDS):
+            ours.append(run_ours(work, root, root / f"ours-{number}", STEPS))
             rival.append(
-                run_trl(work, rows, root, root / f"trl-{number}", steps, micro_batch=micro_batch)
+                run_trl(work, rows, root, root / f"trl-{number}", STEPS, micro_batch=micro_batch)
             )
     for side in (*ours, *rival):
-        assert side.response_tokens == [work.response_tokens] * steps, side.response_tokens
+        assert side.response_tokens == [work.response_tokens] * STEPS, side.response_tokens
     mine, other = median_of(ours, "cpu_s"), median_of(rival, "cpu_s")
     ratio = other / mine
     return {
@@ -90,6 +85,6 @@ def compare(work: Work, rounds: int, steps: int) -> dict[str, Any]:
         "prompt_tokens": sum(work.prompt_lengths),
         "response_tokens": work.response_tokens,
         "rival_micro_batch": micro_batch,
-        "rounds": rounds,
+        "rounds": ROUNDS,
         "machine": machine(),
     }

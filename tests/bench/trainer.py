@@ -1,4 +1,4 @@
-"""`python -m tests.bench trainer [--rounds 3] [--steps 3]`: the trainer alone, rollouts given.
+"""`python -m tests.bench trainer`: the trainer alone, rollouts given.
 
 Ours is :func:`train_grpo` with a generator that costs nothing (``beta`` 0): packing, forward,
 backward, clipping, AdamW, metrics, stored rollouts. Against it, on the same tokens:
@@ -14,7 +14,6 @@ what our bookkeeping costs. Goal: at least 85 % of plain. CPU seconds, medians, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -29,7 +28,6 @@ from transformers import AutoModelForCausalLM
 from refiner_core.contract.types import PromptRow
 from tests.bench.__main__ import machine
 from tests.bench.training_work import (
-    SHAPES,
     FixedRollouts,
     Work,
     fixed_rollouts,
@@ -40,24 +38,20 @@ from tests.bench.training_work import (
 )
 
 MICRO_BATCHES = (1, 4, 8, 32)
+ROUNDS, STEPS = 3, 3
 GOAL_OF_PLAIN = 0.85
 
 
 def main(arguments: list[str]) -> int:
     """All works against both rivals; 0 even where a goal is missed: the lines say so."""
-    parser = argparse.ArgumentParser(prog="tests.bench trainer")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="small")
-    told = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for work in (fixed_work(told.shape), long_responses(told.shape)):
-        for line in compare(work, told.rounds, told.steps):
+    for work in (fixed_work("small"), long_responses("small")):
+        for line in compare(work):
             print(json.dumps(line), flush=True)
     return 0
 
 
-def compare(work: Work, rounds: int, steps: int) -> list[dict[str, Any]]:
+def compare(work: Work) -> list[dict[str, Any]]:
     """One line per rival."""
     from tests.bench.trl_side import run_trl
 
@@ -73,13 +67,13 @@ def compare(work: Work, rounds: int, steps: int) -> list[dict[str, Any]]:
         assert ids.numel() == work.tokens
         tried = {size: plain(model, ids, labels, size) for size in MICRO_BATCHES}
         micro_batch = min(tried, key=lambda size: tried[size])
-        for number in range(rounds):
-            ours = run_ours(work, root, root / f"ours-{number}", steps, generator=rollouts)
-            plain_s += [plain(model, ids, labels, micro_batch) for _ in range(steps)]
+        for number in range(ROUNDS):
+            ours = run_ours(work, root, root / f"ours-{number}", STEPS, generator=rollouts)
+            plain_s += [plain(model, ids, labels, micro_batch) for _ in range(STEPS)]
             trl = run_trl(
-                *(work, rows, root, root / f"trl-{number}", steps), micro_batch=8, fixed=rollouts
+                *(work, rows, root, root / f"trl-{number}", STEPS), micro_batch=8, fixed=rollouts
             )
-            assert ours.response_tokens == trl.response_tokens == [work.response_tokens] * steps
+            assert ours.response_tokens == trl.response_tokens == [work.response_tokens] * STEPS
             ours_s += ours.cpu_s
             trl_s += trl.cpu_s
     mine = work.tokens / statistics.median(ours_s)
@@ -95,7 +89,7 @@ def compare(work: Work, rounds: int, steps: int) -> list[dict[str, Any]]:
         }
         if rival != "TRL":
             line |= {"goal": GOAL_OF_PLAIN, "met": mine / other >= GOAL_OF_PLAIN}
-        lines.append(line | {"tokens": work.tokens, "rounds": rounds, "machine": machine()})
+        lines.append(line | {"tokens": work.tokens, "rounds": ROUNDS, "machine": machine()})
     return lines
 
 
