@@ -100,23 +100,16 @@ def test_metrics_count_successes_turns_and_tokens(straight):
             own = [r for r in records if r.domain == domain]
             share = sum(r.success for r in own) / len(own)
             assert row[f"episodes/success/{domain}"] == pytest.approx(share)
-            mean = sum(r.partial or 0 for r in own) / len(own)
-            assert row[f"episodes/partial/{domain}"] == pytest.approx(mean)
         assert row["episodes/turns"] == pytest.approx(sum(len(r.turns) for r in records) / 6)
         assert row["episodes/own_tokens"] == pytest.approx(sum(sum(r["own"]) for r in rows) / 6)
-        assert row["episodes/own_tokens"] + row["episodes/foreign_tokens"] == pytest.approx(
-            row["val/sequence_lengths"]
-        )
         failed = sum(row[f"episodes/failed/{name}"] for name in ("limit", "no_call", "incomplete"))
         assert failed == 6 - sum(solved)
         stopped = sum(record.ended != "turn_limit" for record in records)
         assert row["val/stop_rate"] == pytest.approx(stopped / 6)
-        assert row["time/tools_s"] >= 0
     assert report["domains"]["near"]["attempts"] + report["domains"]["far"]["attempts"] == EPISODES
     successes = sum(run.column("episodes/successes"))
     assert sum(domain["successes"] for domain in report["domains"].values()) == successes > 0
     assert report["counts"]["episodes/successes"] == successes
-    assert len(report["curves"]["episodes/success"]) == STEPS
     own = sum(sum(r["own"]) for rows in outcome["rollouts"].values() for r in rows)
     assert report["tokens"] == own
 

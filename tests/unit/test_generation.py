@@ -233,36 +233,22 @@ def test_weights_that_are_not_a_number_stop_the_run(model: Any) -> None:
             model.model.norm.weight.copy_(kept)
 
 
-def test_a_sliding_window_is_refused_only_where_it_would_matter(model: Any) -> None:
-    generator = TransformersGenerator(model, LetterTokenizer())
-    model.config.sliding_window = 16
-    try:
-        generator.generate(group(prompts(8)[0], 1), SamplingParams(max_new_tokens=8))
-        with pytest.raises(UnsupportedError, match="sliding_attention at 17 tokens"):
-            generator.generate(group(prompts(8)[0], 1), SamplingParams(max_new_tokens=9))
-    finally:
-        model.config.sliding_window = None
-
-
-def test_positions_that_follow_the_longest_of_a_batch_are_refused() -> None:
-    """A sample would depend on which others are decoded beside it."""
-    model = tiny_model(vocab_size=VOCAB, **BATCH_ROPES["longrope"])
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"sliding_window": 16}, "sliding_attention at 17 tokens"),
+        (BATCH_ROPES["longrope"], "longrope"),
+    ],
+)
+def test_positions_that_depend_on_the_batch_are_refused_only_where_it_matters(
+    changes: dict[str, Any], error: str
+) -> None:
+    model = tiny_model(vocab_size=VOCAB, **changes)
+    model.config.sliding_window = changes.get("sliding_window")
     generator = TransformersGenerator(model, LetterTokenizer())
     generator.generate(group(prompts(8)[0], 1), SamplingParams(max_new_tokens=8))
-    with pytest.raises(UnsupportedError, match="longrope"):
+    with pytest.raises(UnsupportedError, match=error):
         generator.generate(group(prompts(8)[0], 1), SamplingParams(max_new_tokens=9))
-
-
-def test_batches_hold_every_request_once_and_share_prompts() -> None:
-    sizes = [1, 3, 8, 40, 8]
-    requests = [r for p, n in zip(prompts(4, 5, 6, 7, 8), sizes, strict=True) for r in group(p, n)]
-    batches = plan_batches(requests, 16)
-    assert sorted(i for b in batches for row in b for i in row.requests) == list(range(60))
-    for batch in batches:
-        assert len(batch) * max(len(row.requests) for row in batch) <= 16
-        for row in batch:
-            assert {requests[i].prompt_ids for i in row.requests} == {row.prompt_ids}
-    assert sum(len(b) for b in batches) == 1 + 1 + 1 + 3 + 1
 
 
 def test_batches_are_cut_before_their_cache_outgrows_memory() -> None:

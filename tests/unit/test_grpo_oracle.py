@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,6 +53,8 @@ from tests.support.tiny_training import (
 )
 
 GROUPS, SIZE = 3, 3
+AGGREGATIONS = ("token", "sequence", "constant")
+ESTIMATORS = ("kl1", "kl2", "kl3", "kl4")
 GRPO = replace(
     recipe().grpo,
     num_unique_prompts_rollout=GROUPS,
@@ -169,10 +172,13 @@ def oracle(
 
 
 @pytest.mark.parametrize(
-    ("old_logprobs", "cap"), [("recomputed", 0.0), ("recomputed", 1.1), ("sampler", 0.0)]
+    ("aggregation", "estimator", "cap", "old_logprobs"),
+    [
+        *itertools.product(AGGREGATIONS, ESTIMATORS, (1.1,), ("recomputed",)),
+        *itertools.product(AGGREGATIONS, ("kl3",), (0.0,), ("recomputed",)),
+        *itertools.product(AGGREGATIONS, ("kl4",), (0.0,), ("sampler",)),
+    ],
 )
-@pytest.mark.parametrize("estimator", ["kl1", "kl2", "kl3", "kl4"])
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_both_steps_of_an_update_are_the_oracles(aggregation, estimator, cap, old_logprobs):
     grpo = replace(
         GRPO,
