@@ -21,28 +21,28 @@ import torch
 from tests.bench.__main__ import machine
 from tests.bench.training_work import (
     REAL_ROWS,
+    ROUNDS,
     Work,
+    both_sides,
     fixed_work,
     make_inputs,
     median_of,
     parts_of,
     real_mix,
-    run_ours,
 )
 
 MICRO_BATCHES = (8, 32)
-SHAPE, ROUNDS, STEPS = "small", 3, 3
 GOALS = {"fixed lengths": 1.3, "real length mix": 2.0}
 
 
 def main(arguments: list[str]) -> int:
     """Both works; 0 even where a goal is missed: the lines say so."""
     torch.set_num_threads(1)
-    print(json.dumps(compare(fixed_work(SHAPE))), flush=True)
+    print(json.dumps(compare(fixed_work("small"))), flush=True)
     if not REAL_ROWS.is_dir():
         print(json.dumps({"name": "GRPO step, real length mix", "skipped": "no real rows here"}))
         return 0
-    print(json.dumps(compare(real_mix(SHAPE))), flush=True)
+    print(json.dumps(compare(real_mix("small"))), flush=True)
     return 0
 
 
@@ -50,22 +50,16 @@ def compare(work: Work) -> dict[str, Any]:
     """ABAB rounds of both sides."""
     from tests.bench.trl_side import run_trl
 
-    ours, rival = [], []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         rows = make_inputs(work, root)
         tried = {
-            size: run_trl(work, rows, root, root / f"trl-try-{size}", 1, micro_batch=size)
+            size: run_trl(work, rows, root, root / f"try-{size}", 1, micro_batch=size)
             for size in MICRO_BATCHES
         }
         micro_batch = min(tried, key=lambda size: tried[size].cpu_s[0])
-        for number in range(ROUNDS):
-            ours.append(run_ours(work, root, root / f"ours-{number}", STEPS))
-            rival.append(
-                run_trl(work, rows, root, root / f"trl-{number}", STEPS, micro_batch=micro_batch)
-            )
-    for side in (*ours, *rival):
-        assert side.response_tokens == [work.response_tokens] * STEPS, side.response_tokens
+        done = both_sides(work, rows, root, micro_batch)
+    ours, rival = done["ours"], done["rival"]
     mine, other = median_of(ours, "cpu_s"), median_of(rival, "cpu_s")
     ratio = other / mine
     return {

@@ -58,6 +58,7 @@ SHAPES: dict[str, dict[str, int]] = {
 #: Four characters are about a token in a large vocabulary; real lengths are scaled down by this.
 CHARACTERS_PER_TOKEN, SCALE = 4, 8
 SEED_RESPONSE_LENGTH = 1024
+ROUNDS, STEPS = 3, 3
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,8 @@ class Steps:
     cpu_s: list[float] = field(default_factory=list)
     parts: list[Mapping[str, float]] = field(default_factory=list)
     response_tokens: list[int] = field(default_factory=list)
+    #: The most GPU memory.
+    gib: float = 0.0
 
 
 def median_of(runs: Sequence[Steps], clock: str) -> float:
@@ -275,6 +278,7 @@ def run_ours(
     config = our_config(work, steps + 1, base or CPU_RECIPE, **grpo)
     root.mkdir(parents=True)
     io = ClockedIO(root)
+    reset_gib()
     with scripted_lengths(work, inputs):
         train_rewarded(
             score_items,
@@ -301,7 +305,49 @@ def run_ours(
             for row in rows
         ],
         response_tokens=[round(row["val/sequence_lengths"] * everything) for row in rows],
+        gib=peak_gib(),
     )
+
+
+def reset_gib() -> None:
+    """Forget the peak of GPU memory."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib() -> float:
+    """The most GPU memory since then."""
+    if not torch.cuda.is_available():
+        return 0.0
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def both_sides(
+    work: Work,
+    rows: list[PromptRow],
+    root: Path,
+    micro_batch: int,
+    *,
+    given: FixedRollouts | None = None,
+    base: RecipeConfig | None = None,
+    **grpo: Any,
+) -> dict[str, list[Steps]]:
+    """Rounds of ours and of TRL's trainer, in turn; ``given`` rollouts cost nothing."""
+    from tests.bench.trl_side import run_trl
+
+    done: dict[str, list[Steps]] = {"ours": [], "rival": []}
+    for number in range(ROUNDS):
+        folder = root / f"{'given' if given else 'sampled'}-{number}"
+        ours = run_ours(*(work, root, folder / "ours", STEPS), generator=given, base=base, **grpo)
+        rival = run_trl(
+            *(work, rows, root, folder / "rival", STEPS), micro_batch=micro_batch, fixed=given
+        )
+        for side, steps in (("ours", ours), ("rival", rival)):
+            assert steps.response_tokens == [work.response_tokens] * STEPS, "equal work"
+            done[side].append(steps)
+    return done
 
 
 def our_config(work: Work, steps: int, base: RecipeConfig, **grpo: Any) -> RecipeConfig:

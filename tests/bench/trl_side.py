@@ -28,7 +28,15 @@ from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
 from refiner_core.contract.types import PromptRow
-from tests.bench.training_work import FixedRollouts, Steps, Work, score_text, stop_logits
+from tests.bench.training_work import (
+    FixedRollouts,
+    Steps,
+    Work,
+    peak_gib,
+    reset_gib,
+    score_text,
+    stop_logits,
+)
 
 
 class ScriptedStop(LogitsProcessor):
@@ -91,7 +99,6 @@ def make_trainer(
     root: Path,
     steps: int,
     micro_batch: int,
-    cuda: bool = False,
 ) -> TimedTrainer:
     """A trainer for ``steps`` steps; ``micro_batch`` samples in one forward pass of the update.
 
@@ -107,8 +114,8 @@ def make_trainer(
     samples = len(work.prompt_lengths) * work.samples
     arguments = GRPOConfig(
         output_dir=str(root),
-        use_cpu=not cuda,
-        bf16=cuda,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=torch.cuda.is_available(),
         gradient_checkpointing=False,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
@@ -151,10 +158,9 @@ def run_trl(
     *,
     micro_batch: int,
     fixed: FixedRollouts | None = None,
-    cuda: bool = False,
 ) -> Steps:
     """``steps`` + 1 steps; the first is warm-up and not counted."""
-    trainer = make_trainer(work, rows, inputs, root, steps + 1, micro_batch, cuda)
+    trainer = make_trainer(work, rows, inputs, root, steps + 1, micro_batch)
     if fixed is not None:
         trainer.fixed = fixed
         trainer.completions = [
@@ -162,6 +168,7 @@ def run_trl(
         ]
     clocks = _Clocks()
     trainer.add_callback(clocks)
+    reset_gib()
     trainer.train()
     walls = [b[0] - a[0] for a, b in zip(clocks.marks, clocks.marks[1:], strict=False)]
     assert len(trainer.generate_s) == steps + 1, "one generation per step"
@@ -175,6 +182,7 @@ def run_trl(
             )
         ],
         response_tokens=trainer.sampled[1:],
+        gib=peak_gib(),
     )
 
 
