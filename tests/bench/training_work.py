@@ -38,10 +38,10 @@ from refiner_core.generation import transformers_backend
 from refiner_core.models import tiny_tokenizer
 from refiner_core.models.random_model import save_random_model
 from tests.bench.__main__ import TINY_SHAPE
+from tests.support.real_rows import RL_ROWS, SFT_ROWS
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import NoJudge, train_rewarded
 
-REAL_ROWS = Path(__file__).parents[3] / "shared" / "data" / "scholarqa"
 #: The embedded model's shape (about 1M parameters), and one of 4 layers of 256 (about 4M).
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": TINY_SHAPE,
@@ -57,7 +57,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 #: Four characters are about a token in a large vocabulary; real lengths are scaled down by this.
 CHARACTERS_PER_TOKEN, SCALE = 4, 8
-SEED_RESPONSE_LENGTH = 1024
+RESPONSE_LENGTH = 1024
 ROUNDS, STEPS = 3, 3
 
 
@@ -103,33 +103,18 @@ def long_responses(shape: str, prompts: int = 4, samples: int = 8) -> Work:
 
 def real_mix(shape: str, prompts: int = 8, samples: int = 8) -> Work:
     """Lengths of real prompts and expert answers, a characters/4 estimate scaled down to 1/8, cut
-    at an eighth of the seed's response length."""
-    prompt_pool = [_tokens(text) for text in texts("scholarqa_rl.jsonl", "user")]
-    response_pool = [_tokens(text) for text in texts("scholarqa_sft.jsonl", "assistant")]
+    at an eighth of the shipped response length."""
+    pools = []
+    for file, role in ((RL_ROWS, "user"), (SFT_ROWS, "assistant")):
+        turns = [
+            t for line in file.read_text().splitlines() for t in json.loads(line)["conversations"]
+        ]
+        texts = [turn["content"] for turn in turns if turn["role"] == role]
+        pools.append([max(8, len(text) // CHARACTERS_PER_TOKEN // SCALE) for text in texts])
     rng = np.random.default_rng(0)
-    limit = SEED_RESPONSE_LENGTH // SCALE
-    drawn = rng.choice(response_pool, (prompts, samples)).clip(max=limit)
-    return Work(
-        "real length mix",
-        shape,
-        tuple(int(n) for n in rng.choice(prompt_pool, prompts)),
-        tuple(tuple(int(n) for n in row) for row in drawn),
-    )
-
-
-def texts(file: str, role: str) -> list[str]:
-    """What ``role`` says in the real rows."""
-    rows = [json.loads(line) for line in (REAL_ROWS / file).read_text().splitlines()]
-    return [
-        message["content"]
-        for row in rows
-        for message in row["conversations"]
-        if message["role"] == role
-    ]
-
-
-def _tokens(text: str) -> int:
-    return max(8, len(text) // CHARACTERS_PER_TOKEN // SCALE)
+    drawn = rng.choice(pools[1], (prompts, samples)).clip(max=RESPONSE_LENGTH // SCALE)
+    lengths = tuple(rng.choice(pools[0], prompts).tolist())
+    return Work("real length mix", shape, lengths, tuple(map(tuple, drawn.tolist())))
 
 
 def make_inputs(work: Work, root: Path, **shape: int) -> list[PromptRow]:

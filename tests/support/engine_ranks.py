@@ -108,7 +108,6 @@ class Cases:
             "validation": report["validation_loss"],
             "restored_from": progress.get("restored_from"),
             "written_by": progress["written_by"],
-            "files": sorted(p.name for p in (folder / "checkpoints" / str(last)).iterdir()),
         }
 
     def all_sft(self, stage: int | None, dtype: str) -> None:

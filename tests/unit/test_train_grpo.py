@@ -200,6 +200,7 @@ def test_a_judge_that_streams_gives_the_run_of_one_that_does_not(run):
     assert (streamed, run.io.comparable_metrics(), run.io.rollouts()) == (report, metrics, rollouts)
     assert run.judge.at_once == 0
     assert usage["asked"] == sum(len(asked) for asked in run.judge.submitted)
+    assert sum(run.column("judge/asked")) == usage["asked"]
 
 
 def test_the_judge_has_the_first_sample_while_the_second_is_decoded(run):
