@@ -136,7 +136,7 @@ def oracle(
     grpo: GrpoConfig,
     chosen: range = range(GROUPS * SIZE),
 ) -> Step:
-    """The loss of the step over these samples, token by token."""
+    """The loss of the step over these samples."""
     samples, clipped = rollouts(), 0
     logprobs, entropies = scores(model, samples, grpo.temperature)
     policy_sum = kl_sum = bonus_sum = torch.zeros((), dtype=torch.float64)
@@ -148,26 +148,21 @@ def oracle(
             "sequence": 1 / (len(chosen) * len(sample.response_ids)),
             "constant": 1 / (len(chosen) * grpo.response_length),
         }[grpo.loss_aggregation]
-        for t, sampled in enumerate(sample.sampler_logprobs):
-            logprob, advantage = logprobs[i][t], sample.advantage
-            before = sampled if grpo.old_logprobs == "sampler" else old[i][t]
-            ratio = (logprob - before).exp()
-            bounded = ratio.clamp(1 - grpo.clip_lower, 1 + grpo.clip_higher)
-            clipped += bool(bounded * advantage < ratio * advantage)
-            policy = -torch.minimum(ratio * advantage, bounded * advantage)
-            cap = grpo.truncated_importance_sampling_ratio_cap
-            if cap and grpo.old_logprobs == "recomputed":
-                policy = policy * (old[i][t] - sampled).exp().clamp(max=cap)
-            d = logprob - reference[i][t]
-            kl = {
-                "kl1": d,
-                "kl2": d**2 / 2,
-                "kl3": (-d).exp() - 1 + d,
-                "kl4": ratio * d,
-            }[grpo.kl_estimator]
-            policy_sum = policy_sum + weight * policy
-            kl_sum = kl_sum + weight * grpo.beta * kl
-            bonus_sum = bonus_sum + weight * grpo.entropy_coefficient * entropies[i][t]
+        sampled = torch.tensor(sample.sampler_logprobs, dtype=torch.float64)
+        before = sampled if grpo.old_logprobs == "sampler" else old[i]
+        ratio = (logprobs[i] - before).exp()
+        bounded = ratio.clamp(1 - grpo.clip_lower, 1 + grpo.clip_higher)
+        free, held = ratio * sample.advantage, bounded * sample.advantage
+        clipped += int((held < free).sum())
+        policy = -torch.minimum(free, held)
+        cap = grpo.truncated_importance_sampling_ratio_cap
+        if cap and grpo.old_logprobs == "recomputed":
+            policy = policy * (old[i] - sampled).exp().clamp(max=cap)
+        d = logprobs[i] - reference[i]
+        kl = {"kl1": d, "kl2": d**2 / 2, "kl3": (-d).exp() - 1 + d, "kl4": ratio * d}
+        policy_sum = policy_sum + weight * policy.sum()
+        kl_sum = kl_sum + weight * grpo.beta * kl[grpo.kl_estimator].sum()
+        bonus_sum = bonus_sum + weight * grpo.entropy_coefficient * entropies[i].sum()
     return Step(policy_sum, kl_sum, policy_sum + kl_sum - bonus_sum, clipped)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,20 @@ def answer_recipe(**sample: Any) -> RecipeConfig:
 
 
 class Bench:
-    """Runs the refiner's stage in a folder."""
+    """Runs the stage in a folder."""
+
+    generator: Any
+    environment: Any = None
 
     def __init__(self, root: Path) -> None:
         self.root = save_answering_inputs(root)
-        self.calls = 0
+        self.tokenizer = tiny_tokenizer(answers=True)
         self.fail_at_call: int | None = None
+
+    @property
+    def calls(self) -> int:
+        """Batches that the last run has begun to sample."""
+        return int(self.generator.calls)
 
     def run(
         self,
@@ -77,22 +85,25 @@ class Bench:
         io: FolderStageIO | None = None,
         judge: Judge | None = None,
     ) -> dict[str, Any]:
-        sampler = AnsweringSampler()
-        sampler.model, sampler.fail_at_call = tiny_model(), self.fail_at_call
+        self.generator = AnsweringSampler()
+        self.generator.model, self.generator.fail_at_call = tiny_model(), self.fail_at_call
+        return self.sample(config, name, io, judge or LexicalJudge())
+
+    def sample(
+        self, config: RecipeConfig, name: str, io: FolderStageIO | None, judge: Judge | None
+    ) -> dict[str, Any]:
         (self.root / name).mkdir(exist_ok=True)
-        try:
-            return sample_attempts(
-                config,
-                data_dir=self.root / "data",
-                model_ref=str(self.root / "model"),
-                output_dir=self.root / name,
-                io=io or self.io(name),
-                judge=judge or LexicalJudge(),
-                generator=sampler,
-                tokenizer=tiny_tokenizer(answers=True),
-            )
-        finally:
-            self.calls = sampler.calls
+        return sample_attempts(
+            config,
+            data_dir=self.root / "data",
+            model_ref=str(self.root / "model"),
+            output_dir=self.root / name,
+            io=io or self.io(name),
+            judge=judge,
+            generator=self.generator,
+            tokenizer=self.tokenizer,
+            environment=self.environment,
+        )
 
     def io(self, name: str) -> FolderStageIO:
         return FolderStageIO(self.root / f"io-{name}")
@@ -267,23 +278,17 @@ def test_nothing_kept_is_refused_and_every_attempt_is_stored(tmp_path: Path) -> 
 
 
 class Counter:
-    """Plays by the seed of each turn: ``plan(sample_id, index)`` are its texts."""
+    """A generator that plays :data:`PLAYED` by the seed of each turn."""
 
-    def __init__(
-        self,
-        config: RecipeConfig,
-        tokenizer: Any,
-        ids: Sequence[str],
-        plan: Callable[[str, int], Sequence[str]],
-    ) -> None:
+    def __init__(self, config: RecipeConfig, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.texts: dict[int, str] = {}
         self._firsts, self.asked = set[int](), set[int]()
-        for sample_id in ids:
-            for index in range(config.sample.attempts):
+        for sample_id, plans in PLAYED.items():
+            for index, texts in enumerate(plans):
                 seed = derive_seed(config.seed, "sample", sample_id, index)
                 self._firsts.add(derive_seed(seed, "turn", 0))
-                for turn, text in enumerate(plan(sample_id, index)):
+                for turn, text in enumerate(texts):
                     self.texts[derive_seed(seed, "turn", turn)] = text
 
     @property
@@ -321,8 +326,8 @@ PLAYED: dict[str, tuple[Sequence[str], ...]] = {
 }
 
 
-class EpisodeBench:
-    """Runs the agents' stage on three tasks, one task a batch."""
+class EpisodeBench(Bench):
+    """Three tasks, one task a batch."""
 
     def __init__(self, root: Path, *, deterministic: bool = True, **environment: Any) -> None:
         self.root, self.tokenizer = root, qwen_like()
@@ -333,43 +338,22 @@ class EpisodeBench:
             environment=EnvironmentConfig(name="desk", **environment),
             sample=SampleConfig(attempts=4, generation_batch_size=4, min_partial=0.5),
         )
-        self.write([task_of(n) for n in range(3)])
-        self.player: Counter = self.plays()
+        self.write(*(task_of(n) for n in range(3)))
 
-    def write(self, tasks: Sequence[Any]) -> None:
+    def write(self, *tasks: Any) -> None:
         ids = prompt_ids(self.tokenizer, RULES, TOOLS)
         (self.root / "data").mkdir(exist_ok=True)
-        write_prompts(
-            self.root / "data" / "rl_train.parquet", [row_of_task(task, ids) for task in tasks]
-        )
+        path = self.root / "data" / "rl_train.parquet"
+        write_prompts(path, [row_of_task(task, ids) for task in tasks])
 
-    def plays(self) -> Counter:
-        return Counter(
-            self.config, self.tokenizer, list(PLAYED), lambda name, index: PLAYED[name][index]
-        )
-
-    def run(self, name: str = "out", io: FolderStageIO | None = None) -> dict[str, Any]:
-        (self.root / name).mkdir(exist_ok=True)
-        self.player = self.plays()
-        return sample_attempts(
-            self.config,
-            data_dir=self.root / "data",
-            model_ref="none",
-            output_dir=self.root / name,
-            io=io or FolderStageIO(self.root / f"io-{name}"),
-            judge=None,
-            generator=self.player,
-            tokenizer=self.tokenizer,
-            environment=self.environment,
-        )
-
-    def attempts(self, name: str = "out") -> list[Attempt]:
-        return load_attempts(self.root / name / "attempts.parquet")
+    def play(self, name: str = "out", io: FolderStageIO | None = None) -> dict[str, Any]:
+        self.generator = Counter(self.config, self.tokenizer)
+        return self.sample(self.config, name, io, None)
 
 
 def test_episodes_are_kept_by_tools_success_and_partial_score(tmp_path: Path) -> None:
     bench = EpisodeBench(tmp_path)
-    report = bench.run()
+    report = bench.play()
     assert [a.why for a in bench.attempts()] == [
         *("full_success", "full_success", "duplicate", "not_full"),
         *("best_partial", "malformed", "not_best", "not_best"),
@@ -383,7 +367,7 @@ def test_episodes_are_kept_by_tools_success_and_partial_score(tmp_path: Path) ->
 
 def test_an_episode_becomes_a_demonstration_with_loss_on_its_own_turns(tmp_path: Path) -> None:
     bench = EpisodeBench(tmp_path)
-    bench.run()
+    bench.play()
     row = load_demonstrations(tmp_path / "out" / "sft_train.parquet")[0]
     attempt = bench.attempts()[0]
     prompt = prompt_ids(bench.tokenizer, RULES, TOOLS)
@@ -396,8 +380,8 @@ def test_an_episode_becomes_a_demonstration_with_loss_on_its_own_turns(tmp_path:
 
 def test_errors_of_the_infrastructure_are_no_attempts(tmp_path: Path) -> None:
     bench = EpisodeBench(tmp_path, max_error_share=1.0)
-    bench.write([task_of(0), task_of(1, down=1), task_of(2)])
-    report = bench.run()
+    bench.write(task_of(0), task_of(1, down=1), task_of(2))
+    report = bench.play()
     errors = [a for a in bench.attempts() if a.status == "error"]
     assert {(a.sample_id, a.why, a.error_kind) for a in errors} == {
         ("counting/t1", "error", "user_down")
@@ -408,14 +392,14 @@ def test_errors_of_the_infrastructure_are_no_attempts(tmp_path: Path) -> None:
 
 def test_too_many_errors_stop_the_stage_and_the_same_call_resumes(tmp_path: Path) -> None:
     bench, io = EpisodeBench(tmp_path, deterministic=False), FolderStageIO(tmp_path / "io")
-    bench.write([task_of(0), task_of(1, down=1), task_of(2)])
+    bench.write(task_of(0), task_of(1, down=1), task_of(2))
     with pytest.raises(EnvironmentOutage, match="user_down"):
-        bench.run(io=io)
-    assert bench.player.begun == 8
-    bench.write([task_of(n) for n in range(3)])  # the user is back
-    bench.run(io=io)
+        bench.play(io=io)
+    assert bench.generator.begun == 8
+    bench.write(*(task_of(n) for n in range(3)))  # the user is back
+    bench.play(io=io)
     # All of the third task, and of the second what the user has spoilt.
-    assert bench.player.begun == 4 + 3
+    assert bench.generator.begun == 4 + 3
     assert [a.status for a in bench.attempts()].count("error") == 0
 
 
@@ -440,16 +424,16 @@ class Stopping(FolderStageIO):
         if not self.collected:  # what has ended by now is taken before this is asked again
             self.collected = self.bench.environment.closed > 0
             return False
-        return self.turn in self.bench.player.asked
+        return self.turn in self.bench.generator.asked
 
 
 def test_eager_episodes_that_have_ended_survive_a_stop(tmp_path: Path) -> None:
     bench = EpisodeBench(tmp_path, deterministic=False)
     with pytest.raises(Interrupted, match=r"0 of 3 batches and . samples"):
-        bench.run(io=Stopping(tmp_path / "io", bench, ("counting/t0", 2), 2, after_one=True))
-    assert bench.player.begun == 4
-    bench.run(io=FolderStageIO(tmp_path / "io"))
-    assert bench.player.begun < 12  # who gave up at once had ended long before
+        bench.play(io=Stopping(tmp_path / "io", bench, ("counting/t0", 2), 2, after_one=True))
+    assert bench.generator.begun == 4
+    bench.play(io=FolderStageIO(tmp_path / "io"))
+    assert bench.generator.begun < 12  # who gave up at once had ended long before
     assert [a.key for a in bench.attempts()] == [
         (name, index) for name in PLAYED for index in range(4)
     ]
@@ -460,21 +444,20 @@ def test_eager_episodes_survive_a_crash_up_to_the_last_time_they_were_kept(
 ) -> None:
     monkeypatch.setattr("refiner_core.batches.KEEP_EVERY_S", 0.0)
     bench, io = EpisodeBench(tmp_path, deterministic=False), FolderStageIO(tmp_path / "io")
-    bench.write([task_of(0, bug=3, after_one=True), task_of(1), task_of(2)])
+    bench.write(task_of(0, bug=3, after_one=True), task_of(1), task_of(2))
     with pytest.raises(StageFailed, match="a bug"):
-        bench.run(io=io)
+        bench.play(io=io)
     assert io.checkpoint_steps()
-    bench.write([task_of(n) for n in range(3)])
-    bench.run(io=io)
-    assert bench.player.begun < 12  # who gave up at once had ended long before
+    bench.write(*(task_of(n) for n in range(3)))
+    bench.play(io=io)
+    assert bench.generator.begun < 12  # who gave up at once had ended long before
 
 
 def test_ordered_episodes_that_were_stopped_come_out_the_same(tmp_path: Path) -> None:
     straight = EpisodeBench(tmp_path)
-    straight.run()
+    straight.play()
     io = Stopping(tmp_path / "io", straight, ("counting/t0", 0), 0)
     with pytest.raises(Interrupted, match="1 of 3 batches"):
-        straight.run("again", io)
-    straight.run("again", FolderStageIO(tmp_path / "io"))
-    for file in FILES:
-        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
+        straight.play("again", io)
+    straight.play("again", FolderStageIO(tmp_path / "io"))
+    assert straight.files("again") == straight.files()

@@ -47,9 +47,7 @@ GROUPS = st.lists(
     GROUPS, st.integers(1, 6), st.booleans(), st.sampled_from([None, 8.0, 1000.0]),
     st.integers(1, 3),
 )  # fmt: skip
-def test_ranks_get_every_sample_once_and_equally_many_passes(
-    groups, world, share, balance, size
-):
+def test_ranks_get_every_sample_once_and_equally_many_passes(groups, world, share, balance, size):
     samples = step_of(groups)
     told = {"pack_length": PACK, "share_prompts": share, "balance": balance}
     shares = share_among(samples, world, **told)
