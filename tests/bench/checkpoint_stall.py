@@ -5,10 +5,8 @@ training goes on (`async_save`), through the real boundary, store and file forma
 hashes and marker; the rival is a synchronous `torch.save` of the same tensors and an fsync, on the
 same disk. ABAB order, medians; every file is read back and compared once. Goal: at most 15 %.
 
-Besides: `first_s`, the stall of the very first save, which has to get its memory from the system;
-`background_s`, how long the rest takes beside training; `step_beside`, how long a training step
-takes meanwhile, over one with nothing beside it (on a GPU the host's cores are idle; on a CPU the
-two share them); `sync_s`, the stall with `async_save=false`, which hashes, too.
+Besides: `step_beside`, how long a training step takes while a save is written, over one with
+nothing beside it (on a GPU the host's cores are idle; on a CPU the two share them).
 """
 
 from __future__ import annotations
@@ -57,20 +55,16 @@ def measured(size_mib: int, folder: Path) -> dict[str, Any]:
     """A state of about ``size_mib``."""
     work = Work(size_mib, folder)
     alone = statistics.median(work.train() for _ in range(5))
-    first = work.save(asynchronous=True)
+    work.save()  # the first one has to get its memory from the system
     stalls: list[float] = []
     rivals: list[float] = []
     beside: list[float] = []
-    background: list[float] = []
     for _ in range(ROUNDS):
-        stalls.append(work.save(asynchronous=True))
-        began = time.perf_counter()
+        stalls.append(work.save())
         while work.writing:
             beside.append(work.train())
-        background.append(time.perf_counter() - began)
         work.settle()
         rivals.append(work.rival())
-    synchronous = statistics.median(work.save(asynchronous=False) for _ in range(3))
     work.check()
     ours, rival = statistics.median(stalls), statistics.median(rivals)
     return {
@@ -81,9 +75,6 @@ def measured(size_mib: int, folder: Path) -> dict[str, Any]:
         "unit": "s of stall",
         "share": round(ours / rival, 3),
         "goal_met": ours <= GOAL_SHARE * rival,
-        "first_s": round(first, 4),
-        "background_s": round(statistics.median(background), 3),
-        "sync_s": round(synchronous, 4),
         "step_s": round(alone, 4),
         "step_beside": round(statistics.median(beside) / alone, 2) if beside else None,
         "rounds": ROUNDS,
@@ -116,10 +107,7 @@ class Work:
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         assert self.bytes > 2.9 * weights, "AdamW keeps two numbers per weight"
         # every step from 1 on is one to save at
-        self.edges = {
-            kind: Boundary(self.io, self.engine, "sft", 10**6, 1, async_save=kind)
-            for kind in (True, False)
-        }
+        self.edge = Boundary(self.io, self.engine, "sft", 10**6, 1, async_save=True)
         self.saved: tuple[int, dict[str, Any]] = (0, {})
 
     @property
@@ -130,7 +118,7 @@ class Work:
     @property
     def writing(self) -> bool:
         """Whether a save is under way."""
-        save = self.edges[True]._under_way
+        save = self.edge._under_way
         return save is not None and not save[1].done()
 
     def train(self) -> float:
@@ -140,22 +128,21 @@ class Work:
         self.engine.step(1.0)
         return time.perf_counter() - began
 
-    def save(self, *, asynchronous: bool) -> float:
+    def save(self) -> float:
         """Seconds for which a step that saves is longer."""
         step = next(self.steps)
         self.settle()
         weights = {n: p.detach().clone() for n, p in self.engine.model.named_parameters()}
         began = time.perf_counter()
-        self.edges[asynchronous].after(step, {"step": step}, {})
+        self.edge.after(step, {"step": step}, {})
         stall = time.perf_counter() - began
         self.saved = (step, weights)
         return stall
 
     def settle(self) -> None:
         """Wait for what is under way."""
-        for edge in self.edges.values():
-            edge._wait()
-            edge.saved_step = 0
+        self.edge._wait()
+        self.edge.saved_step = 0
 
     def rival(self) -> float:
         """Seconds of a synchronous save of the same tensors."""

@@ -7,7 +7,7 @@ In: a model folder and requests. Out: tokens and true log-probabilities. Like vL
 - a reload takes a checkpoint that lacks weights without a word, and one that fails leaves garbage;
 - the first blocks of a prompt are cached by (salt, tokens) with the weights of their time, until
   the cache is reset;
-- choice k of a request has seed + k, and a seed draws the same numbers whatever the prompt is.
+- a seed draws the same numbers whatever the prompt is.
 """
 
 from __future__ import annotations

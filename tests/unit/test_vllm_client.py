@@ -170,18 +170,6 @@ def test_a_full_queue_and_lost_connections_are_no_reason_to_replace_a_server(fol
     assert fleet.revived == []
 
 
-def test_a_server_that_is_silent_is_replaced_and_its_samples_are_the_same(folder: Path) -> None:
-    asked = requests()
-    with served(folder) as well, served(folder) as hung:
-        wanted = generator(Fixed(well)).generate(asked, PLAIN)
-        hung.state.control["hang"] = True
-        fleet = Fixed(hung)
-        fleet.successor = lambda: well
-        made = generator(fleet, silence_s=4.0, in_flight=2).generate(asked, PLAIN)
-        assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
-        assert "answered nothing" in fleet.revived[0][1]
-
-
 def test_a_refused_request_is_quoted_without_the_key(folder: Path) -> None:
     with served(folder, key="secret-of-it") as server:
         with pytest.raises(StageFailed, match="401"):
