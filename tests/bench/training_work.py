@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -278,9 +279,10 @@ def run_ours(
     rows = io.metrics()[1:]
     everything = len(work.prompt_lengths) * work.samples
     assert all(row["samples/trained"] == everything for row in rows), "some group had no spread"
+    wall_s, cpu_s = laps(io.marks)
     return Steps(
-        wall_s=[b[0] - a[0] for a, b in zip(io.marks, io.marks[1:], strict=False)],
-        cpu_s=[b[1] - a[1] for a, b in zip(io.marks, io.marks[1:], strict=False)],
+        wall_s=wall_s,
+        cpu_s=cpu_s,
         parts=[
             {
                 "generate": row["time/generate_s"],
@@ -292,6 +294,12 @@ def run_ours(
         response_tokens=[round(row["val/sequence_lengths"] * everything) for row in rows],
         gib=peak_gib(),
     )
+
+
+def laps(marks: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Wall and CPU seconds between readings of both clocks."""
+    wall_s, cpu_s = ([b - a for a, b in pairwise(clock)] for clock in zip(*marks, strict=True))
+    return wall_s, cpu_s
 
 
 def reset_gib() -> None:
