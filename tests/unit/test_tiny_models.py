@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from refiner_core import words
 from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
@@ -94,19 +93,6 @@ def odd_texts() -> list[str]:
 def test_text_comes_back_exactly(tokenizers, name: str):
     for text in odd_texts():
         assert round_trip(tokenizers[name], text) == text
-
-
-def test_names_values_and_ids_are_two_tokens_and_tags_are_one(tokenizer):
-    def count(text: str) -> int:
-        return len(ids_of(tokenizer, text))
-
-    rng = random.Random(0)
-    for _ in range(300):
-        assert count(" " + words.draw_name(rng)) == 2
-        assert count(" " + words.draw_value(rng)) == 2
-        assert count(f"<snippet id={words.draw_id(rng)}>") == 4
-    assert all(count(f" {word}") == 1 for word in words.ATTRIBUTES)
-    assert all(count(tag) == 1 for tag in ("<answer>", "</answer>", "</snippet>", "<|im_end|>"))
 
 
 def test_generated_rows_are_short_and_need_no_byte(tokenizer):

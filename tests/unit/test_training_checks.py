@@ -23,85 +23,57 @@ def tiny(fields: dict[str, Any]) -> RecipeConfig:
     return replace_fields(TINY, fields)
 
 
+EIGHT_GPUS = {**VLLM, "grpo.resources.gpus": 8}
+COLOCATED = {**VLLM, "grpo.resources.gpus": 4, "grpo.rollout_server.colocate": True}
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         # sizes
-        ({"sft.pack_length": 256}, r"`sft\.pack_length` is 256 and `data\.max_.*raise sft\.pack"),
-        ({"grpo.pack_length": 303}, r"pack_length` is 303.*is 256.*is 48.*=304"),
-        ({"grpo.pack_length": 304, "grpo.stop_strings": ("</answer>",)}, r"is 304.*=305"),
-        ({"grpo.max_token_length": 300}, r"is 300, .*is 256 and .*is 48.*longest response"),
-        ({"grpo.num_samples_per_prompt_rollout": 1}, "is 1.*at least 2"),
-        ({"grpo.temperature": 0.0}, "a number above zero"),
-        ({"grpo.stop_strings": ("",)}, "empty text, which every response begins with"),
-        ({"grpo.num_mini_batches": 7}, "a divisor of 64 rollouts"),
-        ({"grpo.num_mini_batches": 16}, r"at most 8:.*no group is taken apart.*mini_batches=8"),
+        ({"sft.pack_length": 256}, r"raise sft\.pack_length"),
+        ({"grpo.pack_length": 303}, "pack_length=304"),
+        ({"grpo.pack_length": 304, "grpo.stop_strings": ("</answer>",)}, "pack_length=305"),
+        ({"grpo.max_token_length": 300}, "longest response"),
+        ({"grpo.num_samples_per_prompt_rollout": 1}, "at least 2"),
+        ({"grpo.temperature": 0.0}, "above zero"),
+        ({"grpo.stop_strings": ("",)}, "empty text"),
+        ({"grpo.num_mini_batches": 7}, "divisor of 64"),
+        ({"grpo.num_mini_batches": 16}, "mini_batches=8"),
         # batches over processes
-        ({"sft.nproc_per_node": 2}, r"2 packs a step.*sft\.gradient_accumulation_steps=2"),
-        (
-            {"sft.nproc_per_node": 6, "sft.per_device_train_batch_size": 4},
-            r"device_train_batch_size` is 4, .*is 1, .*is 6 .*accumulation_steps=2",
-        ),
-        ({"grpo.nproc_per_node": 9}, r"one prompt a step for each of 9 .*nproc_per_node=8"),
-        (
-            {**VLLM, "grpo.nproc_per_node": 12, "grpo.num_mini_batches": 8},
-            "mini-batch's 8 rollouts for each of 12 processes",
-        ),
+        ({"sft.nproc_per_node": 2}, "accumulation_steps=2"),
+        ({"sft.nproc_per_node": 6, "sft.per_device_train_batch_size": 4}, "accumulation_steps=2"),
+        ({"grpo.nproc_per_node": 9}, "nproc_per_node=8"),
+        ({**VLLM, "grpo.nproc_per_node": 12, "grpo.num_mini_batches": 8}, "12 processes"),
         # sharding
-        (
-            {"sft.optimizer": "adamw", "sft.offload_optimizer": True},
-            r"sft\.offload_optimizer` is true and `sft\.deepspeed_stage` is null.*ZeRO-1 to 3",
-        ),
-        (
-            {"grpo.offload_optimizer": True, "grpo.deepspeed_stage": 0},
-            r"grpo\.offload_optimizer` is true and `grpo\.deepspeed_stage` is 0",
-        ),
-        ({"grpo.offload_param": True, "grpo.deepspeed_stage": 2}, r"is 2.*ZeRO-3, which alone"),
-        ({"sft.optimizer": "muon", "sft.deepspeed_stage": 1}, r"whole matrices.*=adamw"),
+        ({"sft.optimizer": "adamw", "sft.offload_optimizer": True}, "ZeRO-1 to 3"),
+        ({"grpo.offload_optimizer": True, "grpo.deepspeed_stage": 0}, "deepspeed_stage` is 0"),
+        ({"grpo.offload_param": True, "grpo.deepspeed_stage": 2}, "ZeRO-3"),
+        ({"sft.optimizer": "muon", "sft.deepspeed_stage": 1}, "=adamw"),
         # kernels and machines
-        (FLASH, r"flash_attention_2' and `sft\.resources\.gpus` is 0.*a GPU"),
+        (FLASH, r"sft\.resources\.gpus` is 0"),
+        ({**FLASH, "sft.resources.gpus": 1, "grpo.resources.gpus": 1}, r"model\.dtype"),
+        ({**FLASH, "stages": ("data", "evaluate")}, r"evaluate\.resources\.gpus"),
+        ({"grpo.resources.nodes": 2}, r"dispatch\.executor"),
+        # GPUs of processes and servers
+        ({"grpo.resources.gpus": 2, "grpo.nproc_per_node": 4}, "nproc_per_node=2"),
+        ({**EIGHT_GPUS, "grpo.vllm_num_engines": 4, "grpo.nproc_per_node": 6}, "at most 4"),
+        ({**EIGHT_GPUS, "grpo.vllm_num_engines": 8}, "left to train on"),
         (
-            {**FLASH, "sft.resources.gpus": 1, "grpo.resources.gpus": 1},
-            r"`model\.dtype` is 'float32'.*computes in 16 bits",
+            {**COLOCATED, "grpo.vllm_num_engines": 3, "grpo.vllm_tensor_parallel_size": 2},
+            "engines` is 3, .*size` is 2, .*gpus` is 4 ",
         ),
-        ({**FLASH, "stages": ("data", "evaluate")}, r"`evaluate\.resources\.gpus` is 0"),
-        (
-            {"grpo.resources.nodes": 2},
-            r"grpo\.resources\.nodes` is 2 and `dispatch\.executor` is 'local'.*one node",
-        ),
-        # who gets which GPU
-        (
-            {"grpo.resources.gpus": 2, "grpo.nproc_per_node": 4},
-            r"nproc_per_node` is 4 and .*is 2.*set grpo\.nproc_per_node=2",
-        ),
-        (
-            {**VLLM, "grpo.resources.gpus": 8, "grpo.vllm_num_engines": 4}
-            | {"grpo.nproc_per_node": 6},
-            "is 6 .*is 8.*at most 4 processes a node.*no rollout server takes",
-        ),
-        (
-            {**VLLM, "grpo.resources.gpus": 8, "grpo.vllm_num_engines": 8},
-            r"engines` is 8, .*size` is 1, .*gpus` is 8 .*one is left to train on",
-        ),
-        (
-            {**VLLM, "grpo.resources.gpus": 4, "grpo.rollout_server.colocate": True}
-            | {"grpo.vllm_num_engines": 3, "grpo.vllm_tensor_parallel_size": 2},
-            r"engines` is 3, .*size` is 2, .*gpus` is 4 ",
-        ),
-        ({**VLLM, "grpo.vllm_tensor_parallel_size": 2}, "without GPUs, one process per server"),
+        ({**VLLM, "grpo.vllm_tensor_parallel_size": 2}, "one process per server"),
         # older policies
-        ({"grpo.async_steps": 70}, r"is 70 and .*is 70.*trained weights are sampled from"),
+        ({"grpo.async_steps": 70}, "is 70"),
         (
             {"grpo.async_steps": 1, "grpo.truncated_importance_sampling_ratio_cap": 0.0},
-            r"a correction for older samples.*ratio_cap=2\.0",
+            r"ratio_cap=2\.0",
         ),
-        ({"grpo.old_logprobs": "sampler", "grpo.top_p": 0.9}, r"top_p` is 0\.9.*clipped"),
-        (
-            {"grpo.active_sampling": True, "grpo.active_sampling_max_rounds": 1},
-            "active_sampling_max_rounds` is 1.*at least 2",
-        ),
+        ({"grpo.old_logprobs": "sampler", "grpo.top_p": 0.9}, "top_p"),
+        ({"grpo.active_sampling": True, "grpo.active_sampling_max_rounds": 1}, "at least 2"),
         # rollout servers
-        ({**VLLM, "grpo.rollout_server.weights_dir": "shm"}, r"'shm'.*an absolute path"),
+        ({**VLLM, "grpo.rollout_server.weights_dir": "shm"}, "absolute path"),
     ],
     ids=str,
 )
@@ -153,8 +125,7 @@ def placed(fields: dict[str, Any], stage: Any = "grpo") -> Placement:
 
 
 TWO_SERVERS = {**VLLM, "grpo.vllm_num_engines": 2}
-EIGHT = {**TWO_SERVERS, "grpo.resources.gpus": 8}
-COLOCATED = {**VLLM, "grpo.resources.gpus": 4, "grpo.rollout_server.colocate": True}
+EIGHT = {**EIGHT_GPUS, **TWO_SERVERS}
 
 
 @pytest.mark.parametrize(
