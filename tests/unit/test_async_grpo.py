@@ -1,5 +1,4 @@
-"""GRPO whose next batches are sampled while the last one trains: which weights sampled what, and
-what is left of it when a run is interrupted."""
+"""GRPO whose next batches are sampled while the last one trains: the age of weights, and resume."""
 
 from __future__ import annotations
 
@@ -202,29 +201,26 @@ def break_generating(run: TrainRun, patch: pytest.MonkeyPatch, nth: int) -> None
     patch.setattr(TransformersGenerator, "generate", broken)
 
 
-def break_judging(run: TrainRun, patch: pytest.MonkeyPatch, nth: int) -> None:
-    calls = []
+def failing(plain: Any, nth: int, error: Exception) -> Any:
+    """A function whose nth call fails."""
+    calls: list[int] = []
 
-    def rewards(*args: Any) -> list[RewardResult]:
+    def broken(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == nth:
-            raise Fault
-        return count_low_words(*args)
+            raise error
+        return plain(*args)
 
-    patch.setattr(run, "rewards", rewards)
+    return broken
+
+
+def break_judging(run: TrainRun, patch: pytest.MonkeyPatch, nth: int) -> None:
+    patch.setattr(run, "rewards", failing(count_low_words, nth, Fault()))
 
 
 def break_update(run: TrainRun, patch: pytest.MonkeyPatch, nth: int) -> None:
     """Between backward and the optimiser step."""
-    step, calls = PlainEngine.step, []
-
-    def broken(self: Any, factor: float) -> float:
-        calls.append(1)
-        if len(calls) == nth:
-            raise Fault
-        return step(self, factor)
-
-    patch.setattr(PlainEngine, "step", broken)
+    patch.setattr(PlainEngine, "step", failing(PlainEngine.step, nth, Fault()))
 
 
 def break_saving(run: TrainRun, patch: pytest.MonkeyPatch, nth: int) -> None:
@@ -238,7 +234,7 @@ def break_saving(run: TrainRun, patch: pytest.MonkeyPatch, nth: int) -> None:
         *((break_judging, 2), (break_update, 2), (break_saving, 1)),
     ],
 )
-def test_broken_off_at_every_step_it_ends_as_if_it_had_not_been(straight, new, behind, breaking):
+def test_a_fault_at_every_step_changes_no_result(straight, new, behind, breaking):
     """Every process but the last gets one step further than the one before it, or none."""
     run, broken = new(async_steps=behind), 0
     # A step is saved once the batches after it are there: one more for each that is in flight.
@@ -282,8 +278,8 @@ def test_a_stop_in_the_middle_of_a_step_keeps_the_steps_before(straight, new, mo
     assert run.outcome() == straight(1)[2]
 
 
-def test_a_judge_that_is_gone_costs_the_step_alone_and_what_it_said_is_not_asked_again(new):
-    """Its answers differ from call to call: one that were asked twice would show."""
+def test_a_judge_outage_costs_its_step_alone_and_no_answer_is_asked_again(new):
+    """Its answers differ from call to call, so that a repeated question would show."""
     calls = []
 
     def moody(items: Any, *args: Any) -> list[RewardResult]:
@@ -386,18 +382,10 @@ def test_filling_up_resumes_bitwise(new, behind):
 
 def test_an_outage_while_filling_up_an_older_policys_batch_goes_back_to_the_last_save(new):
     """Its next round needs weights that no checkpoint has."""
-    calls: list[int] = []
     flat = flat_for({"prompt-2", "prompt-3", "prompt-6"})
-
-    def rewards(*args: Any) -> list[RewardResult]:
-        calls.append(1)
-        if len(calls) == 6:
-            raise JudgeOutage("nobody is there")
-        return flat(*args)
-
     make = functools.partial(new, active_sampling=True, async_steps=1, save_freq=2)
     whole, cut = make("whole"), make("cut")
-    whole.rewards, cut.rewards = flat, rewards
+    whole.rewards, cut.rewards = flat, failing(flat, 6, JudgeOutage("nobody is there"))
     report = whole()
     with pytest.raises(JudgeOutage):
         cut()

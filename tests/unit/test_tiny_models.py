@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -20,8 +19,8 @@ from refiner_core.environments.conversation import Conversation, prompt_ids
 from refiner_core.environments.desk import DeskEnvironment
 from refiner_core.environments.turns import call_text
 from refiner_core.generation.load import load_model, resolve_ref
-from refiner_core.models import builtin_model_dir, tiny_tokenizer
-from refiner_core.models.random_model import make_random_model, save_random_model
+from refiner_core.models import builtin_model_dir
+from refiner_core.models.random_model import make_random_model
 from tests.support.real_rows import REAL_ROWS
 
 TALK = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "<answer></answer>"}]
@@ -190,18 +189,6 @@ def test_a_random_model_is_made_by_its_seed_and_leaves_the_callers_random_state(
     assert torch.equal(first, second)
     assert not torch.equal(first, third)
     assert one.lm_head.weight is first
-
-
-def test_a_random_model_of_any_size_is_read_back_from_its_folder(tmp_path: Path):
-    folder = save_random_model(tmp_path / "model", hidden_size=48, head_dim=32, seed=3)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert model.config.hidden_size == 48
-    assert model.dtype == torch.float32
-    assert model.config.vocab_size == len(tokenizer)
-    assert tokenizer.chat_template == tiny_tokenizer().chat_template
-    out = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
-    assert out.shape[1] <= 5
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-tools"])
