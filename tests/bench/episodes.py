@@ -6,7 +6,7 @@ One JSON line each:
   rival is `generate` of the same generator, with each episode's prompt and all that tools say in it
   as its prompt, and as many own tokens. CPU time, one thread; goal: ratio >= 0.85. Once with as
   many episodes as the batch has places, once with twice as many, and once with prefixes that
-  nobody shares;
+  are not shared;
 * tools that take 50 to 200 ms: tokens per second of wall time, as a share of those with tools that
   take none, and the share of time in which nothing was decoded; the rival decodes round by round;
 

@@ -141,7 +141,7 @@ def make_inputs(work: Work, root: Path, **shape: int) -> list[PromptRow]:
 
 
 def _is_word(tokenizer: Any, token: int) -> bool:
-    """Whether this token comes back from its own text, whatever stands beside it."""
+    """Whether the text of this token is tokenised to it, next to any other."""
     text = tokenizer.decode([token])
     return text.startswith(" ") and tokenizer(text * 2)["input_ids"] == [token, token]
 
@@ -157,7 +157,7 @@ def score_items(items: Sequence[Any], reward: Any, judge: Any) -> list[RewardRes
 
 
 def stop_logits(logits_NV: torch.Tensor, last_N: torch.Tensor, eos: int) -> torch.Tensor:
-    """End-of-text is impossible where a response goes on, and certain at its last token."""
+    """End-of-text is impossible inside a response, and certain at its last token."""
     logits_NV = logits_NV.clone()
     logits_NV[..., eos] = -torch.inf
     logits_NV[last_N] = -torch.inf
@@ -361,7 +361,7 @@ def our_config(work: Work, steps: int, base: RecipeConfig, **grpo: Any) -> Recip
 
 @contextmanager
 def scripted_lengths(work: Work, inputs: Path) -> Iterator[None]:
-    """Our backend's samples are as long as the script says, while this lasts."""
+    """Within it, samples of our backend have the scripted lengths."""
     from refiner_core.data.prepared import load_prompts
 
     rows = load_prompts(inputs / "data" / "rl_train.parquet")

@@ -156,7 +156,7 @@ def test_a_server_that_is_killed_in_a_batch_changes_no_sample_and_leaves_nothing
             assert server.cmdline()[server.cmdline().index("--host") + 1] == "127.0.0.1"
         first, second = rollouts.fleet.endpoints()
         route = f"{first.url.removesuffix('/v1')}/resume"
-        # Everyone with an account on the node reaches loopback.
+        # Every account on the node reaches loopback.
         assert [status(route, key) for key in ("", "Bearer wrong")] == [401, 401]
         assert status(route, f"Bearer {first.key}") == 200
         before = rollouts.generate(ASKED, PARAMS)
@@ -189,7 +189,7 @@ def status(url: str, authorization: str) -> int:
         return error.code
 
 
-def test_a_server_that_lets_everybody_in_is_not_used(
+def test_a_server_that_asks_for_no_key_is_not_used(
     path: Path, memory: Path, tmp_path: Path
 ) -> None:
     (path / "refiner_vllm_extension.py").write_text(
@@ -304,7 +304,7 @@ def link_to(path: str, target: str) -> None:
 
 
 def test_what_another_user_has_planted_deletes_nothing() -> None:
-    """In /dev/shm everyone makes folders and links, and their names are known."""
+    """In /dev/shm every user may make folders and links, and their names are known."""
     needs_users()
     segment = Path(f"/dev/shm/psm_refiner_planted_{os.getpid()}")
     link = segment.with_name(f"{segment.name}_link")

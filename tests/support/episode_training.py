@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from refiner_core.contract.config import EnvironmentConfig, GrpoConfig, RecipeConfig
@@ -27,17 +26,9 @@ from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.protocol import InfrastructureError, Message, Task, row_of_task
 from refiner_core.training.grpo import train_grpo
 from tests.support.counting import TOOLS, Counting, CountingEpisode, call
+from tests.support.qwen_like import qwen_like
 from tests.support.tiny_training import TrainRun, tiny_model
 
-VOCABULARY = 400
-_TEMPLATE = """{%- if tools %}<|im_start|>system
-{{ messages[0].content }} {% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>
-{% else %}<|im_start|>system
-{{ messages[0].content }}<|im_end|>
-{% endif %}{%- for message in messages[1:] %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 #: What the model may say: a step, a wide one, an end, an unknown tool, words.
 SAYINGS = (
     call(by=1),
@@ -50,24 +41,9 @@ LEANING = torch.tensor([1.5, 1.5, 0.5, 0.0, -0.5])
 
 
 def tool_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes and a few merges, so that any text comes back as it was; a template with tools."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        show_progress=False,
-        special_tokens=["<|pad|>", "<|im_end|>", "<|im_start|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator([*SAYINGS, "system user assistant tool Count to 2"], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=_TEMPLATE,
-    )
+    """A tokenizer with tools whose calls are short."""
+    words = "add Add to the counter finish End object properties by integer required parameters"
+    return qwen_like([*SAYINGS, "Count to 2. You are near. You are far.", words], 400)
 
 
 class CallingSampler:
@@ -156,7 +132,7 @@ def tasks() -> list[Task]:
 def save_inputs(root: Path) -> Path:
     """``data`` and ``model``."""
     tokenizer = tool_tokenizer()
-    tiny_model(vocab_size=VOCABULARY, num_hidden_layers=1).save_pretrained(root / "model")
+    tiny_model(vocab_size=len(tokenizer), num_hidden_layers=1).save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
     rows = [
         row_of_task(task, prompt_ids(tokenizer, f"Count. You are {task.domain}.", TOOLS))

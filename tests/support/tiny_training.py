@@ -249,14 +249,14 @@ def save_answering_inputs(root: Path) -> Path:
 
 
 class NoJudge:
-    """A judge that nobody asks."""
+    """A judge that is never asked."""
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
         return [Judgement("scored", 1.0) for _ in requests]
 
 
 class GivenRewards:
-    """In the place of a stream of rewards: all answers at once go to a function."""
+    """A stream of rewards that a function gives for all answers at once."""
 
     streams = False
 

@@ -1,4 +1,4 @@
-"""Fleets of the tests' vLLM server in this process, and what samples from them should be."""
+"""Fleets of the fake vLLM server in this process, and the trainer's log-probabilities."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ under way unless told otherwise, and a paused server answers no request; a full 
 log-probabilities are raw unless ``--logprobs-mode processed_logprobs``; a failed reload leaves
 garbage and a healthy /health. The model is in :mod:`tests.support.vllm_engine`.
 
-``POST /control`` is for tests: ``{"hang": true}`` answers nobody any more, ``{"die_after": n}``
+``POST /control`` is for tests: ``{"hang": true}`` answers no request any more, ``{"die_after": n}``
 kills the process at the n-th completion from now, ``{"lose": n}`` drops as many connections,
 ``{"slow_s": x}`` waits for each token.
 """
@@ -64,10 +64,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 class _App:
-    """What middlewares are around: it lets everybody in."""
+    """The application inside the middlewares."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Say nothing."""
+        """Answer nothing."""
 
 
 class State:
@@ -264,10 +264,10 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(data)
         except OSError:
-            self.close_connection = True  # who asked has gone
+            self.close_connection = True  # the client is gone
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing of each request."""
+        """Log no request."""
 
 
 def make_server(state: State, host: str, port: int) -> ThreadingHTTPServer:
@@ -334,7 +334,7 @@ def shared_memory() -> mmap.mmap:
 
 
 def main() -> None:
-    """Serve until somebody ends it."""
+    """Serve until SIGTERM."""
     args = parse(sys.argv[1:])
     dev = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
     state = State(args, dev=dev, key=os.environ.get("VLLM_API_KEY", ""))

@@ -410,7 +410,7 @@ def flat_third():
 
 
 def test_a_health_check_that_stops_keeps_the_state_before_the_step(new):
-    """Under another policy the run goes on from there, with the rewards that it had."""
+    """Under another policy the run continues from there, with the same rewards."""
     strict = HealthConfig(zero_reward_variance="stop", patience=1)
     settings = {"async_steps": 1, "save_freq": 100, "health": HealthConfig(patience=1)}
     run, whole = (new(name, **settings) for name in ("cut", "whole"))

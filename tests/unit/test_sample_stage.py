@@ -404,8 +404,8 @@ def test_too_many_errors_stop_the_stage_and_the_same_call_resumes(tmp_path: Path
 
 
 class Stopping(FolderStageIO):
-    """Asks for a stop once a turn of an episode is sampled, and (with ``after_one``) another
-    episode has ended, however slow its thread is."""
+    """A stop once a turn of an episode is sampled, and (with ``after_one``) another episode has
+    ended."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What `refiner run` says at its end about what it has published."""
+"""The closing lines of `refiner run` about publications."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GRPO step trains on, what it leaves out, and what it leaves behind."""
+"""A GRPO step: its samples, the ones it leaves out, its metrics and rollouts."""
 
 from __future__ import annotations
 
@@ -102,16 +102,7 @@ def test_the_reward_rises(run):
     assert sum(scores[-4:]) / 4 > sum(scores[:4]) / 4 + 0.1
 
 
-def test_kl_holds_the_policy_near_the_reference(run):
-    def last_kl(name, beta):
-        run(name, num_training_steps=6, beta=beta)
-        return run.io.metrics()[-1]["objective/kl3_avg"]
-
-    assert last_kl("tight", 5.0) < last_kl("loose", 0.001)
-
-
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_the_loss_does_not_depend_on_how_samples_fall_into_packs(run, aggregation):
+def test_the_loss_does_not_depend_on_how_samples_fall_into_packs(run):
     rows = []
     for pack_length, batch_size in ((16, 1), (64, 1), (24, 3)):
         run(
@@ -119,7 +110,7 @@ def test_the_loss_does_not_depend_on_how_samples_fall_into_packs(run, aggregatio
             num_training_steps=1,
             pack_length=pack_length,
             per_device_train_batch_size=batch_size,
-            loss_aggregation=aggregation,
+            loss_aggregation="sequence",
         )
         rows.append(run.io.metrics()[0])
     assert rows[0]["packed_ratio"] > rows[1]["packed_ratio"]

@@ -1,4 +1,4 @@
-"""Benchmarks of training compare equal work: as many tokens on both sides, as the script says."""
+"""Benchmarks of training compare equal work: as many tokens on both sides."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_little_memory_makes_fewer_slots_and_changes_no_sample(
     agrees(model, script, 3)
     assert widest[0] == (3, 64)
     assert all(count * columns <= 3 * 64 or count == 1 for count, columns in widest)
-    assert widest[-1][1] > 192  # one conversation alone is more than the memory: it goes on alone
+    assert widest[-1][1] > 192  # a conversation larger than the memory runs alone
 
 
 class Tries(Script):

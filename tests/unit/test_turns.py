@@ -121,7 +121,7 @@ def test_length_is_counted_in_bytes_and_before_parsing() -> None:
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 @pytest.mark.parametrize("deep", [MAX_DEPTH, 900, 100_000])
-def test_deep_nesting_is_bad_json_however_deep_the_stack_is(opening: str, deep: int) -> None:
+def test_deep_nesting_is_bad_json_at_any_depth_of_the_stack(opening: str, deep: int) -> None:
     closing = "]" if opening == "[" else "}"
     text = with_argument(opening * deep + "1" + closing * deep)
 

@@ -57,7 +57,7 @@ def test_turns_are_what_single_requests_sample_and_stay_on_one_server(folder: Pa
 
 
 def test_a_slow_tool_delays_no_other_conversation(folder: Path) -> None:
-    """A user who does not answer delays one conversation: the desk is told to wait only once
+    """A user who does not answer delays one conversation: the desk waits only once
     nothing is being sampled."""
     done = script(4, 2, slow=lambda conversation, _: 0 if conversation else 10**9)
     with served(folder) as server:
