@@ -7,7 +7,7 @@
    than 6 % false positives at 5 %, and 92 to 98 % of the 95 % intervals hold the true difference,
    of arms that do not differ and of arms that do.
 2. The methods that do not: a hierarchical bootstrap over seeds and prompts, McNemar's test pooled
-   over seeds.
+   over seeds, t over prompts alone.
 3. Through the report itself: a judge that became more lenient is not reported as progress, a family
    of arms without effect is left alone (Holm), an effect of the size that the report calls
    detectable is found in 80 % of sweeps, other prompts are refused.
@@ -26,10 +26,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import binomtest
+from scipy.stats import binomtest, t
 
 from refiner_core.evaluation.power import Components, detectable_effect
-from refiner_core.evaluation.statistics import two_way_means
+from refiner_core.evaluation.statistics import mean_spread, two_way_means
 from refiner_core.report.sweep.comparing import make_report
 from refiner_core.report.sweep.document import ArmNumber
 from tests.support.made_evidence import made_from, prompt_names
@@ -85,6 +85,14 @@ def ours(differences: Floats) -> tuple[Floats, Floats]:
     p_values = np.array([1.0 if f.p_value is None else f.p_value for f in found])
     half = np.array([0.0 if f.high is None else f.high - f.value for f in found])
     return p_values, half
+
+
+def over_prompts(differences: Floats) -> tuple[Floats, Floats]:
+    """t over prompts, the seeds taken for all that there are."""
+    variance = mean_spread(differences.mean(axis=1, keepdims=True)).variance
+    freedom = differences.shape[2] - 1.0
+    mean, error = differences.mean(axis=(1, 2)), np.sqrt(np.maximum(variance, 1e-300))
+    return 2 * t.sf(np.abs(mean) / error, freedom), t.ppf(0.975, freedom) * error
 
 
 def pooled(differences: Floats) -> tuple[Floats, Floats]:
@@ -262,6 +270,7 @@ def main() -> int:
     hard = Cell(World(seed=0.1, interaction=0.1, yes_no=0.5), 3, 200)
     for name, method in (
         ("ours", ours),
+        ("t over prompts alone", over_prompts),
         ("McNemar pooled over seeds", pooled),
         ("hierarchical bootstrap", bootstrap),
     ):
