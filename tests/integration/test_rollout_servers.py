@@ -53,9 +53,9 @@ from refiner_core.generation.vllm.client import VllmGenerator
 from tests.support.command import Stage, start, wait_until
 from tests.support.port_thief import thief
 from tests.support.require import require
+from tests.support.tiny_training import furthest as furthest_of
 from tests.support.tiny_training import recipe, tiny_model, tiny_tokenizer
 from tests.support.users import STRANGER, needs_users, run_as
-from tests.support.vllm_fleet import furthest as furthest_of
 from tests.support.vllm_fleet import requests, whole
 from tests.support.vllm_server import shim
 

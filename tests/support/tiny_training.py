@@ -32,10 +32,13 @@ from refiner_core.contract.types import (
     SamplingParams,
 )
 from refiner_core.data.prepared import write_demonstrations, write_prompts
+from refiner_core.generation.sampling import processed_logprobs
 from tests.support.stage_io import FolderStageIO
 
 VOCABULARY = 48
 EOS = 1
+#: Sampling from the model's own distribution.
+UNCHANGED = SamplingParams()
 _TAGS = {3: "<answer>", 4: "</answer>"}
 
 
@@ -59,22 +62,6 @@ def tiny_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     }
     model: Qwen3ForCausalLM = Qwen3ForCausalLM(Qwen3Config(**(settings | changes)))
     return model.eval()
-
-
-#: Positions whose frequencies follow the longest sequence of a batch once it has more than 16
-#: tokens: settings of :func:`tiny_model`.
-BATCH_ROPES: dict[str, dict[str, Any]] = {
-    "longrope": {
-        "rope_parameters": {
-            **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16},
-            **{"short_factor": [1.0] * 16, "long_factor": [4.0] * 16},
-        },
-    },
-    "dynamic": {
-        "max_position_embeddings": 16,
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-    },
-}
 
 
 def tiny_tokenizer(*, answers: bool = False) -> PreTrainedTokenizerFast:
@@ -159,6 +146,24 @@ def recipe(**sections: dict[str, Any]) -> RecipeConfig:
         sft=replace(sft, **sections.get("sft", {})),
         grpo=replace(grpo, **sections.get("grpo", {})),
     )
+
+
+def furthest(
+    model: Any,
+    asked: Sequence[GenerationRequest],
+    made: Sequence[Completion],
+    params: SamplingParams = UNCHANGED,
+) -> float:
+    """The largest difference of a log-probability to one plain forward pass, as in training."""
+    found = 0.0
+    for request, completion in zip(asked, made, strict=True):
+        ids, tokens = request.prompt_ids, completion.token_ids
+        with torch.no_grad():
+            logits_T_V = model(torch.tensor([[*ids, *tokens]]), use_cache=False).logits[0]
+        ours_T_V = processed_logprobs(logits_T_V[len(ids) - 1 : -1], params)
+        for place, (token, theirs) in enumerate(zip(tokens, completion.logprobs, strict=True)):
+            found = max(found, abs(ours_T_V[place, token].item() - theirs))
+    return found
 
 
 class LiveSampler:

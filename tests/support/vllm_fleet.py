@@ -8,16 +8,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from refiner_core.contract.errors import KilledError
 from refiner_core.contract.types import (
-    Completion,
     Endpoint,
     GenerationRequest,
     SamplingParams,
 )
-from refiner_core.generation.sampling import processed_logprobs
 from refiner_core.generation.vllm.client import VllmGenerator
 from refiner_core.generation.vllm.sync import WeightSync
 from tests.support.tiny_training import EOS, tiny_tokenizer
@@ -63,24 +59,6 @@ def requests(prompts: int = 3, samples: int = 4, length: int = 20) -> list[Gener
 
 def generator(fleet: Any, **settings: Any) -> VllmGenerator:
     return VllmGenerator(fleet, window=WINDOW, **settings)
-
-
-def furthest(
-    model: Any,
-    asked: Sequence[GenerationRequest],
-    made: Sequence[Completion],
-    params: SamplingParams = PLAIN,
-) -> float:
-    """The largest difference of a log-probability to the trainer's."""
-    found = 0.0
-    for request, completion in zip(asked, made, strict=True):
-        ids, tokens = request.prompt_ids, completion.token_ids
-        with torch.no_grad():
-            logits_T_V = model(torch.tensor([[*ids, *tokens]]), use_cache=False).logits[0]
-        ours_T_V = processed_logprobs(logits_T_V[len(ids) - 1 : -1], params)
-        for place, (token, theirs) in enumerate(zip(tokens, completion.logprobs, strict=True)):
-            found = max(found, abs(ours_T_V[place, token].item() - theirs))
-    return found
 
 
 class InThreads:

@@ -27,13 +27,12 @@ from refiner_core.generation.vllm.wire import (
     completion_body,
     read_completion,
 )
-from tests.support.tiny_training import EOS, save_tiny_model, tiny_model, tiny_tokenizer
+from tests.support.tiny_training import EOS, furthest, save_tiny_model, tiny_model, tiny_tokenizer
 from tests.support.vllm_fleet import (
     PLAIN,
     STOP,
     USUAL,
     Fixed,
-    furthest,
     generator,
     requests,
 )

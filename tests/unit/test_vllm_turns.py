@@ -14,9 +14,9 @@ from refiner_core.contract.types import (
     SamplingParams,
     TurnRequest,
 )
-from tests.support.tiny_training import save_tiny_model, tiny_model
+from tests.support.tiny_training import furthest, save_tiny_model, tiny_model
 from tests.support.turn_script import Script
-from tests.support.vllm_fleet import Fixed, furthest, generator
+from tests.support.vllm_fleet import Fixed, generator
 from tests.support.vllm_server import Served, served
 
 SHORT = SamplingParams(max_new_tokens=5)

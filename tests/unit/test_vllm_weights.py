@@ -14,14 +14,13 @@ from refiner_core.contract.errors import KilledError, NoSpaceError, StageFailed
 from refiner_core.contract.types import Completion
 from refiner_core.generation.vllm import extension
 from refiner_core.generation.vllm.sync import WeightSync
-from tests.support.tiny_training import save_tiny_model, tiny_model, tiny_tokenizer
+from tests.support.tiny_training import furthest, save_tiny_model, tiny_model, tiny_tokenizer
 from tests.support.vllm_fleet import (
     PLAIN,
     WINDOW,
     Fixed,
     InThreads,
     fleet_of,
-    furthest,
     generator,
     requests,
     whole,
