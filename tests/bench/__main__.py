@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +30,14 @@ from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.models.random_model import save_random_model
 
 ROUNDS = 5
+#: The shape of the embedded model: about 1M parameters.
+TINY_SHAPE = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 256,
+}
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 180, 48
 
 
@@ -37,11 +48,8 @@ BENCHES = (
     "gpu",
     "grpo_step",
     "judgements",
-    "judging",
     "memory",
-    "parsing",
     "report",
-    "rounds",
     "startup",
     "sweep_again",
     "sweeps",
@@ -63,22 +71,21 @@ def main() -> int:
     return status
 
 
-def generation_of_groups() -> dict[str, Any]:
-    """Sampling 8 prompts x 8 samples of fixed length, against `generate` with a static cache."""
+def endless_generator(batch_size: int) -> TransformersGenerator:
+    """A generator over a random model of the tiny shape; no token ends a text."""
     with tempfile.TemporaryDirectory() as folder:
-        save_random_model(
-            Path(folder),
-            hidden_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            head_dim=64,
-            intermediate_size=256,
-            seed=0,
-        )
+        save_random_model(Path(folder), **TINY_SHAPE, seed=0)
         config = ModelConfig(name_or_path=folder)
         model, tokenizer = load_model(folder, config), load_tokenizer(folder, config)
-    model.generation_config.eos_token_id = None  # both sides decode exactly NEW_TOKENS
+    model.generation_config.eos_token_id = None
     tokenizer.eos_token = None
+    return TransformersGenerator(model, tokenizer, batch_size=batch_size)
+
+
+def generation_of_groups() -> dict[str, Any]:
+    """Sampling 8 prompts x 8 samples of fixed length, against `generate` with a static cache."""
+    ours_generator = endless_generator(PROMPTS * SAMPLES)
+    model, tokenizer = ours_generator.model, ours_generator.tokenizer
     torch.manual_seed(0)
     prompts = torch.randint(0, len(tokenizer), (PROMPTS, PROMPT_TOKENS))
     requests = [
@@ -86,7 +93,6 @@ def generation_of_groups() -> dict[str, Any]:
         for p, prompt in enumerate(prompts)
         for s in range(SAMPLES)
     ]
-    ours_generator = TransformersGenerator(model, tokenizer, batch_size=PROMPTS * SAMPLES)
     params = SamplingParams(temperature=1.0, max_new_tokens=NEW_TOKENS)
 
     def ours() -> int:
@@ -123,7 +129,6 @@ def compare(
             call()
             rates[side].append(work / (time.process_time() - begun))
     mine, other = (statistics.median(rates[side]) for side in ("ours", "rival"))
-    machine = host()
     return {
         "name": name,
         "ours": round(mine, 1),
@@ -131,8 +136,32 @@ def compare(
         "ratio": round(mine / other, 2),
         "unit": unit,
         "rounds": ROUNDS,
-        "machine": f"{machine['cpu']}, {machine['cores']} cores",
+        "machine": machine(),
     }
+
+
+def in_a_process(*words: str) -> Any:
+    """The JSON line that a bench prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench", *words],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def peak_mib() -> float:
+    """The most memory that this process has had so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def machine() -> str:
+    """The kind of machine, for the output lines."""
+    found = host()
+    return f"{found['cpu']}, {found['cores']} cores"
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
-"""`python -m tests.bench checkpoint_stall [--sizes 64 256 1024] [--rounds 5] [--folder DIR]`.
+"""`python -m tests.bench checkpoint_stall`.
 
 How long a training step waits at a save: ours copies the state to host memory and writes it while
 training goes on (`async_save`), through the real boundary, store and file formats, with fsync,
 hashes and marker; the rival is a synchronous `torch.save` of the same tensors and an fsync, on the
 same disk. ABAB order, medians; every file is read back and compared once. Goal: at most 15 %.
 
-Besides: `first_s`, the stall of the very first save, which has to get its memory from the system;
-`background_s`, how long the rest takes beside training; `step_beside`, how long a training step
-takes meanwhile, over one with nothing beside it (on a GPU the host's cores are idle; on a CPU the
-two share them); `sync_s`, the stall with `async_save=false`, which hashes, too.
+Besides: `step_beside`, how long a training step takes while a save is written, over one with
+nothing beside it (on a GPU the host's cores are idle; on a CPU the two share them).
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -35,10 +32,10 @@ from refiner_core.training.batches import Sample, build_pack, collate
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.model.loading import Loaded
 from refiner_core.training.steps.boundary import Boundary
-from tests.bench.training_work import machine
+from tests.bench.__main__ import machine
 from tests.support.tiny_training import tiny_model, tiny_tokenizer
 
-GOAL_SHARE = 0.15
+GOAL_SHARE, ROUNDS = 0.15, 5
 MIB = 2**20
 #: Bytes of a float32 parameter with AdamW's two moments.
 BYTES_PER_PARAMETER = 12
@@ -47,36 +44,27 @@ TOKENS, HEADS, HEAD_DIM = 128, 8, 64
 
 def main(arguments: list[str]) -> int:
     """One line per size; 0 even where the goal is missed: the lines say so."""
-    parser = argparse.ArgumentParser(prog="tests.bench checkpoint_stall")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 1024], help="MiB")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk that is measured")
-    told = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for size in told.sizes:
-        with tempfile.TemporaryDirectory(dir=told.folder) as folder:
-            print(json.dumps(measured(size, told.rounds, Path(folder))), flush=True)
+    for size in (64, 256, 1024):
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(measured(size, Path(folder))), flush=True)
     return 0
 
 
-def measured(size_mib: int, rounds: int, folder: Path) -> dict[str, Any]:
+def measured(size_mib: int, folder: Path) -> dict[str, Any]:
     """A state of about ``size_mib``."""
     work = Work(size_mib, folder)
     alone = statistics.median(work.train() for _ in range(5))
-    first = work.save(asynchronous=True)
+    work.save()  # the first one has to get its memory from the system
     stalls: list[float] = []
     rivals: list[float] = []
     beside: list[float] = []
-    background: list[float] = []
-    for _ in range(rounds):
-        stalls.append(work.save(asynchronous=True))
-        began = time.perf_counter()
+    for _ in range(ROUNDS):
+        stalls.append(work.save())
         while work.writing:
             beside.append(work.train())
-        background.append(time.perf_counter() - began)
         work.settle()
         rivals.append(work.rival())
-    synchronous = statistics.median(work.save(asynchronous=False) for _ in range(3))
     work.check()
     ours, rival = statistics.median(stalls), statistics.median(rivals)
     return {
@@ -87,12 +75,9 @@ def measured(size_mib: int, rounds: int, folder: Path) -> dict[str, Any]:
         "unit": "s of stall",
         "share": round(ours / rival, 3),
         "goal_met": ours <= GOAL_SHARE * rival,
-        "first_s": round(first, 4),
-        "background_s": round(statistics.median(background), 3),
-        "sync_s": round(synchronous, 4),
         "step_s": round(alone, 4),
         "step_beside": round(statistics.median(beside) / alone, 2) if beside else None,
-        "rounds": rounds,
+        "rounds": ROUNDS,
         "machine": machine(),
     }
 
@@ -122,10 +107,7 @@ class Work:
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         assert self.bytes > 2.9 * weights, "AdamW keeps two numbers per weight"
         # every step from 1 on is one to save at
-        self.edges = {
-            kind: Boundary(self.io, self.engine, "sft", 10**6, 1, async_save=kind)
-            for kind in (True, False)
-        }
+        self.edge = Boundary(self.io, self.engine, "sft", 10**6, 1, async_save=True)
         self.saved: tuple[int, dict[str, Any]] = (0, {})
 
     @property
@@ -136,7 +118,7 @@ class Work:
     @property
     def writing(self) -> bool:
         """Whether a save is under way."""
-        save = self.edges[True]._under_way
+        save = self.edge._under_way
         return save is not None and not save[1].done()
 
     def train(self) -> float:
@@ -146,22 +128,21 @@ class Work:
         self.engine.step(1.0)
         return time.perf_counter() - began
 
-    def save(self, *, asynchronous: bool) -> float:
+    def save(self) -> float:
         """Seconds for which a step that saves is longer."""
         step = next(self.steps)
         self.settle()
         weights = {n: p.detach().clone() for n, p in self.engine.model.named_parameters()}
         began = time.perf_counter()
-        self.edges[asynchronous].after(step, {"step": step}, {})
+        self.edge.after(step, {"step": step}, {})
         stall = time.perf_counter() - began
         self.saved = (step, weights)
         return stall
 
     def settle(self) -> None:
         """Wait for what is under way."""
-        for edge in self.edges.values():
-            edge._wait()
-            edge.saved_step = 0
+        self.edge._wait()
+        self.edge.saved_step = 0
 
     def rival(self) -> float:
         """Seconds of a synchronous save of the same tensors."""

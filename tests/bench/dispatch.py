@@ -12,15 +12,13 @@ from __future__ import annotations
 import json
 import re
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import submitit
@@ -29,10 +27,10 @@ from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt, WorkerComma
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
 from infra.slurm.scheduler import RealSlurm
-from infra.store.provenance import host
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import Resources
 from refiner_core.contract.records import Attempt
+from tests.bench.__main__ import machine
 from tests.support.slurm_cluster import Cluster, ClusterSpec, missing, running_cluster
 
 JOBS, LIVE, ROUNDS, LOOK_S = 200, 1000, 3, 30.0
@@ -48,7 +46,7 @@ def main() -> int:
         return 2
     with running_cluster(spec) as cluster, cluster.joined():
         for line in (*no_op_jobs(), *live_jobs(cluster)):
-            print(json.dumps({**line, "machine": _machine()}), flush=True)
+            print(json.dumps({**line, "machine": machine()}), flush=True)
     return 0
 
 
@@ -56,10 +54,10 @@ def no_op_jobs() -> Iterator[dict[str, Any]]:
     """Rounds of ours and bare submitit in turn."""
     walls: dict[str, list[float]] = {"ours": [], "rival": []}
     cpu: dict[str, list[float]] = {"ours": [], "rival": []}
-    for number in range(ROUNDS):
+    for _ in range(ROUNDS):
         for side, call in (("ours", _ours), ("rival", _bare)):
-            with _folder() as folder:
-                run = call(folder / str(number))
+            with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                run = call(Path(folder))
                 begun, used = time.monotonic(), _cpu_s()
                 run()
                 walls[side].append(time.monotonic() - begun)
@@ -94,8 +92,8 @@ def live_jobs(cluster: Cluster) -> Iterator[dict[str, Any]]:
         *("sbatch", "--parsable", "--hold", f"--array=0-{LIVE - 1}", "--output=/dev/null"),
         "--wrap=true",
     ).strip()
-    with _folder() as folder:
-        workspace, asked = Workspace.open(folder / "w"), Counting()
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        workspace, asked = Workspace.open(Path(folder)), Counting()
         dispatcher = SlurmDispatcher(workspace, PROFILE, commands=asked)
         jobs = [_known(f"{array}_{n}") for n in range(LIVE)]
         begun, used, looks = time.monotonic(), _cpu_s(), 0
@@ -194,20 +192,6 @@ def _cpu_s() -> float:
     """CPU seconds of this process and of the commands that it has called."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in used)
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="refiner-bench-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _machine() -> str:
-    found = host()
-    return f"{found['cpu']}, {found['cores']} cores"
 
 
 if __name__ == "__main__":

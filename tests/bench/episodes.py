@@ -1,4 +1,4 @@
-"""`python -m tests.bench episodes [--model FOLDER]`: many episodes with tools at a time.
+"""`python -m tests.bench episodes`: many episodes with tools at a time.
 
 One JSON line each:
 
@@ -6,36 +6,28 @@ One JSON line each:
   rival is `generate` of the same generator, with each episode's prompt and all that tools say in it
   as its prompt, and as many own tokens. CPU time, one thread; goal: ratio >= 0.85. Once with as
   many episodes as the batch has places, once with twice as many, and once with prefixes that
-  nobody shares;
+  are not shared;
 * tools that take 50 to 200 ms: tokens per second of wall time, as a share of those with tools that
   take none, and the share of time in which nothing was decoded; the rival decodes round by round;
-* with ``--model`` (one that has learned the recipe `tiny-tools`, such as its SFT stage's): episodes
-  of the recipe at the desk, real tools in threads, against round by round.
 
-But for the last, the model has the shape of `builtin:tiny` with random weights; the lengths of
+The model has the shape of `builtin:tiny` with random weights; the lengths of
 turns and of what tools say are drawn once, and forced (nothing ends a turn but its length). A tool
 takes time and no CPU, as a simulated user at another machine does.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from infra.store.provenance import host
-from refiner_core.contract.config import ModelConfig
-from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
@@ -44,14 +36,9 @@ from refiner_core.contract.types import (
     TurnRequest,
     Turns,
 )
-from refiner_core.environments.conversation import prompt_ids
-from refiner_core.environments.episodes import EpisodeRequest, run_episodes, settings_of
-from refiner_core.environments.registry import open_environment
 from refiner_core.generation.completions import LockstepTurns
-from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.transformers_backend import TransformersGenerator
-from refiner_core.models.random_model import save_random_model
-from tests.bench.__main__ import ROUNDS, compare
+from tests.bench.__main__ import ROUNDS, compare, endless_generator, machine
 
 BATCH, TURNS = 64, 4
 PROMPT, FIRST, OWN, TOLD = 256, 24, 24, 32  # tokens: shared prompt, first message, means per turn
@@ -154,11 +141,8 @@ class PlannedDesk:
 
 def main(arguments: list[str]) -> int:
     """Measure; 0 even where a goal is missed: the lines say so."""
-    parser = argparse.ArgumentParser(prog="tests.bench episodes")
-    parser.add_argument("--model", type=Path)
-    folder = parser.parse_args(arguments).model
     torch.set_num_threads(1)
-    generator = make_generator()
+    generator = endless_generator(BATCH)
     vocabulary = len(generator.tokenizer)
     cases: tuple[tuple[str, int, bool], ...] = (
         (f"{BATCH} episodes", BATCH, True),
@@ -171,28 +155,7 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(line), flush=True)
     for line in slow_tools(generator, plans(BATCH, vocabulary, shared=True, slow=True)):
         print(json.dumps(line), flush=True)
-    if folder is not None:
-        print(json.dumps(at_the_desk(folder)), flush=True)
     return 0
-
-
-def make_generator() -> TransformersGenerator:
-    """The tiny shape, with nothing that ends a text."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_random_model(
-            Path(folder),
-            hidden_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            head_dim=64,
-            intermediate_size=256,
-            seed=0,
-        )
-        config = ModelConfig(name_or_path=folder)
-        model, tokenizer = load_model(folder, config), load_tokenizer(folder, config)
-    model.generation_config.eos_token_id = None
-    tokenizer.eos_token = None
-    return TransformersGenerator(model, tokenizer, batch_size=BATCH)
 
 
 def against_single_turns(
@@ -234,7 +197,7 @@ def slow_tools(generator: TransformersGenerator, episodes: Sequence[Plan]) -> li
                 if kind == "slow":
                     idle[side].append(desk.idle_s / wall_s)
     rate = {name: statistics.median(found) for name, found in rates.items()}
-    common = {"rounds": ROUNDS, "machine": _machine()}
+    common = {"rounds": ROUNDS, "machine": machine()}
     kept = {side: rate[f"{side} slow"] / rate[f"{side} instant"] for side in sides}
     still = {side: statistics.median(shares) for side, shares in idle.items()}
     tools = f"tools of {SLOWEST_S[0] * 1000:.0f} to {SLOWEST_S[1] * 1000:.0f} ms"
@@ -263,51 +226,3 @@ def slow_tools(generator: TransformersGenerator, episodes: Sequence[Plan]) -> li
             **common,
         },
     ]
-
-
-def at_the_desk(folder: Path) -> dict[str, Any]:
-    """The first training tasks of the recipe `tiny-tools`, as its GRPO stage samples them."""
-    config = load_recipe("tiny-tools", [f"model.name_or_path={folder}"])
-    environment = open_environment(config, evaluation=False)
-    model = load_model(str(folder), config.model)
-    tokenizer = load_tokenizer(str(folder), config.model)
-    settings = settings_of(config, environment, SamplingParams())
-    prompts = {
-        domain: prompt_ids(tokenizer, environment.policy(domain), environment.tools(domain))
-        for domain in environment.domains()
-    }
-    requests = [
-        EpisodeRequest(task, prompts[task.domain], seed)
-        for seed, task in enumerate(environment.tasks("train")[:BATCH])
-    ]
-    generator = TransformersGenerator(model, tokenizer, batch_size=BATCH)
-    sides: dict[str, TurnGenerator] = {"ours": generator, "rival": LockstepTurns(generator)}
-    rates: dict[str, list[float]] = {side: [] for side in sides}
-    turns: dict[str, int] = {}
-    for _ in range(ROUNDS):
-        for side, chosen in sides.items():
-            made: list[Completion] = []
-            begun = time.process_time()
-            run_episodes(
-                *(chosen, environment, tokenizer, requests, settings),
-                lambda _, completion, made=made: made.append(completion),  # type: ignore[misc]
-            )
-            own = sum(sum(completion.own or ()) for completion in made)
-            rates[side].append(own / (time.process_time() - begun))
-            turns[side] = sum(len((c.episode or {})["turns"]) for c in made)
-    mine, other = (statistics.median(rates[side]) for side in ("ours", "rival"))
-    return {
-        "name": f"{len(requests)} episodes at the desk, {turns['ours']} turns",
-        "ours": round(mine, 1),
-        "rival": round(other, 1),
-        "ratio": round(mine / other, 2),
-        "unit": "own tokens per CPU-second, tools included; the rival decodes round by round",
-        "rival_turns": turns["rival"],
-        "rounds": ROUNDS,
-        "machine": _machine(),
-    }
-
-
-def _machine() -> str:
-    found = host()
-    return f"{found['cpu']}, {found['cores']} cores"

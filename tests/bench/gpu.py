@@ -1,4 +1,4 @@
-"""`python -m tests.bench gpu [--shape 0.6B|1.7B|4B] [--rounds 3] [--out DIR]`: the pairs on a GPU.
+"""`python -m tests.bench gpu [--shape 0.6B|1.7B|4B] [--out DIR]`: the pairs on a GPU.
 
 bf16, a model of Qwen3's shape with random weights (made from its configuration, nothing is
 fetched), packs of 8,192 tokens. Where torch sees no CUDA device it says that nothing was run, and
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -37,28 +36,28 @@ from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.sections.steering import Resources
 from refiner_core.contract.types import PromptRow
 from refiner_core.training.batches import Sample, pack_samples
+from tests.bench.trainer import plain_seconds
 from tests.bench.training_work import (
+    ROUNDS,
     FixedRollouts,
-    Steps,
     Work,
+    both_sides,
     fixed_rollouts,
     make_inputs,
-    run_ours,
+    median_of,
+    parts_of,
 )
 
 PACK_LENGTH = 8192
 GPU_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "tiny"}
 #: A step: 4 prompts of 1,536 tokens, 8 responses of 512 to each.
 WORK = Work("8,192-token packs", "", (1536,) * 4, ((512,) * 8,) * 4)
-MICRO_BATCHES = (1, 2, 4, 8)
 
 
 def main(arguments: list[str]) -> int:
     """Measure, or say that there is no GPU."""
     parser = argparse.ArgumentParser(prog="tests.bench gpu")
     parser.add_argument("--shape", choices=tuple(GPU_SHAPES), default="0.6B")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path())
     told = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -66,7 +65,7 @@ def main(arguments: list[str]) -> int:
         return 0
     card = torch.cuda.get_device_name(0)
     machine = f"{host()['name']}, {card}"
-    lines = measure(told.shape, told.rounds, told.steps, card)
+    lines = measure(told.shape, card)
     path = told.out / f"gpu-{re.sub(r'[^A-Za-z0-9.-]+', '-', machine)}.jsonl"
     with path.open("a") as file:
         for line in lines:
@@ -76,65 +75,42 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def measure(shape: str, rounds: int, steps: int, card: str) -> list[dict[str, Any]]:
+def measure(shape: str, card: str) -> list[dict[str, Any]]:
     """All pairs."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import is_flash_attn_2_available
 
-    from tests.bench.trl_side import run_trl
-
-    attention = "flash_attention_2" if _has_flash() else "sdpa"
+    attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         rows = make_inputs(WORK, root, **GPU_SHAPES[shape])
         rollouts = fixed_rollouts(WORK, rows)
-        config = _gpu_recipe(attention)
-
-        def ours(name: str, given: FixedRollouts | None) -> tuple[Steps, float]:
-            return _with_memory(
-                lambda: run_ours(
-                    *(WORK, root, root / name, steps),
-                    generator=given,
-                    base=config,
-                    pack_length=PACK_LENGTH,
-                )
-            )
-
-        def trl(name: str, given: FixedRollouts | None, micro_batch: int) -> tuple[Steps, float]:
-            return _with_memory(
-                lambda: run_trl(
-                    *(WORK, rows, root, root / name, steps),
-                    micro_batch=micro_batch,
-                    fixed=given,
-                    cuda=True,
-                )
-            )
-
         model = AutoModelForCausalLM.from_pretrained(
             root / "model", dtype=torch.bfloat16, attn_implementation=attention
         ).to("cuda")
         config_of_model = model.config
         weights = sum(p.numel() for p in model.parameters())
-        sizes = {size: _plain(model, rows, rollouts, size) for size in MICRO_BATCHES}
-        micro_batch = min(sizes, key=lambda size: sizes[size])
-        plain_s = [_plain(model, rows, rollouts, micro_batch) for _ in range(rounds * steps)]
+        plain_s, micro_batch = plain_seconds(model, rows, rollouts, time.perf_counter)
         del model
-        torch.cuda.empty_cache()
-        sides: dict[str, list[tuple[Steps, float]]] = {
-            key: [] for key in ("trainer", "trainer of TRL", "step", "step of TRL")
-        }
-        for number in range(rounds):
-            sides["trainer"].append(ours(f"a{number}", rollouts))
-            sides["trainer of TRL"].append(trl(f"b{number}", rollouts, micro_batch))
-            sides["step"].append(ours(f"c{number}", None))
-            sides["step of TRL"].append(trl(f"d{number}", None, micro_batch))
-        for runs in sides.values():
-            for done, _ in runs:
-                assert done.response_tokens == [WORK.response_tokens] * steps
+        base = RecipeConfig(
+            seed=0,
+            model=ModelConfig(dtype="bfloat16", attn_implementation=attention),  # type: ignore[arg-type]
+        )
+        settings: dict[str, Any] = {"base": base, "pack_length": PACK_LENGTH}
+        settings["resources"] = Resources(gpus=1)
+        alone = both_sides(WORK, rows, root, micro_batch, given=rollouts, **settings)
+        whole = both_sides(WORK, rows, root, micro_batch, **settings)
+    sides = {
+        "trainer": alone["ours"],
+        "trainer of TRL": alone["rival"],
+        "step": whole["ours"],
+        "step of TRL": whole["rival"],
+    }
     flops = model_flops(config_of_model, weights, WORK)
     peak = next((value for name, value in PEAK_FLOPS.items() if name in card), None)
-    seconds = {key: _median(runs) for key, runs in sides.items()}
-    memory = {key: max(gib for _, gib in runs) for key, runs in sides.items()}
-    seconds["plain"] = statistics.median(plain_s)
+    seconds = {key: median_of(runs, "wall_s") for key, runs in sides.items()}
+    memory = {key: max(steps.gib for steps in runs) for key, runs in sides.items()}
+    seconds["plain"] = plain_s
 
     def line(name: str, mine: str, other: str, **more: Any) -> dict[str, Any]:
         mfu = {
@@ -150,7 +126,7 @@ def measure(shape: str, rounds: int, steps: int, card: str) -> list[dict[str, An
             "unit": "tokens per second, prompts counted once per sample",
             "attention": attention,
             "micro_batch_of_rival": micro_batch,
-            "rounds": rounds,
+            "rounds": ROUNDS,
             **mfu,
             **more,
         }
@@ -164,8 +140,8 @@ def measure(shape: str, rounds: int, steps: int, card: str) -> list[dict[str, An
             "GRPO step, against TRL",
             "step",
             "step of TRL",
-            ours_parts_s=_parts(sides["step"]),
-            rival_parts_s=_parts(sides["step of TRL"]),
+            ours_parts_s=parts_of(sides["step"]),
+            rival_parts_s=parts_of(sides["step of TRL"]),
         ),
         {
             "name": "most GPU memory of a GRPO step",
@@ -203,59 +179,3 @@ def _computed_share(rows: Sequence[PromptRow], rollouts: FixedRollouts, attentio
     ]
     packs = pack_samples(samples, PACK_LENGTH, share_prompts=attention == "sdpa")
     return sum(map(len, packs)) / WORK.tokens
-
-
-def _plain(
-    model: Any, rows: Sequence[PromptRow], rollouts: FixedRollouts, micro_batch: int
-) -> float:
-    """Seconds of the plain forward and backward; infinite where it does not fit."""
-    from tests.bench.trainer import plain_rows
-
-    ids, labels = (t.to("cuda") for t in plain_rows(rows, rollouts))
-    model.train()
-    model.zero_grad()
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    try:
-        for first in range(0, len(ids), micro_batch):
-            part = slice(first, first + micro_batch)
-            model(input_ids=ids[part], labels=labels[part], use_cache=False).loss.backward()
-    except torch.cuda.OutOfMemoryError:
-        model.zero_grad()
-        torch.cuda.empty_cache()
-        return float("inf")
-    torch.cuda.synchronize()
-    return time.perf_counter() - begun
-
-
-def _gpu_recipe(attention: str) -> RecipeConfig:
-    from dataclasses import replace
-
-    base = RecipeConfig(
-        seed=0,
-        model=ModelConfig(dtype="bfloat16", attn_implementation=attention),  # type: ignore[arg-type]
-    )
-    return replace(base, grpo=replace(base.grpo, resources=Resources(gpus=1)))
-
-
-def _has_flash() -> bool:
-    from transformers.utils import is_flash_attn_2_available
-
-    return bool(is_flash_attn_2_available())
-
-
-def _with_memory(call: Any) -> tuple[Steps, float]:
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    done = call()
-    torch.cuda.synchronize()
-    return done, torch.cuda.max_memory_allocated() / 2**30
-
-
-def _median(runs: Sequence[tuple[Steps, float]]) -> float:
-    return statistics.median(value for done, _ in runs for value in done.wall_s)
-
-
-def _parts(runs: Sequence[tuple[Steps, float]]) -> dict[str, float]:
-    parts = [part for done, _ in runs for part in done.parts]
-    return {name: round(statistics.median(p[name] for p in parts), 3) for name in parts[0]}

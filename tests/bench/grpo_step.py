@@ -1,4 +1,4 @@
-"""`python -m tests.bench grpo_step [--rounds 3] [--steps 3] [--shape tiny|small]`: a GRPO step.
+"""`python -m tests.bench grpo_step`: a GRPO step.
 
 Ours is the public :func:`train_grpo` (transformers generation, defaults), the rival TRL's
 `GRPOTrainer` (:mod:`tests.bench.trl_side`): same random model, prompts, lengths of samples, reward,
@@ -11,24 +11,23 @@ rival's micro-batch is the fastest of :data:`MICRO_BATCHES`, which is tried firs
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.bench.__main__ import machine
 from tests.bench.training_work import (
-    REAL_ROWS,
-    Steps,
+    ROUNDS,
     Work,
+    both_sides,
     fixed_work,
-    machine,
     make_inputs,
+    median_of,
+    parts_of,
     real_mix,
-    run_ours,
 )
 
 MICRO_BATCHES = (8, 32)
@@ -37,45 +36,27 @@ GOALS = {"fixed lengths": 1.3, "real length mix": 2.0}
 
 def main(arguments: list[str]) -> int:
     """Both works; 0 even where a goal is missed: the lines say so."""
-    parser = argparse.ArgumentParser(prog="tests.bench grpo_step")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--shape", choices=("tiny", "small"), default="small")
-    parser.add_argument("--only", choices=("fixed", "real"))
-    told = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if told.only != "real":
-        print(json.dumps(compare(fixed_work(told.shape), told.rounds, told.steps)), flush=True)
-    if told.only == "fixed":
-        return 0
-    if not REAL_ROWS.is_dir():
-        print(json.dumps({"name": "GRPO step, real length mix", "skipped": "no real rows here"}))
-        return 0
-    print(json.dumps(compare(real_mix(told.shape), told.rounds, told.steps)), flush=True)
+    for work in (fixed_work("small"), real_mix("small")):
+        print(json.dumps(compare(work)), flush=True)
     return 0
 
 
-def compare(work: Work, rounds: int, steps: int) -> dict[str, Any]:
+def compare(work: Work) -> dict[str, Any]:
     """ABAB rounds of both sides."""
     from tests.bench.trl_side import run_trl
 
-    ours, rival = [], []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         rows = make_inputs(work, root)
         tried = {
-            size: run_trl(work, rows, root, root / f"trl-try-{size}", 1, micro_batch=size)
+            size: run_trl(work, rows, root, root / f"try-{size}", 1, micro_batch=size)
             for size in MICRO_BATCHES
         }
         micro_batch = min(tried, key=lambda size: tried[size].cpu_s[0])
-        for number in range(rounds):
-            ours.append(run_ours(work, root, root / f"ours-{number}", steps))
-            rival.append(
-                run_trl(work, rows, root, root / f"trl-{number}", steps, micro_batch=micro_batch)
-            )
-    for side in (*ours, *rival):
-        assert side.response_tokens == [work.response_tokens] * steps, side.response_tokens
-    mine, other = _median(ours, "cpu_s"), _median(rival, "cpu_s")
+        done = both_sides(work, rows, root, micro_batch)
+    ours, rival = done["ours"], done["rival"]
+    mine, other = median_of(ours, "cpu_s"), median_of(rival, "cpu_s")
     ratio = other / mine
     return {
         "name": f"GRPO step, {work.name}",
@@ -83,9 +64,9 @@ def compare(work: Work, rounds: int, steps: int) -> dict[str, Any]:
         "rival": round(other, 3),
         "ratio": round(ratio, 2),
         "unit": "CPU seconds per step (less is better; ratio = rival / ours)",
-        "ratio_wall": round(_median(rival, "wall_s") / _median(ours, "wall_s"), 2),
-        "ours_parts_s": _parts(ours),
-        "rival_parts_s": _parts(rival),
+        "ratio_wall": round(median_of(rival, "wall_s") / median_of(ours, "wall_s"), 2),
+        "ours_parts_s": parts_of(ours),
+        "rival_parts_s": parts_of(rival),
         "goal": GOALS[work.name],
         "met": ratio >= GOALS[work.name],
         "model": work.shape,
@@ -94,15 +75,6 @@ def compare(work: Work, rounds: int, steps: int) -> dict[str, Any]:
         "prompt_tokens": sum(work.prompt_lengths),
         "response_tokens": work.response_tokens,
         "rival_micro_batch": micro_batch,
-        "rounds": rounds,
+        "rounds": ROUNDS,
         "machine": machine(),
     }
-
-
-def _median(side: list[Steps], clock: str) -> float:
-    return statistics.median(value for steps in side for value in getattr(steps, clock))
-
-
-def _parts(side: list[Steps]) -> dict[str, float]:
-    parts = [part for steps in side for part in steps.parts]
-    return {name: round(statistics.median(p[name] for p in parts), 3) for name in parts[0]}

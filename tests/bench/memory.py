@@ -1,4 +1,4 @@
-"""`python -m tests.bench memory [--rounds 1]`: the most memory that a GRPO update takes.
+"""`python -m tests.bench memory`: the most memory that a GRPO update takes.
 
 Ours (:func:`train_grpo`) and TRL's `GRPOTrainer` on the same rollouts, two steps each, in a process
 of its own per side and round: resident memory at its highest, less what was resident when the first
@@ -11,24 +11,19 @@ than everything else together. MiB; ratio is rival / ours.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.bench.__main__ import in_a_process, machine
 from tests.bench.training_work import (
     FixedRollouts,
     Work,
     fixed_rollouts,
     fixed_work,
-    machine,
     make_inputs,
     run_ours,
 )
@@ -44,38 +39,24 @@ PACK_LENGTH = 2048
 
 
 def main(arguments: list[str]) -> int:
-    """Measure all works; with ``--side``, be one of the processes."""
-    parser = argparse.ArgumentParser(prog="tests.bench memory")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--side", nargs=2, metavar=("SIDE", "WORK"), help=argparse.SUPPRESS)
-    told = parser.parse_args(arguments)
-    if told.side:
-        print(json.dumps(measure(*told.side)))
+    """Measure all works; with ``one``, a side of a work in this process."""
+    if arguments[:1] == ["one"]:
+        print(json.dumps(measure(*arguments[1:])))
         return 0
     if not Path("/proc/self/clear_refs").exists():
         print(json.dumps({"name": "memory", "skipped": "needs Linux's /proc/self/clear_refs"}))
         return 0
     for name in WORKS:
-        print(json.dumps(compare(name, told.rounds)), flush=True)
+        print(json.dumps(compare(name)), flush=True)
     return 0
 
 
-def compare(name: str, rounds: int) -> dict[str, Any]:
-    """Fresh processes in ABAB order."""
-    found: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
-    for _ in range(rounds):
-        for side in found:
-            done = subprocess.run(
-                [sys.executable, "-m", "tests.bench", "memory", "--side", side, name],
-                check=True,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-            found[side].append(json.loads(done.stdout.splitlines()[-1]))
-    tokens = {one["tokens"] for side in found.values() for one in side}
+def compare(name: str) -> dict[str, Any]:
+    """A fresh process for each side."""
+    found = {side: in_a_process("memory", "one", side, name) for side in ("ours", "trl")}
+    tokens = {one["tokens"] for one in found.values()}
     assert tokens == {WORKS[name].response_tokens}, tokens
-    ours, rival = (statistics.median(one["mib"] for one in found[side]) for side in found)
+    ours, rival = found["ours"]["mib"], found["trl"]["mib"]
     return {
         "name": f"peak memory of a GRPO update, {WORKS[name].name}",
         "ours": round(ours, 1),
@@ -83,7 +64,6 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
         "ratio": round(rival / ours, 2),
         "unit": "MiB above the loaded model (less is better; ratio = rival / ours)",
         "response_tokens": WORKS[name].response_tokens,
-        "rounds": rounds,
         "machine": machine(),
     }
 

@@ -1,6 +1,6 @@
 """How long it takes from a failure to the first new step, beside a cold start of the same stage.
 
-    python -m tests.bench.recovery [--times 5]
+    python -m tests.bench.recovery
 
 A small GRPO run on this machine. Cold start: from the submission of the first attempt to its first
 logged step. Recovery: from `kill -9` of the worker to the first step that the next attempt logs by
@@ -10,7 +10,6 @@ which must be no more than what was done since the last checkpoint. Medians over
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,20 +22,18 @@ from tests.support.command import SMALL, Stage, refiner, start, wait_until
 
 SAVE_FREQ = 4
 POLL_S = 0.5
+TIMES = 3
 
 
 def main() -> int:
     """Measure, print, and say whether the goal was met."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--times", type=int, default=3)
-    told = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="refiner-recovery-") as name:
-        runs = [_one(Path(name) / str(n)) for n in range(told.times)]
+        runs = [_one(Path(name) / str(n)) for n in range(TIMES)]
     cold = statistics.median(r[0] for r in runs)
     back = statistics.median(r[1] for r in runs)
     lost = [r[2] for r in runs]
     limit = 1.2 * cold + POLL_S
-    print(f"cold start, submission to first step: {cold:.2f} s (median of {told.times})")
+    print(f"cold start, submission to first step: {cold:.2f} s (median of {TIMES})")
     print(f"kill -9 to the first new step:        {back:.2f} s; goal {limit:.2f} s")
     print(f"steps lost: {lost}, saved every {SAVE_FREQ}")
     met = back <= limit and max(lost) <= SAVE_FREQ

@@ -11,47 +11,35 @@ Prints one JSON line: ``name``, ``seconds`` by phase, ``ours`` (all together), `
 from __future__ import annotations
 
 import json
-import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from tests.bench.__main__ import in_a_process
+from tests.support.recorded_sweep import RecordedSweep
 
 GOAL_S = 20.0
 ARMS, SEEDS, PROMPTS = 200, 5, 500
 
 
 def main(arguments: list[str]) -> int:
-    """Write the workspace, make the report; ``--small`` is a tenth of it."""
+    """Write the workspace, make the report."""
     if arguments[:1] == ["one"]:
         print(json.dumps(measure(Path(arguments[1]), arguments[2])), flush=True)
         return 0
-    from tests.support.recorded_sweep import RecordedSweep
-
-    arms = ARMS // 10 if "--small" in arguments else ARMS
     with tempfile.TemporaryDirectory(prefix="refiner-bench-") as folder:
         made = RecordedSweep(
             Path(folder) / "runs",
-            [f"arm{i:03d}" for i in range(arms)],
+            [f"arm{i:03d}" for i in range(ARMS)],
             range(1, SEEDS + 1),
             PROMPTS,
             effects={"arm001": 0.05},
         )
         made.write()
-        command = [sys.executable, "-m", "tests.bench", "report", "one", str(made.root), made.name]
-        done = subprocess.run(
-            command,
-            cwd=Path(__file__).resolve().parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-    found: dict[str, Any] = json.loads(done.stdout)
-    line = {"name": "report of a sweep", **found, "goal": GOAL_S, "trials": arms * SEEDS}
+        found: dict[str, Any] = in_a_process("report", "one", str(made.root), made.name)
+    line = {"name": "report of a sweep", **found, "goal": GOAL_S, "trials": ARMS * SEEDS}
     print(json.dumps({**line, "prompts": PROMPTS}), flush=True)
     return 0 if found["ours"] <= GOAL_S else 1
 

@@ -10,14 +10,12 @@ which there is no goal, is measured once. Exits with 1 where a goal is missed.
 from __future__ import annotations
 
 import json
-import os
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from tests.bench.__main__ import in_a_process, peak_mib
 
 #: Trials -> seconds that planning them may take.
 GOALS = {1_000: 1.0, 10_000: 5.0}
@@ -34,9 +32,9 @@ def main(arguments: list[str]) -> int:
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for what in ("plan", "show"):
         for trials in GOALS:
-            line = min(
-                _in_a_process(what, trials, 3 if what == "plan" else 1), key=lambda x: x["ours"]
-            )
+            tries = range(3 if what == "plan" else 1)
+            lines = [in_a_process("sweeps", "one", what, str(trials)) for _ in tries]
+            line = min(lines, key=lambda x: x["ours"])
             if what == "plan":
                 line["goal"] = GOALS[trials]
             found[what, trials] = line
@@ -52,19 +50,6 @@ def main(arguments: list[str]) -> int:
     kept = all(line["ours"] <= line.get("goal", float("inf")) for line in found.values())
     linear = max(growth["times_the_time"], growth["times_the_memory"]) <= LINEAR
     return 0 if kept and linear else 1
-
-
-def _in_a_process(what: str, trials: int, rounds: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.bench", "sweeps", "one", what, str(trials)]
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = (
-        subprocess.run(
-            command, cwd=root, env=environment, check=True, capture_output=True, text=True
-        )
-        for _ in range(rounds)
-    )
-    return [json.loads(process.stdout) for process in done]
 
 
 def measure(what: str, trials: int) -> dict[str, Any]:
@@ -102,8 +87,3 @@ def sweep_file(folder: Path, trials: int) -> str:
     value = {"recipe": "tiny", "factors": factors, "seeds": SEEDS, "question": question}
     path.write_text(json.dumps(value))
     return str(path)
-
-
-def peak_mib() -> float:
-    """The most memory that this process has had so far, MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

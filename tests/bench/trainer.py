@@ -1,4 +1,4 @@
-"""`python -m tests.bench trainer [--rounds 3] [--steps 3]`: the trainer alone, rollouts given.
+"""`python -m tests.bench trainer`: the trainer alone, rollouts given.
 
 Ours is :func:`train_grpo` with a generator that costs nothing (``beta`` 0): packing, forward,
 backward, clipping, AdamW, metrics, stored rollouts. Against it, on the same tokens:
@@ -9,17 +9,16 @@ backward, clipping, AdamW, metrics, stored rollouts. Against it, on the same tok
 
 Two works: prompts that samples share (ours computes them once per group, the others once per
 sample; that is the point of sharing), and responses so long that sharing gains little, which shows
-what our bookkeeping costs. Goal: at least 85 % of plain. CPU seconds, medians, ABAB order.
+what our bookkeeping costs. Goal: at least 85 % of plain. CPU seconds, medians.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,65 +26,47 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from refiner_core.contract.types import PromptRow
+from tests.bench.__main__ import machine
 from tests.bench.training_work import (
-    SHAPES,
+    ROUNDS,
+    STEPS,
     FixedRollouts,
     Work,
+    both_sides,
     fixed_rollouts,
     fixed_work,
     long_responses,
-    machine,
     make_inputs,
-    run_ours,
+    median_of,
 )
 
-MICRO_BATCHES = (1, 4, 8, 32)
+MICRO_BATCHES = (1, 2, 4, 8, 32)
 GOAL_OF_PLAIN = 0.85
 
 
 def main(arguments: list[str]) -> int:
     """All works against both rivals; 0 even where a goal is missed: the lines say so."""
-    parser = argparse.ArgumentParser(prog="tests.bench trainer")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="small")
-    told = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for work in (fixed_work(told.shape), long_responses(told.shape)):
-        for line in compare(work, told.rounds, told.steps):
+    for work in (fixed_work("small"), long_responses("small")):
+        for line in compare(work):
             print(json.dumps(line), flush=True)
     return 0
 
 
-def compare(work: Work, rounds: int, steps: int) -> list[dict[str, Any]]:
+def compare(work: Work) -> list[dict[str, Any]]:
     """One line per rival."""
-    from tests.bench.trl_side import run_trl
-
-    ours_s: list[float] = []
-    plain_s: list[float] = []
-    trl_s: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         rows = make_inputs(work, root)
-        model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
         rollouts = fixed_rollouts(work, rows)
-        ids, labels = plain_rows(rows, rollouts)
-        assert ids.numel() == work.tokens
-        tried = {size: plain(model, ids, labels, size) for size in MICRO_BATCHES}
-        micro_batch = min(tried, key=lambda size: tried[size])
-        for number in range(rounds):
-            ours = run_ours(work, root, root / f"ours-{number}", steps, generator=rollouts)
-            plain_s += [plain(model, ids, labels, micro_batch) for _ in range(steps)]
-            trl = run_trl(
-                *(work, rows, root, root / f"trl-{number}", steps), micro_batch=8, fixed=rollouts
-            )
-            assert ours.response_tokens == trl.response_tokens == [work.response_tokens] * steps
-            ours_s += ours.cpu_s
-            trl_s += trl.cpu_s
-    mine = work.tokens / statistics.median(ours_s)
+        done = both_sides(work, rows, root, 8, given=rollouts)
+        model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+        plain_s, _ = plain_seconds(model, rows, rollouts, time.process_time)
+    seconds = {"plain forward and backward": plain_s, "TRL": median_of(done["rival"], "cpu_s")}
+    mine = work.tokens / median_of(done["ours"], "cpu_s")
     lines = []
-    for rival, seconds in (("plain forward and backward", plain_s), ("TRL", trl_s)):
-        other = work.tokens / statistics.median(seconds)
+    for rival, taken in seconds.items():
+        other = work.tokens / taken
         line: dict[str, Any] = {
             "name": f"trainer alone, {work.name}, against {rival}",
             "ours": round(mine),
@@ -95,28 +76,43 @@ def compare(work: Work, rounds: int, steps: int) -> list[dict[str, Any]]:
         }
         if rival != "TRL":
             line |= {"goal": GOAL_OF_PLAIN, "met": mine / other >= GOAL_OF_PLAIN}
-        lines.append(line | {"tokens": work.tokens, "rounds": rounds, "machine": machine()})
+        lines.append(line | {"tokens": work.tokens, "rounds": ROUNDS, "machine": machine()})
     return lines
 
 
-def plain_rows(
-    rows: Sequence[PromptRow], rollouts: FixedRollouts
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels of all samples, [samples, length]; they are equally long."""
+def plain_seconds(
+    model: Any, rows: Sequence[PromptRow], rollouts: FixedRollouts, clock: Callable[[], float]
+) -> tuple[float, int]:
+    """Seconds of the plain forward and backward over equally long samples, in the fastest of
+    several micro-batches; and that one."""
     ids, labels = [], []
     for row in rows:
         for completion in rollouts.completions[row.prompt_ids]:
             ids.append(row.prompt_ids + completion.token_ids)
             labels.append((-100,) * len(row.prompt_ids) + completion.token_ids)
-    return torch.tensor(ids), torch.tensor(labels)
-
-
-def plain(model: Any, ids: torch.Tensor, labels: torch.Tensor, micro_batch: int) -> float:
-    """CPU seconds of the plain forward and backward."""
+    tensors = torch.tensor(ids).to(model.device), torch.tensor(labels).to(model.device)
     model.train()
-    model.zero_grad()
-    begun = time.process_time()
-    for first in range(0, len(ids), micro_batch):
-        part = slice(first, first + micro_batch)
-        model(input_ids=ids[part], labels=labels[part], use_cache=False).loss.backward()
-    return time.process_time() - begun
+
+    def once(micro_batch: int) -> float:
+        model.zero_grad()
+        settle()
+        begun = clock()
+        try:
+            for first in range(0, len(ids), micro_batch):
+                part, wanted = (t[first : first + micro_batch] for t in tensors)
+                model(input_ids=part, labels=wanted, use_cache=False).loss.backward()
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return float("inf")
+        settle()
+        return clock() - begun
+
+    tried = {size: once(size) for size in MICRO_BATCHES}
+    fastest = min(tried, key=lambda size: tried[size])
+    return statistics.median(once(fastest) for _ in range(ROUNDS * STEPS)), fastest
+
+
+def settle() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

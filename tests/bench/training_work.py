@@ -11,18 +11,19 @@ same place here): -inf before the last token, alone at the last. Everything else
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from infra.store.provenance import host
 from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.types import (
     Completion,
@@ -37,26 +38,15 @@ from refiner_core.data.prepared import write_prompts
 from refiner_core.generation import transformers_backend
 from refiner_core.models import tiny_tokenizer
 from refiner_core.models.random_model import save_random_model
+from tests.bench.__main__ import TINY_SHAPE
+from tests.support.real_rows import RL_ROWS, SFT_ROWS
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import NoJudge, train_rewarded
 
-REAL_ROWS = Path(__file__).parents[3] / "shared" / "data" / "scholarqa"
 #: The embedded model's shape (about 1M parameters), and one of 4 layers of 256 (about 4M).
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 256,
-    },
-    "small": {
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 768,
-    },
+    "tiny": TINY_SHAPE,
+    "small": TINY_SHAPE | {"hidden_size": 256, "intermediate_size": 768},
     "wide": {  # the vocabulary of Qwen3 on a model that is next to nothing
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -68,7 +58,8 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 #: Four characters are about a token in a large vocabulary; real lengths are scaled down by this.
 CHARACTERS_PER_TOKEN, SCALE = 4, 8
-SEED_RESPONSE_LENGTH = 1024
+RESPONSE_LENGTH = 1024
+ROUNDS, STEPS = 3, 3
 
 
 @dataclass(frozen=True)
@@ -113,33 +104,18 @@ def long_responses(shape: str, prompts: int = 4, samples: int = 8) -> Work:
 
 def real_mix(shape: str, prompts: int = 8, samples: int = 8) -> Work:
     """Lengths of real prompts and expert answers, a characters/4 estimate scaled down to 1/8, cut
-    at an eighth of the seed's response length."""
-    prompt_pool = [_tokens(text) for text in texts("scholarqa_rl.jsonl", "user")]
-    response_pool = [_tokens(text) for text in texts("scholarqa_sft.jsonl", "assistant")]
+    at an eighth of the shipped response length."""
+    pools = []
+    for file, role in ((RL_ROWS, "user"), (SFT_ROWS, "assistant")):
+        turns = [
+            t for line in file.read_text().splitlines() for t in json.loads(line)["conversations"]
+        ]
+        texts = [turn["content"] for turn in turns if turn["role"] == role]
+        pools.append([max(8, len(text) // CHARACTERS_PER_TOKEN // SCALE) for text in texts])
     rng = np.random.default_rng(0)
-    limit = SEED_RESPONSE_LENGTH // SCALE
-    drawn = rng.choice(response_pool, (prompts, samples)).clip(max=limit)
-    return Work(
-        "real length mix",
-        shape,
-        tuple(int(n) for n in rng.choice(prompt_pool, prompts)),
-        tuple(tuple(int(n) for n in row) for row in drawn),
-    )
-
-
-def texts(file: str, role: str) -> list[str]:
-    """What ``role`` says in the real rows."""
-    rows = [json.loads(line) for line in (REAL_ROWS / file).read_text().splitlines()]
-    return [
-        message["content"]
-        for row in rows
-        for message in row["conversations"]
-        if message["role"] == role
-    ]
-
-
-def _tokens(text: str) -> int:
-    return max(8, len(text) // CHARACTERS_PER_TOKEN // SCALE)
+    drawn = rng.choice(pools[1], (prompts, samples)).clip(max=RESPONSE_LENGTH // SCALE)
+    lengths = tuple(rng.choice(pools[0], prompts).tolist())
+    return Work("real length mix", shape, lengths, tuple(map(tuple, drawn.tolist())))
 
 
 def make_inputs(work: Work, root: Path, **shape: int) -> list[PromptRow]:
@@ -165,7 +141,7 @@ def make_inputs(work: Work, root: Path, **shape: int) -> list[PromptRow]:
 
 
 def _is_word(tokenizer: Any, token: int) -> bool:
-    """Whether this token comes back from its own text, whatever stands beside it."""
+    """Whether the text of this token is tokenised to it, next to any other."""
     text = tokenizer.decode([token])
     return text.startswith(" ") and tokenizer(text * 2)["input_ids"] == [token, token]
 
@@ -181,7 +157,7 @@ def score_items(items: Sequence[Any], reward: Any, judge: Any) -> list[RewardRes
 
 
 def stop_logits(logits_NV: torch.Tensor, last_N: torch.Tensor, eos: int) -> torch.Tensor:
-    """End-of-text is impossible where a response goes on, and certain at its last token."""
+    """End-of-text is impossible inside a response, and certain at its last token."""
     logits_NV = logits_NV.clone()
     logits_NV[..., eos] = -torch.inf
     logits_NV[last_N] = -torch.inf
@@ -202,6 +178,19 @@ class Steps:
     cpu_s: list[float] = field(default_factory=list)
     parts: list[Mapping[str, float]] = field(default_factory=list)
     response_tokens: list[int] = field(default_factory=list)
+    #: The most GPU memory.
+    gib: float = 0.0
+
+
+def median_of(runs: Sequence[Steps], clock: str) -> float:
+    """The median of a clock over all steps of all runs."""
+    return statistics.median(value for steps in runs for value in getattr(steps, clock))
+
+
+def parts_of(runs: Sequence[Steps]) -> dict[str, float]:
+    """Median wall seconds of generate, score and update."""
+    parts = [part for steps in runs for part in steps.parts]
+    return {name: round(statistics.median(p[name] for p in parts), 3) for name in parts[0]}
 
 
 class FixedRollouts:
@@ -275,6 +264,7 @@ def run_ours(
     config = our_config(work, steps + 1, base or CPU_RECIPE, **grpo)
     root.mkdir(parents=True)
     io = ClockedIO(root)
+    reset_gib()
     with scripted_lengths(work, inputs):
         train_rewarded(
             score_items,
@@ -289,9 +279,10 @@ def run_ours(
     rows = io.metrics()[1:]
     everything = len(work.prompt_lengths) * work.samples
     assert all(row["samples/trained"] == everything for row in rows), "some group had no spread"
+    wall_s, cpu_s = laps(io.marks)
     return Steps(
-        wall_s=[b[0] - a[0] for a, b in zip(io.marks, io.marks[1:], strict=False)],
-        cpu_s=[b[1] - a[1] for a, b in zip(io.marks, io.marks[1:], strict=False)],
+        wall_s=wall_s,
+        cpu_s=cpu_s,
         parts=[
             {
                 "generate": row["time/generate_s"],
@@ -301,7 +292,55 @@ def run_ours(
             for row in rows
         ],
         response_tokens=[round(row["val/sequence_lengths"] * everything) for row in rows],
+        gib=peak_gib(),
     )
+
+
+def laps(marks: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Wall and CPU seconds between readings of both clocks."""
+    wall_s, cpu_s = ([b - a for a, b in pairwise(clock)] for clock in zip(*marks, strict=True))
+    return wall_s, cpu_s
+
+
+def reset_gib() -> None:
+    """Forget the peak of GPU memory."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib() -> float:
+    """The most GPU memory since then."""
+    if not torch.cuda.is_available():
+        return 0.0
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def both_sides(
+    work: Work,
+    rows: list[PromptRow],
+    root: Path,
+    micro_batch: int,
+    *,
+    given: FixedRollouts | None = None,
+    base: RecipeConfig | None = None,
+    **grpo: Any,
+) -> dict[str, list[Steps]]:
+    """Rounds of ours and of TRL's trainer, in turn; ``given`` rollouts cost nothing."""
+    from tests.bench.trl_side import run_trl
+
+    done: dict[str, list[Steps]] = {"ours": [], "rival": []}
+    for number in range(ROUNDS):
+        folder = root / f"{'given' if given else 'sampled'}-{number}"
+        ours = run_ours(*(work, root, folder / "ours", STEPS), generator=given, base=base, **grpo)
+        rival = run_trl(
+            *(work, rows, root, folder / "rival", STEPS), micro_batch=micro_batch, fixed=given
+        )
+        for side, steps in (("ours", ours), ("rival", rival)):
+            assert steps.response_tokens == [work.response_tokens] * STEPS, "equal work"
+            done[side].append(steps)
+    return done
 
 
 def our_config(work: Work, steps: int, base: RecipeConfig, **grpo: Any) -> RecipeConfig:
@@ -322,7 +361,7 @@ def our_config(work: Work, steps: int, base: RecipeConfig, **grpo: Any) -> Recip
 
 @contextmanager
 def scripted_lengths(work: Work, inputs: Path) -> Iterator[None]:
-    """Our backend's samples are as long as the script says, while this lasts."""
+    """Within it, samples of our backend have the scripted lengths."""
     from refiner_core.data.prepared import load_prompts
 
     rows = load_prompts(inputs / "data" / "rl_train.parquet")
@@ -350,9 +389,3 @@ def scripted_lengths(work: Work, inputs: Path) -> Iterator[None]:
         yield
     finally:
         transformers_backend._Decoding = plain  # type: ignore[misc]
-
-
-def machine() -> str:
-    """The kind of machine, as the lines say it."""
-    found = host()
-    return f"{found['cpu']}, {found['cores']} cores"

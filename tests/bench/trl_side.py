@@ -22,13 +22,23 @@ from transformers import (
     AutoTokenizer,
     LogitsProcessor,
     LogitsProcessorList,
+    PrinterCallback,
     TrainerCallback,
 )
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
 from refiner_core.contract.types import PromptRow
-from tests.bench.training_work import FixedRollouts, Steps, Work, score_text, stop_logits
+from tests.bench.training_work import (
+    FixedRollouts,
+    Steps,
+    Work,
+    laps,
+    peak_gib,
+    reset_gib,
+    score_text,
+    stop_logits,
+)
 
 
 class ScriptedStop(LogitsProcessor):
@@ -84,16 +94,18 @@ class TimedTrainer(GRPOTrainer):
         return batch
 
 
-def make_trainer(
+def run_trl(
     work: Work,
     rows: list[PromptRow],
     inputs: Path,
     root: Path,
     steps: int,
+    *,
     micro_batch: int,
-    cuda: bool = False,
-) -> TimedTrainer:
-    """A trainer for ``steps`` steps; ``micro_batch`` samples in one forward pass of the update.
+    fixed: FixedRollouts | None = None,
+) -> Steps:
+    """``steps`` + 1 steps; the first is warm-up and not counted. ``micro_batch`` samples are in one
+    forward pass of the update.
 
     On a GPU in bfloat16: weights in float32 under autocast, as its default is.
     """
@@ -107,12 +119,12 @@ def make_trainer(
     samples = len(work.prompt_lengths) * work.samples
     arguments = GRPOConfig(
         output_dir=str(root),
-        use_cpu=not cuda,
-        bf16=cuda,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=torch.cuda.is_available(),
         gradient_checkpointing=False,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
-        max_steps=steps,
+        max_steps=steps + 1,
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=samples // micro_batch,
         num_generations=work.samples,
@@ -133,28 +145,12 @@ def make_trainer(
         model=model,
         reward_funcs=_reward,
         args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": [row.prompt_text for row in rows] * steps}),
+        train_dataset=Dataset.from_dict(
+            {"prompt": [row.prompt_text for row in rows] * (steps + 1)}
+        ),
         processing_class=tokenizer,
     )
-    from transformers import PrinterCallback
-
     trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def run_trl(
-    work: Work,
-    rows: list[PromptRow],
-    inputs: Path,
-    root: Path,
-    steps: int,
-    *,
-    micro_batch: int,
-    fixed: FixedRollouts | None = None,
-    cuda: bool = False,
-) -> Steps:
-    """``steps`` + 1 steps; the first is warm-up and not counted."""
-    trainer = make_trainer(work, rows, inputs, root, steps + 1, micro_batch, cuda)
     if fixed is not None:
         trainer.fixed = fixed
         trainer.completions = [
@@ -162,12 +158,13 @@ def run_trl(
         ]
     clocks = _Clocks()
     trainer.add_callback(clocks)
+    reset_gib()
     trainer.train()
-    walls = [b[0] - a[0] for a, b in zip(clocks.marks, clocks.marks[1:], strict=False)]
+    walls, cpu_s = laps(clocks.marks)
     assert len(trainer.generate_s) == steps + 1, "one generation per step"
     return Steps(
         wall_s=walls,
-        cpu_s=[b[1] - a[1] for a, b in zip(clocks.marks, clocks.marks[1:], strict=False)],
+        cpu_s=cpu_s,
         parts=[
             {"generate": made, "score": rolled - made, "update": wall - rolled}
             for wall, made, rolled in zip(
@@ -175,6 +172,7 @@ def run_trl(
             )
         ],
         response_tokens=trainer.sampled[1:],
+        gib=peak_gib(),
     )
 
 

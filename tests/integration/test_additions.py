@@ -1,7 +1,7 @@
-"""A newcomer adds a kind of stage, a term of the reward, a state of Slurm, as CONTRIBUTING.md says.
+"""A kind of stage, a term of the reward and a state of Slurm, added as CONTRIBUTING.md describes.
 
 The packages are copied and the files written there. A recipe with the new kind is planned, run,
-shown, reported and published, as with any other; the term counts, and the report takes it apart.
+shown, reported and published; the new term counts, and the report names it.
 """
 
 from __future__ import annotations
@@ -155,8 +155,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packages with one kind of stage more, one term of the reward, one state of Slurm."""
     folder = tmp_path_factory.mktemp("house")
     for package in ("flows", "sweeps", "refiner_core", "infra"):
-        left_out = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / package, folder / package, ignore=left_out)
+        shutil.copytree(ROOT / package, folder / package)
     for addition in ADDITIONS.values():
         for name, changes in addition.items():
             path = folder / name
@@ -175,54 +174,76 @@ def edit(path: Path, *changes: tuple[str, str]) -> None:
     path.write_text(text)
 
 
-def refiner(house: Path, *args: str) -> Any:
+def python(house: Path, code: str, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli.main", *args],
-        capture_output=True, text=True, check=False, cwd=house,
-        env={**os.environ, "PYTHONPATH": str(house)}, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, (args, done.stdout, done.stderr)
-    return json.loads(done.stdout) if "--json" in args else done.stdout
-
-
-def python(house: Path, code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=house,
-        env={**os.environ, "PYTHONPATH": str(house)}, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=house,
+        env={**os.environ, "PYTHONPATH": str(house)},
+        timeout=280,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+COMMANDS = """
+import contextlib, io, json, sys
+from flows.cli.main import main
+
+said = []
+for words in json.loads(sys.argv[1]):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main(words)
+    assert code == 0, words
+    said.append(json.loads(out.getvalue()) if "--json" in words else out.getvalue())
+print(json.dumps(said))
+"""
+
+
+def refiner(house: Path, *calls: tuple[str, ...]) -> list[Any]:
+    """What commands print, one after the other in one process."""
+    return json.loads(python(house, COMMANDS, json.dumps(calls)).splitlines()[-1])
 
 
 STAGES = ("stages=[data,sft,merge,publish,evaluate]", "evaluate.models=[base,merge]")
 RECIPE = ("tiny", *SMALL, *STAGES, "workspace=runs")
 
 
-def test_it_is_planned_and_its_field_makes_its_models_others(house: Path) -> None:
-    plan = {s["name"]: s for s in refiner(house, "plan", *RECIPE, "--json")["stages"]}
+def test_a_kind_of_stage_is_planned_and_its_field_changes_its_models(house: Path) -> None:
+    first, other, shown, explained = refiner(
+        house,
+        ("plan", *RECIPE, "--json"),
+        ("plan", *RECIPE, "merge.share=0.25", "--json"),
+        ("show", "merge"),
+        ("explain", "merge", *RECIPE),
+    )
+    plan = {s["name"]: s["fingerprint"] for s in first["stages"]}
     assert list(plan)[:3] == ["data", "sft", "merge"]
-    assert "evaluate-merge" in plan
-    other = refiner(house, "plan", *RECIPE, "merge.share=0.25", "--json")["stages"]
-    changed = {s["name"] for s in other if s["fingerprint"] != plan[s["name"]]["fingerprint"]}
+    changed = {s["name"] for s in other["stages"] if s["fingerprint"] != plan[s["name"]]}
     assert changed == {"merge", "evaluate-merge", "publish", "card"}
-    assert "share" in refiner(house, "show", "merge")
-    assert "merge" in refiner(house, "explain", "merge", *RECIPE)
+    assert "share" in shown
+    assert "merge" in explained
 
 
-def test_it_runs_and_all_that_shows_a_run_knows_it(house: Path) -> None:
-    run = refiner(house, "run", *RECIPE, "--no-server", "--json")
+def test_a_kind_of_stage_runs_and_is_shown_reported_and_published(house: Path) -> None:
+    (run,) = refiner(house, ("run", *RECIPE, "--no-server", "--json"))
     assert {s["stage"]: s["state"] for s in run["stages"]}["merge"] == "done"
     assert "merge" in {e["stage"] for e in run["evaluations"]}
-    status = refiner(house, "status", run["run"], "workspace=runs", "--json")
+    status, page = refiner(
+        house,
+        ("status", run["run"], "workspace=runs", "--json"),
+        ("report", run["run"], "workspace=runs", "--out", "page", "--json"),
+    )
     names = [s["name"] for s in status["stages"]]
     assert names.index("sft") < names.index("merge") < names.index("publish")
-    page = refiner(house, "report", run["run"], "workspace=runs", "--out", "page", "--json")
     assert "merge" in {row["model"] for row in page["numbers"]}
     (card,) = (house / "runs" / "published").glob("*/*/README.md")
     text = card.read_text()
     assert "Merging" in text
     assert "merged with its start" in text
-    assert refiner(house, "run", *RECIPE, "--no-server", "--json")["run"] != run["run"]
 
 
 def test_a_term_of_the_reward_counts_where_it_has_weight_and_is_shown(house: Path) -> None:
@@ -231,18 +252,15 @@ def test_a_term_of_the_reward_counts_where_it_has_weight_and_is_shown(house: Pat
     brevity = float(counted[2])
     assert float(counted[0]) - float(without[0]) == pytest.approx(10 * 0.5 * brevity)
     assert float(counted[1]) == pytest.approx(10 * 0.5 * brevity)
-
-
-def test_a_weight_of_the_reward_is_a_field_as_any_other(house: Path) -> None:
-    plain = ("tiny", "workspace=runs")
-    plans = [
-        {s["name"]: s["fingerprint"] for s in refiner(house, "plan", *call, "--json")["stages"]}
-        for call in (plain, (*plain, "reward.brevity_weight=0.5"))
-    ]
-    changed = {name for name in plans[0] if plans[0][name] != plans[1][name]}
+    plain = ("plan", "tiny", "workspace=runs", "--json")
+    *plans, shown = refiner(
+        house, plain, (*plain, "reward.brevity_weight=0.5"), ("show", "reward.brevity_weight")
+    )
+    before, after = ({s["name"]: s["fingerprint"] for s in plan["stages"]} for plan in plans)
+    changed = {name for name in before if before[name] != after[name]}
     assert {"grpo", "evaluate-grpo"} <= changed
     assert not changed & {"data", "sft"}
-    assert "short answers" in refiner(house, "show", "reward.brevity_weight")
+    assert "short answers" in shown
 
 
 def test_a_state_of_slurm_is_a_line_of_one_table(house: Path) -> None:

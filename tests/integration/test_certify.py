@@ -1,4 +1,4 @@
-"""`refiner certify` as a user calls it, on a CPU: gloo, small shapes, every part; a wrong rank."""
+"""`refiner certify` on a CPU: gloo, small shapes, every part; a wrong rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 
 from flows.certify.processes import rank_checks
 from flows.certify.work import Order
-from tests.support.command import Finished, command, environment, refiner, wait_until
+from flows.cli.main import main
+from tests.support.command import command, environment, refiner, wait_until
 
 #: What is tried on every machine; on a CPU the rest is absent.
 TRIED = (
@@ -28,33 +29,21 @@ TRIED = (
 )
 
 
-#: The whole command in a fixture, beside another test on the second core.
+#: The whole command takes minutes.
 pytestmark = pytest.mark.timeout(580)
-
-
-@pytest.fixture(scope="module")
-def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
-    workspace = tmp_path_factory.mktemp("certify") / "runs"
-    return refiner("certify", f"workspace={workspace}", "--json", timeout_s=560), workspace
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
-def test_a_cpu_is_certified_by_every_part(certified: tuple[Finished, Path]) -> None:
-    done, _ = certified
+def test_a_cpu_is_certified_by_every_part(tmp_path: Path) -> None:
+    workspace = tmp_path / "runs"
+    done = refiner("certify", f"workspace={workspace}", "--json", timeout_s=560)
     checks: Mapping[str, Any] = {c["name"]: c for c in done.json["checks"]}
     assert done.code == 0, [c for c in checks.values() if c["verdict"] == "fail"] or done.stderr
     assert {name: checks[name]["verdict"] for name in TRIED} == dict.fromkeys(TRIED, "pass")
     assert {c["verdict"] for n, c in checks.items() if n.startswith("vLLM")} == {"absent"}
     assert checks["SFT throughput"]["figures"]["tokens_per_s"] > 0
     assert checks["GRPO update"]["figures"]["mfu"] > 0
-
-
-@pytest.mark.slow
-def test_the_certificate_stays_and_the_scratch_does_not(
-    certified: tuple[Finished, Path],
-) -> None:
-    _, workspace = certified
     found = refiner("doctor", f"workspace={workspace}", "--only", "gpu", "--offline", "--json")
     [one] = [f for f in found.json["findings"] if f["name"] == "certificate"]
     assert one["state"] == "ok", one
@@ -97,7 +86,6 @@ def test_a_rank_whose_sums_are_wrong_is_found(tmp_path: Path) -> None:
     assert any("rank 1" in c.why for c in found), found
 
 
-def test_a_part_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    done = refiner("certify", f"workspace={tmp_path}/runs", "--only", "kernels")
-    assert done.code == 2
-    assert "numerics, ranks, speed, servers, faults" in done.stderr
+def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", f"workspace={tmp_path}/runs", "--only", "kernels"]) == 2
+    assert "numerics, ranks, speed, servers, faults" in capsys.readouterr().err

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from refiner_core.training.ranks import TALK
-from tests.support.engine_ranks import SAVED, STEPS
+from tests.support.engine_ranks import PAIRS, SAVED, STEPS
 
-ENGINES, DTYPES = ("None", "2", "3"), ("float32", "bfloat16")
+ENGINES = ("None", "2", "3")
 #: Sums in another order, after a few updates by Adam: seen up to 4e-6.
 FLOAT = 3e-5
 
@@ -61,12 +61,11 @@ def close(values: Any, tolerance: float = FLOAT) -> Any:
     return pytest.approx(values, rel=tolerance, abs=tolerance)
 
 
-def written_by(engine: str) -> dict[str, Any]:
-    return {"world": 2, "engine": "plain" if engine == "None" else f"zero{engine}"}
+def written_by(engine: int | None) -> dict[str, Any]:
+    return {"world": 2, "engine": "plain" if engine is None else f"zero{engine}"}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "dtype"), PAIRS)
 def test_two_ranks_make_the_updates_of_one(found, engine, dtype):
     alone, together = found[f"alone-{dtype}"], found[f"{engine}-{dtype}"]
     assert len(alone["losses"]) == STEPS
@@ -76,9 +75,8 @@ def test_two_ranks_make_the_updates_of_one(found, engine, dtype):
     assert together["validation"]["final"] == close(alone["validation"]["final"])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_same_ranks_go_on_bitwise(ran, engine, dtype):
+@pytest.mark.parametrize(("engine", "dtype"), PAIRS)
+def test_the_same_ranks_resume_bitwise(ran, engine, dtype):
     root, found = ran
     straight, resumed = found[f"{engine}-{dtype}"], found[f"{engine}-{dtype}-resumed"]
     assert resumed["losses"] == straight["losses"][SAVED:]
@@ -91,9 +89,8 @@ def test_the_same_ranks_go_on_bitwise(ran, engine, dtype):
     assert first == second
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_other_ranks_and_engines_go_on_and_say_from_what(found, engine, dtype):
+@pytest.mark.parametrize(("engine", "dtype"), PAIRS)
+def test_other_ranks_and_engines_resume_and_name_the_source(found, engine, dtype):
     alone = found[f"alone-{dtype}"]
     there, back = found[f"{engine}-{dtype}-from-alone"], found[f"{engine}-{dtype}-to-alone"]
     for resumed in (there, back):
@@ -105,19 +102,12 @@ def test_other_ranks_and_engines_go_on_and_say_from_what(found, engine, dtype):
     assert back["written_by"] == {"world": 1, "engine": "plain"}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "dtype"), PAIRS)
 def test_every_rank_saves_a_share_of_the_state(ran, engine, dtype):
-    root, found = ran
-    name = f"{engine}-{dtype}"
-    folder = root / "sft" / name / "checkpoints" / str(STEPS)
+    root, _ = ran
+    folder = root / "sft" / f"{engine}-{dtype}" / "checkpoints" / str(STEPS)
     weights = load_file(folder / "model.safetensors")
-    files = [folder / f"state-rank0000{rank}-of-00002.safetensors" for rank in (0, 1)]
-    shares = [load_file(file) for file in files]
-    rngs = [f"rng-rank0000{rank}-of-00002.pt" for rank in (0, 1)]
-    assert found[name]["files"] == sorted(
-        ["model.safetensors", "progress.json", *rngs, *(file.name for file in files)]
-    )
+    shares = [load_file(folder / f"state-rank0000{rank}-of-00002.safetensors") for rank in (0, 1)]
     assert not shares[0].keys() & shares[1].keys()
     kinds = {"exp_avg", "exp_avg_sq", "step"} | ({"master"} if dtype == "bfloat16" else set())
     assert shares[0].keys() | shares[1].keys() == {f"{k}.{name}" for k in kinds for name in weights}
@@ -133,8 +123,7 @@ def test_every_rank_saves_a_share_of_the_state(ran, engine, dtype):
                     assert torch.equal(master.bfloat16(), weights[name])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "dtype"), PAIRS)
 def test_exports_load_as_what_was_trained(ran, engine, dtype):
     root, _ = ran
     folder = root / "sft" / f"{engine}-{dtype}"
@@ -149,9 +138,6 @@ def test_exports_load_as_what_was_trained(ran, engine, dtype):
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
     assert str(model.dtype) == f"torch.{dtype}"
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    alone = root / "sft" / f"alone-{dtype}" / "model"
-    for name in ("config.json", "generation_config.json", "tokenizer.json"):
-        assert (folder / "model" / name).read_bytes() == (alone / name).read_bytes()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -162,8 +148,7 @@ def test_an_untied_head_is_trained_and_exported(found, engine):
     assert not case["tied"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "dtype"), PAIRS)
 def test_a_step_that_is_not_made_leaves_nothing_behind(found, engine, dtype):
     case = found[f"{engine}-{dtype}-faults"]
     assert case["nan_norm"] in ("nan", "inf")

@@ -1,4 +1,4 @@
-"""Rollout servers as processes: who starts them, who ends them, and what is left when they die."""
+"""Rollout servers as processes: their start, their end, and what is left when they die."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from infra.host.processes import free_port
 from infra.process import minder
@@ -50,18 +48,19 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.contract.sections.steering import Resources
 from refiner_core.contract.sections.training import RolloutServerConfig
-from refiner_core.contract.types import Completion, Endpoint, GenerationRequest, SamplingParams
-from refiner_core.generation.sampling import processed_logprobs
+from refiner_core.contract.types import Completion, Endpoint, SamplingParams
 from refiner_core.generation.vllm.client import VllmGenerator
 from tests.support.command import Stage, start, wait_until
 from tests.support.port_thief import thief
 from tests.support.require import require
+from tests.support.tiny_training import furthest as furthest_of
 from tests.support.tiny_training import recipe, tiny_model, tiny_tokenizer
 from tests.support.users import STRANGER, needs_users, run_as
+from tests.support.vllm_fleet import requests, whole
 from tests.support.vllm_server import shim
 
 SERVER = Path(__file__).parents[1] / "support" / "vllm_server.py"
-PARAMS = SamplingParams(max_new_tokens=20)
+PARAMS, ASKED = SamplingParams(max_new_tokens=20), requests(4)
 
 
 def config(engines: int = 1, grpo: dict[str, Any] | None = None, **server: Any) -> RecipeConfig:
@@ -77,30 +76,17 @@ def config(engines: int = 1, grpo: dict[str, Any] | None = None, **server: Any) 
     )
 
 
-def requests() -> list[GenerationRequest]:
-    return [
-        GenerationRequest(tuple(3 + (7 * p + 5 * i) % 45 for i in range(20 + p)), seed=100 * p + s)
-        for p in range(4)
-        for s in range(4)
-    ]
+def furthest(model: Any, made: Sequence[Completion]) -> float:
+    """The largest difference of a log-probability to the trainer's."""
+    return furthest_of(model, ASKED, made, PARAMS)
 
 
 @contextlib.contextmanager
-def whole(model: Any) -> Iterator[Any]:
-    yield model
-
-
-def furthest(model: Any, made: Sequence[Completion]) -> float:
-    """The largest difference of a log-probability to the trainer's."""
-    found = 0.0
-    for request, completion in zip(requests(), made, strict=True):
-        ids, tokens = request.prompt_ids, completion.token_ids
-        with torch.no_grad():
-            logits_T_V = model(torch.tensor([[*ids, *tokens]]), use_cache=False).logits[0]
-        ours_T_V = processed_logprobs(logits_T_V[len(ids) - 1 : -1], PARAMS)
-        for place, (token, theirs) in enumerate(zip(tokens, completion.logprobs, strict=True)):
-            found = max(found, abs(ours_T_V[place, token].item() - theirs))
-    return found
+def opened(settings: RecipeConfig, work: Path, **more: Any) -> Iterator[VllmGenerator]:
+    """Rollouts of servers that run and have the weights of ``tiny_model()``."""
+    with open_vllm(settings, tiny_tokenizer(), work, **more) as rollouts:
+        rollouts.sync(whole(tiny_model()), "0")
+        yield rollouts
 
 
 def marked(workdir: Path) -> list[psutil.Process]:
@@ -115,12 +101,12 @@ def marked(workdir: Path) -> list[psutil.Process]:
 
 
 def serving(workdir: Path) -> list[psutil.Process]:
-    """Those of them that are servers, and not what minds them."""
+    """Those of them that are servers."""
     return [p for p in marked(workdir) if "vllm_server.py" in " ".join(p.cmdline())]
 
 
 def segment(pid: int) -> Path:
-    """Shared memory of a server of the tests'."""
+    """Shared memory of a test server."""
     return Path(f"/dev/shm/psm_refiner_{pid}")
 
 
@@ -156,8 +142,7 @@ def test_a_server_that_is_killed_in_a_batch_changes_no_sample_and_leaves_nothing
     monkeypatch.setenv("RANK", "0")  # as torchrun sets it for us
     work, model, changed = tmp_path / "work", tiny_model(), tiny_model(1)
     settings = config(2, weights_dir=str(memory))
-    with open_vllm(settings, tiny_tokenizer(), work) as rollouts:
-        rollouts.sync(whole(model), "0")
+    with opened(settings, work) as rollouts:
         servers = serving(work)
         assert len(servers) == 2
         pids = {server.pid for server in servers}
@@ -169,16 +154,20 @@ def test_a_server_that_is_killed_in_a_batch_changes_no_sample_and_leaves_nothing
             assert given["VLLM_API_KEY"] not in " ".join(server.cmdline())
             assert "RANK" not in given
             assert server.cmdline()[server.cmdline().index("--host") + 1] == "127.0.0.1"
-        before = rollouts.generate(requests(), PARAMS)
+        first, second = rollouts.fleet.endpoints()
+        route = f"{first.url.removesuffix('/v1')}/resume"
+        # Every account on the node reaches loopback.
+        assert [status(route, key) for key in ("", "Bearer wrong")] == [401, 401]
+        assert status(route, f"Bearer {first.key}") == 200
+        before = rollouts.generate(ASKED, PARAMS)
         assert furthest(model, before) < 1e-4
         rollouts.sync(whole(changed), "1")
-        wanted = rollouts.generate(requests(), PARAMS)
+        wanted = rollouts.generate(ASKED, PARAMS)
         assert furthest(changed, wanted) < 1e-4
         assert wanted != before
-        first, second = rollouts.fleet.endpoints()
         control(second, slow_s=0.02)
         control(first, slow_s=0.02, die_after=3)  # kill -9, with two requests in hand
-        made = rollouts.generate(requests(), PARAMS)
+        made = rollouts.generate(ASKED, PARAMS)
         assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
         assert furthest(changed, made) < 1e-4
         assert sum(server.is_running() for server in servers) == 1
@@ -190,31 +179,9 @@ def test_a_server_that_is_killed_in_a_batch_changes_no_sample_and_leaves_nothing
     assert not any(segment(pid).exists() for pid in pids)
 
 
-def test_nobody_without_the_key_reaches_any_route_of_a_server(
-    path: Path, memory: Path, tmp_path: Path
-) -> None:
-    """On loopback everybody with an account on the node can knock."""
-    with open_vllm(
-        config(weights_dir=str(memory)), tiny_tokenizer(), tmp_path / "work"
-    ) as rollouts:
-        rollouts.sync(whole(tiny_model()), "0")
-        (endpoint,) = rollouts.fleet.endpoints()
-        root = endpoint.url.removesuffix("/v1")
-        stolen = ("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/x"}})
-        posts = [("pause", {}), ("resume", {}), ("update_weights", {}), ("v1/completions", {})]
-        for route, body in (stolen, *posts):
-            for key in ("", "Bearer ", "Bearer wrong"):
-                assert knock(f"{root}/{route}", key, body) == 401, route
-        for route in ("is_paused", "metrics", "health", "docs"):
-            assert knock(f"{root}/{route}", "") == 401, route
-        assert knock(f"{root}/is_paused", f"Bearer {endpoint.key}") == 200
-        assert len(rollouts.generate(requests(), PARAMS)) == len(requests())
-
-
-def knock(url: str, authorization: str, body: Any = None) -> int:
-    """The status of a GET, or of a POST where there is a body."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Authorization": authorization})
+def status(url: str, authorization: str) -> int:
+    """The status of a POST."""
+    request = urllib.request.Request(url, b"{}", {"Authorization": authorization})
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return int(answer.status)
@@ -222,7 +189,7 @@ def knock(url: str, authorization: str, body: Any = None) -> int:
         return error.code
 
 
-def test_a_server_that_lets_everybody_in_is_not_used(
+def test_a_server_that_asks_for_no_key_is_not_used(
     path: Path, memory: Path, tmp_path: Path
 ) -> None:
     (path / "refiner_vllm_extension.py").write_text(
@@ -231,30 +198,26 @@ def test_a_server_that_lets_everybody_in_is_not_used(
         "    async def __call__(self, *request): await self.app(*request)\n"
     )
     script(path, f'PYTHONPATH={path} exec "{sys.executable}" "{SERVER}" "$@"')
-    settings = config(weights_dir=str(memory))
     with (
         pytest.raises(ConfigurationError, match="everyone on this machine"),
-        open_vllm(settings, tiny_tokenizer(), tmp_path / "work") as rollouts,
+        opened(config(weights_dir=str(memory)), tmp_path / "work"),
     ):
-        rollouts.sync(whole(tiny_model()), "0")
+        pass
 
 
 def test_a_port_that_another_user_has_taken_is_passed_over(
     path: Path, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_users()
-    model = tiny_model()
     with thief() as other:
         ports = iter([other.port])
         monkeypatch.setattr(
             "infra.services.process.free_port", lambda host: next(ports, 0) or free_port(host)
         )
-        settings = config(weights_dir=str(memory))
-        with open_vllm(settings, tiny_tokenizer(), tmp_path / "work") as rollouts:
-            rollouts.sync(whole(model), "0")
+        with opened(config(weights_dir=str(memory)), tmp_path / "work") as rollouts:
             (endpoint,) = rollouts.fleet.endpoints()
             assert f":{other.port}/" not in endpoint.url
-            assert furthest(model, rollouts.generate(requests(), PARAMS)) < 1e-4
+            assert furthest(tiny_model(), rollouts.generate(ASKED, PARAMS)) < 1e-4
     assert other.keys == []
 
 
@@ -282,7 +245,7 @@ def test_a_trainer_that_is_killed_leaves_neither_servers_nor_memory(
         [sys.executable, "-c", LIFE, str(memory), str(work)], cwd=Path(__file__).parents[2]
     )
     try:
-        wait_until(lambda: sum("sleep" in p.name() for p in marked(work)) == 4, "they run", 30)
+        wait_until(lambda: sum("sleep" in p.name() for p in marked(work)) == 4, "they run", 120)
         assert list(memory.iterdir())
     finally:
         trainer.send_signal(signal.SIGKILL)
@@ -291,78 +254,48 @@ def test_a_trainer_that_is_killed_leaves_neither_servers_nor_memory(
     wait_until(lambda: not list(memory.iterdir()), "its memory is given back", 30)
 
 
-def test_shared_memory_of_servers_goes_with_the_folder_whoever_removes_it(memory: Path) -> None:
-    segments = [Path(f"/dev/shm/psm_refiner_test_{os.getpid()}_{n}") for n in range(2)]
-    with segments[0].open("wb+") as file:
+def test_shared_memory_of_servers_goes_with_the_folder(memory: Path) -> None:
+    segment = Path(f"/dev/shm/psm_refiner_test_{os.getpid()}")
+    with segment.open("wb+") as file:
         file.truncate(4096)
         with mmap.mmap(file.fileno(), 4096), memory_folder(memory) as folder:
-            mapped = shared_memory([psutil.Process()])
-            assert segments[0] in mapped
-            note_shared(folder, [segments[0]])
-    assert not segments[0].exists()
-    segments[1].touch()
-    with memory_folder(memory) as mine:
-        where = mine.name.rsplit("-", 2)[0]
-    gone = memory / f"{where}-{_pid_of_nobody()}-1000.00"
-    gone.mkdir(mode=0o700)
-    note_shared(gone, [segments[1]])
-    remove_leftovers(memory)
-    assert not segments[1].exists()
+            assert segment in shared_memory([psutil.Process()])
+            note_shared(folder, [segment])
+    assert not segment.exists()
 
 
-def test_what_was_left_when_all_was_killed_at_once_is_removed_by_the_next(memory: Path) -> None:
+def test_what_a_killed_trainer_left_is_removed_by_the_next_one(memory: Path) -> None:
+    segment = Path(f"/dev/shm/psm_refiner_left_{os.getpid()}")
+    segment.touch()
+    with memory_folder(memory) as earlier:
+        pass
+    gone = folder_of_the_dead(memory, earlier, 0)
+    note_shared(gone, [segment])
+    elsewhere = memory / "refiner-rollouts-elsewhere-0-0-1-1000.00"
+    elsewhere.mkdir(mode=0o700)
     with memory_folder(memory) as mine:
-        where = mine.name.rsplit("-", 2)[0]
-        gone = memory / f"{where}-{_pid_of_nobody()}-1000.00"
-        others = memory / "refiner-rollouts-elsewhere-0-0-1-1000.00"
-        for folder in (gone, others):
-            folder.mkdir(mode=0o700)
-        with memory_folder_of_another(memory):
-            assert not gone.exists()
-            assert others.exists()  # of another machine: who knows
-            assert mine.exists()
-    assert [folder.name for folder in memory.iterdir()] == [others.name]
+        assert not gone.exists()
+        assert not segment.exists()
+        remove_leftovers(memory)
+        assert mine.exists()
+    assert list(memory.iterdir()) == [elsewhere], "another machine may still use it"
+
+
+def folder_of_the_dead(parent: Path, mine: Path, number: int, *, made: bool = True) -> Path:
+    """The folder of a process of this machine that is gone."""
+    pid = next(pid for pid in range(400_000, 4_000_000) if not psutil.pid_exists(pid))
+    folder = parent / f"{mine.name.rsplit('-', 2)[0]}-{pid}-1000.0{number}"
+    if made:
+        folder.mkdir(mode=0o700)
+    return folder
 
 
 def plant(folder: str, names: list[str]) -> None:
-    """Make what looks like a folder of somebody whose process is gone."""
+    """Make a folder that looks like one of a process that is gone."""
     made = Path(folder)
     made.mkdir(mode=0o777)
     (made / "shared-memory").write_text("".join(f"{name}\n" for name in names))
     (made / "kept").touch()
-
-
-def test_a_folder_that_another_user_has_planted_deletes_nothing() -> None:
-    """In /dev/shm everybody makes folders, and their names are known."""
-    needs_users()
-    segment = Path(f"/dev/shm/psm_refiner_planted_{os.getpid()}")
-    with tempfile.TemporaryDirectory() as made:
-        parent, mine = Path(made), Path(made) / "mine"
-        parent.chmod(0o1777)
-        for file in (segment, mine):
-            file.touch()
-        try:
-            with memory_folder(parent) as own:
-                where = own.name.rsplit("-", 2)[0]
-            planted = parent / f"{where}-{_pid_of_nobody()}-1000.00"
-            run_as(STRANGER, plant, str(planted), [str(segment), str(mine)])
-            remove_leftovers(parent)
-            minder.remove(str(planted))
-            assert (planted / "kept").exists(), "it is not ours to remove"
-            assert segment.exists()
-            link = parent / f"{where}-{_pid_of_nobody()}-1000.01"
-            link.symlink_to(planted)
-            minder.remove(str(link))
-            assert (planted / "kept").exists()
-            own = parent / f"{where}-{_pid_of_nobody()}-1000.02"
-            own.mkdir(mode=0o700)
-            note_shared(own, [mine, Path(f"/dev/shm/../..{mine}"), segment])
-            remove_leftovers(parent)
-            assert not own.exists()
-            assert mine.exists(), "only shared memory goes with a folder"
-            assert not segment.exists()
-        finally:
-            segment.unlink(missing_ok=True)
 
 
 def link_to(path: str, target: str) -> None:
@@ -370,34 +303,40 @@ def link_to(path: str, target: str) -> None:
     Path(path).symlink_to(target)
 
 
-def test_links_of_others_to_shared_memory_are_not_taken_for_it() -> None:
+def test_what_another_user_has_planted_deletes_nothing() -> None:
+    """In /dev/shm every user may make folders and links, and their names are known."""
     needs_users()
-    segment = Path(f"/dev/shm/psm_refiner_linked_{os.getpid()}")
+    segment = Path(f"/dev/shm/psm_refiner_planted_{os.getpid()}")
     link = segment.with_name(f"{segment.name}_link")
-    with segment.open("wb+") as file:
+    with tempfile.TemporaryDirectory() as made, segment.open("wb+") as file:
         file.truncate(4096)
+        parent, mine = Path(made), Path(made) / "mine"
+        parent.chmod(0o1777)
+        mine.touch()
         try:
             with mmap.mmap(file.fileno(), 4096):
                 run_as(STRANGER, link_to, str(link), str(segment))
                 assert shared_memory([psutil.Process()]) & {segment, link} == {segment}
+            with memory_folder(parent) as own:
+                planted = folder_of_the_dead(parent, own, 0, made=False)
+            run_as(STRANGER, plant, str(planted), [str(segment), str(mine)])
+            remove_leftovers(parent)
+            minder.remove(str(planted))
+            assert (planted / "kept").exists(), "it is not ours to remove"
+            assert segment.exists()
+            to_planted = folder_of_the_dead(parent, own, 1, made=False)
+            to_planted.symlink_to(planted)
+            minder.remove(str(to_planted))
+            assert (planted / "kept").exists()
+            ours = folder_of_the_dead(parent, own, 2)
+            note_shared(ours, [mine, Path(f"/dev/shm/../..{mine}"), segment])
+            remove_leftovers(parent)
+            assert not ours.exists()
+            assert mine.exists(), "only shared memory goes with a folder"
+            assert not segment.exists()
         finally:
-            segment.unlink()
+            segment.unlink(missing_ok=True)
             link.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def memory_folder_of_another(parent: Path) -> Iterator[None]:
-    """Another process comes and goes."""
-    code = (
-        "import sys; from pathlib import Path; from infra.rollouts.servers import memory_folder\n"
-        "with memory_folder(Path(sys.argv[1])): pass"
-    )
-    subprocess.run([sys.executable, "-c", code, str(parent)], check=True, timeout=60)
-    yield
-
-
-def _pid_of_nobody() -> int:
-    return next(pid for pid in range(400_000, 4_000_000) if not psutil.pid_exists(pid))
 
 
 # ---------------------------------------------------------------- servers that do not come up
@@ -417,22 +356,19 @@ def script(folder: Path, text: str) -> None:
         ("sleep 60", StageFailed, "start_timeout_s"),
     ],
 )
-def test_why_a_server_does_not_come_up_is_said(
+def test_a_server_that_does_not_start_gives_its_reason(
     path: Path, memory: Path, tmp_path: Path, text: str, error: type[Exception], said: str
 ) -> None:
     script(path, text)
     settings = config(weights_dir=str(memory), start_timeout_s=1.0)
     work = tmp_path / "work"
-    with (
-        pytest.raises(error, match=said),
-        open_vllm(settings, tiny_tokenizer(), work) as rollouts,
-    ):
-        rollouts.sync(whole(tiny_model()), "0")
+    with pytest.raises(error, match=said), opened(settings, work):
+        pass
     assert marked(work) == []
     assert list(memory.iterdir()) == []
 
 
-def test_who_is_to_stop_does_not_wait_for_servers(path: Path, memory: Path, tmp_path: Path) -> None:
+def test_a_stop_does_not_wait_for_servers(path: Path, memory: Path, tmp_path: Path) -> None:
     script(path, "sleep 60")
     stop = threading.Event()
     told: list[float] = []
@@ -444,11 +380,9 @@ def test_who_is_to_stop_does_not_wait_for_servers(path: Path, memory: Path, tmp_
     settings = config(weights_dir=str(memory))
     with (
         pytest.raises(Interrupted),
-        open_vllm(
-            settings, tiny_tokenizer(), tmp_path / "work", should_stop=stop.is_set, tell=tell
-        ) as rollouts,
+        opened(settings, tmp_path / "work", should_stop=stop.is_set, tell=tell),
     ):
-        rollouts.sync(whole(tiny_model()), "0")
+        pass
     assert told
 
 
@@ -493,7 +427,7 @@ def test_a_run_samples_from_its_own_server_which_is_killed_in_between(
 # ---------------------------------------------------------------- what is started
 
 
-def test_a_server_is_told_all_that_decides_a_sample(tmp_path: Path) -> None:
+def test_the_command_of_a_server_has_all_that_decides_a_sample(tmp_path: Path) -> None:
     cpu = rollout_server_text(config(), Listening("127.0.0.1", 8123), tmp_path / "w")
     assert "--no-enable-chunked-prefill --max-num-batched-tokens 4096 " in cpu
     settings = config(
@@ -551,56 +485,32 @@ def test_vllm_itself_samples_syncs_and_comes_back(
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     settings = config(python=python, args=("--enforce-eager",), weights_dir=str(memory))
     work, before = tmp_path / "work", set(Path("/dev/shm").iterdir())
-    figures: dict[str, float] = {}
-
-    def timed(name: str, began: float) -> None:
-        figures[f"{name}_s"] = round(time.monotonic() - began, 2)
-
     with open_vllm(settings, tiny_tokenizer(), work) as rollouts:
+
+        def tokens(on_completion: Any = None) -> list[tuple[int, ...]]:
+            return [c.token_ids for c in rollouts.generate(ASKED, PARAMS, on_completion)]
+
         for version, model in enumerate((tiny_model(), tiny_model(1), tiny_model(2))):
-            began = time.monotonic()
             rollouts.sync(whole(model), str(version))
-            timed(f"sync_{version}", began)
-            _check_samples(rollouts, model, figures, version)
-        wanted = rollouts.generate(requests(), PARAMS)
-        # A load that fails: the engine may say that it is well, and is replaced all the same.
-        admin = rollouts.fleet._admin(0)
+            assert furthest(model, rollouts.generate(ASKED, PARAMS)) < 1e-4
+            wanted = tokens()
+            assert tokens() == wanted
+        # A load that fails: the engine may call itself healthy, and is replaced all the same.
         with pytest.raises(Exception, match="collective_rpc"):
-            admin.load(str(tmp_path / "nothing"))
-        began = time.monotonic()
+            rollouts.fleet._admin(0).load(str(tmp_path / "nothing"))
         rollouts.sync(whole(tiny_model(2)), "3")
-        timed("replaced", began)
-        made = rollouts.generate(requests(), PARAMS)
-        assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
-        # kill -9 of everything that is the server, in the middle of a batch
-        began = time.monotonic()
+        assert tokens() == wanted
         once = iter((True,))
 
         def kill(_: int, __: Completion) -> None:
+            """kill -9 of every process of the server, in the middle of a batch."""
             if next(once, False):
                 for process in marked(work):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
 
-        made = rollouts.generate(requests(), PARAMS, kill)
-        timed("killed", began)
-        assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
-    print(figures)
+        assert tokens(kill) == wanted
     assert marked(work) == []
     assert list(memory.iterdir()) == []
-    assert not {path for path in set(Path("/dev/shm").iterdir()) - before if _of_vllm(path)}
-
-
-def _of_vllm(path: Path) -> bool:
-    """Shared memory that it may have left; other tests have some of their own meanwhile."""
-    return not path.name.startswith("refiner-simulation")
-
-
-def _check_samples(
-    rollouts: VllmGenerator, model: Any, figures: dict[str, float], version: int
-) -> None:
-    made = rollouts.generate(requests(), PARAMS)
-    figures[f"difference_{version}"] = furthest(model, made)
-    assert figures[f"difference_{version}"] < 1e-4
-    again = rollouts.generate(requests(), PARAMS)
-    assert [c.token_ids for c in again] == [c.token_ids for c in made]
+    left = {path.name for path in set(Path("/dev/shm").iterdir()) - before}
+    assert not {name for name in left if not name.startswith("refiner-simulation")}

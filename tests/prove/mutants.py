@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import multiprocessing
 import os
 import random
@@ -77,148 +78,75 @@ NEAREST: dict[str, dict[str, str]] = {
         "infra/slurm/submission.py": "slurm_dispatcher",
     },
 }
-#: (file, line as it is, line as changed): why no input tells them apart.
-EQUIVALENT: dict[tuple[str, str, str], str] = {
-    (
-        "refiner_core/evaluation/statistics.py",
-        "_POINTS = 4096",
-        "_POINTS = 4097",
-    ): "how finely a table is drawn; ends of intervals move by less than 1e-7",
-    (
-        "refiner_core/evaluation/statistics.py",
-        "level = np.where(place < _LOWEST, _AT_LEVEL * place / _LOWEST, 1.0)",
-        "level = np.where(place <= _LOWEST, _AT_LEVEL * place / _LOWEST, 1.0)",
-    ): "no place among random numbers is exactly that",
-    (
-        "refiner_core/evaluation/statistics.py",
-        "critical = np.where(alpha >= spread.level, np.minimum(critical, both), both)",
-        "critical = np.where(alpha > spread.level, np.minimum(critical, both), both)",
-    ): "a level between 0 and 1 is no round number",
-    (
-        "refiner_core/evaluation/power.py",
-        "while _power(high, half, error) < power:",
-        "while _power(high, half, error) <= power:",
-    ): "a power, a mean over draws, is no round number",
-    (
-        "refiner_core/evaluation/statistics.py",
-        "batch=max(1, 4_000_000 // len(sums)),",
-        "batch=max(2, 4_000_000 // len(sums)),",
-    ): "how many resamples are drawn at once changes none of them",
-    (
-        "refiner_core/evaluation/statistics.py",
-        "batch=max(1, 4_000_000 // len(sums)),",
-        "batch=max(1, 4000001 // len(sums)),",
-    ): "how many resamples are drawn at once changes none of them",
-    (
-        "refiner_core/evaluation/statistics.py",
-        "return sorted(sets[0])",
-        "return sorted(sets[1])",
-    ): "they are equal there, and there are two at least",
-    (
-        "refiner_core/evaluation/statistics.py",
-        "safe = spread._replace(variance=np.where(flat, 1.0, spread.variance))",
-        "safe = spread._replace(variance=np.where(flat, 2.0, spread.variance))",
-    ): "in the place of 0 where the result is not used",
-    (
-        "refiner_core/training/batches.py",
-        "if max_steps is not None and len(steps) >= max_steps:",
-        "if max_steps is not None and len(steps) > max_steps:",
-    ): "the list is cut to max_steps in the end",
-    (
-        "refiner_core/training/batches.py",
-        "break",
-        "continue",
-    ): "the list of steps is cut in the end; of parts that cost the same, the first is taken",
-    (
-        "refiner_core/training/batches.py",
-        "for parts in range(1, len(group) + 1):",
-        "for parts in range(1, len(group) + 2):",
-    ): "one part more than samples is one for each sample again",
-    (
-        "refiner_core/training/batches.py",
-        "branch_L=row.branch_L + [0] * missing,",
-        "branch_L=row.branch_L + [1] * missing,",
-    ): "padding sees itself alone, and nothing sees it",
-    (
-        "refiner_core/training/batches.py",
-        "shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else 0)",
-        "shift, unit_shift = len(joined), (joined.unit_L[-1] + 2 if joined.unit_L else 0)",
-    ): "units are told apart by their numbers, whichever these are",
-    (
-        "refiner_core/training/batches.py",
-        "shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else 0)",
-        "shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else 1)",
-    ): "units are told apart by their numbers, whichever these are",
-    (
-        "refiner_core/training/batches.py",
-        "unit_L=[0] * (end - start),",
-        "unit_L=[1] * (end - start),",
-    ): "units are told apart by their numbers, whichever these are",
-    (
-        "refiner_core/training/batches.py",
-        "work = [0.0] * world",
-        "work = [1.0] * world",
-    ): "who has least is the same where all have one more",
-    (
-        "refiner_core/training/batches.py",
-        "return build_pack([[Sample((), (0, 0), (False, False))]])",
-        "return build_pack([[Sample((), (0, 0), (True, False))]])",
-    ): "nothing predicts the first token of a sample without a prompt",
-    (
-        "refiner_core/training/batches.py",
-        "return build_pack([[Sample((), (0, 0), (False, False))]])",
-        "return build_pack([[Sample((), (1, 0), (False, False))]])",
-    ): "nothing depends on tokens without a target",
-    (
-        "refiner_core/training/batches.py",
-        "return build_pack([[Sample((), (0, 0), (False, False))]])",
-        "return build_pack([[Sample((), (0, 1), (False, False))]])",
-    ): "nothing depends on tokens without a target",
-    (
-        "infra/store/orchestrators.py",
-        'self._thread = threading.Thread(target=self._run, name="lease", daemon=True)',
-        'self._thread = threading.Thread(target=self._run, name="lease", daemon=False)',
-    ): "the block that starts the thread ends it",
-    (
-        "infra/store/orchestrators.py",
-        'atomic.write_json(self._path, {"counter": self._counter}, sync=False)',
-        'atomic.write_json(self._path, {"counter": self._counter}, sync=True)',
-    ): "what a power cut takes from a counter, nobody would have read again",
-    (
-        "sweeps/power.py",
-        "if found < POWER:",
-        "if found <= POWER:",
-    ): "a power, a mean over draws, is no round number",
-    (
-        "sweeps/power.py",
-        "return power_of(known, s, p, wanted, alpha) >= POWER",
-        "return power_of(known, s, p, wanted, alpha) > POWER",
-    ): "a power, a mean over draws, is no round number",
-    (
-        "sweeps/power.py",
-        "if wanted is not None and power is not None and power < POWER:",
-        "if wanted is not None and power is not None and power <= POWER:",
-    ): "a power, a mean over draws, is no round number",
-    (
-        "infra/disk/keeper.py",
-        "parameters = model_size(Path(name).expanduser(), name).parameters or 0",
-        "parameters = model_size(Path(name).expanduser(), name).parameters or 1",
-    ): "the bytes of one parameter are far fewer than FLOOR_BYTES, which is asked for at least",
-    (
-        "infra/disk/keeper.py",
-        "elif room.used_bytes is None or room.limit_bytes is None:",
-        "elif room.used_bytes is None and room.limit_bytes is None:",
-    ): "both are known or neither is",
-    (
-        "infra/disk/keeper.py",
-        "root = hashlib.sha256(str(self.workspace.layout.control).encode()).hexdigest()[:8]",
-        "root = hashlib.sha256(str(self.workspace.layout.control).encode()).hexdigest()[:9]",
-    ): "workspaces differ in eight digits of a hash, and in nine",
-    (
-        "infra/hub/errors.py",
-        "backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self.draw())",
-        "backoff = min(FIRST_S * 2 ** min(failures - 1, 17), LONGEST_S) * (0.5 + self.draw())",
-    ): "both are far beyond LONGEST_S",
+#: File -> its mutants that no input tells from the original, as :attr:`Mutant.change` writes them.
+EQUIVALENT: dict[str, set[str]] = {
+    "refiner_core/evaluation/statistics.py": {
+        # How finely a table is drawn; ends of intervals move by less than 1e-7.
+        "_POINTS = [4096 -> 4097]",
+        # No place among random numbers is exactly that.
+        "level = np.where(place [< -> <=] _LOWEST, _AT_LEVEL * place / _LOWEST, 1.0)",
+        # A level between 0 and 1 is no round number.
+        "critical = np.where(alpha [>= -> >] spread.level, np.minimum(critical, both), both)",
+        # How many resamples are drawn at once changes none of them.
+        "[batch=max(1, -> batch=max(2,] 4_000_000 // len(sums)),",
+        "batch=max(1, [4_000_000 -> 4000001] // len(sums)),",
+        # They are equal there, and there are two at least.
+        "return [sorted(sets[0]) -> sorted(sets[1])]",
+        # In the place of 0 where the result is not used.
+        "safe = spread._replace(variance=np.where(flat, [1.0, -> 2.0,] spread.variance))",
+    },
+    "refiner_core/evaluation/power.py": {
+        # A power, a mean over draws, is no round number.
+        "while _power(high, half, error) [< -> <=] power:",
+    },
+    "refiner_core/training/batches.py": {
+        # The list is cut to max_steps in the end.
+        "if max_steps is not None and len(steps) [>= -> >] max_steps:",
+        # The list of steps is cut in the end; of parts that cost the same, the first is taken.
+        "[break -> continue]",
+        # One part more than samples is one for each sample again.
+        "for parts in range(1, len(group) + [1): -> 2):]",
+        # Padding sees itself alone, and nothing sees it.
+        "branch_L=row.branch_L + [[0] -> [1]] * missing,",
+        # Units are told apart by their numbers, so only differences count.
+        "shift, unit_shift = len(joined), (joined.unit_L[-1] + [1 -> 2] if joined.unit_L else 0)",
+        "shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else [0) -> 1)]",
+        "[unit_L=[0] -> unit_L=[1]] * (end - start),",
+        # The rank with least work is the same.
+        "work = [[0.0] -> [1.0]] * world",
+        # Nothing predicts the first token of a sample without a prompt.
+        "return build_pack([[Sample((), (0, 0), [(False, -> (True,] False))]])",
+        # Nothing depends on tokens without a target.
+        "return build_pack([[Sample((), [(0, -> (1,] 0), (False, False))]])",
+        "return build_pack([[Sample((), (0, [0), -> 1),] (False, False))]])",
+    },
+    "infra/store/orchestrators.py": {
+        # The block that starts the thread ends it.
+        'self._thread = threading.Thread(target=self._run, name="lease", [daemon=True) '
+        "-> daemon=False)]",
+        # A counter that a power cut loses is never read again.
+        'atomic.write_json(self._path, {"counter": self._counter}, [sync=False) -> sync=True)]',
+    },
+    "sweeps/power.py": {
+        # A power, a mean over draws, is no round number.
+        "if found [< -> <=] POWER:",
+        "return power_of(known, s, p, wanted, alpha) [>= -> >] POWER",
+        "if wanted is not None and power is not None and power [< -> <=] POWER:",
+    },
+    "infra/disk/keeper.py": {
+        # The bytes of one parameter are far fewer than FLOOR_BYTES, which is asked for at least.
+        "parameters = model_size(Path(name).expanduser(), name).parameters or [0 -> 1]",
+        # Both are known or neither is.
+        "elif room.used_bytes is None [or -> and] room.limit_bytes is None:",
+        # Workspaces differ in eight digits of a hash, and in nine.
+        "root = [hashlib.sha256(str(self.workspace.layout.control).encode()).hexdigest()[:8] "
+        "-> hashlib.sha256(str(self.workspace.layout.control).encode()).hexdigest()[:9]]",
+    },
+    "infra/hub/errors.py": {
+        # Both are far beyond LONGEST_S.
+        "backoff = min(FIRST_S * 2 ** min(failures - 1, [16), "
+        "-> 17),] LONGEST_S) * (0.5 + self.draw())",
+    },
 }
 
 LIMIT_S = 60.0
@@ -245,12 +173,30 @@ class Mutant:
     after: str
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        """Its name in :data:`EQUIVALENT`; lines may move."""
-        return self.path, self.before.strip(), self.after.strip()
+    def change(self) -> str:
+        """The line with the words that differ as ``[before -> after]``."""
+        before, after = self.before.split(), self.after.split()
+        start = _alike(before, after)
+        end = _alike(before[start:][::-1], after[start:][::-1])
+        old, new = before[start : len(before) - end], after[start : len(after) - end]
+        told = f"[{' '.join(old)} -> {' '.join(new)}]"
+        return " ".join([*before[:start], told, *before[len(before) - end :]])
+
+    @property
+    def equivalent(self) -> bool:
+        """Whether :data:`EQUIVALENT` has it; lines may move."""
+        return self.change in EQUIVALENT.get(self.path, ())
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}\n    - {self.before.strip()}\n    + {self.after.strip()}"
+
+
+def _alike(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many words at the beginning are the same."""
+    return sum(
+        1
+        for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    )
 
 
 # ---------------------------------------------------------------- making them
@@ -421,8 +367,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args(argv)
     mutants = drawn(args.count, args.seed, args.only)
-    equal = [m for m in mutants if m.key in EQUIVALENT]
-    tried = [m for m in mutants if m.key not in EQUIVALENT]
+    equal = [m for m in mutants if m.equivalent]
+    tried = [m for m in mutants if not m.equivalent]
     survivors: list[Mutant] = []
     late = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -440,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, end in broken.items():
         print(f"{path}: without a mutant its tests {end} (they have {LIMIT_S:g} s)")
     for mutant in equal:
-        print(f"equivalent: {mutant}\n    {EQUIVALENT[mutant.key]}")
+        print(f"equivalent: {mutant}")
     for mutant in sorted(survivors, key=str):
         print(f"survives: {mutant}")
     rate = 1 - len(survivors) / max(1, len(tried))

@@ -1,12 +1,12 @@
-"""A disk that stays full, whoever trains: a neighbour that takes every freed byte, for minutes.
+"""A disk that stays full for minutes: another process takes every freed byte.
 
     make prove                                    # among other proofs: about an hour
     python -m tests.prove.neighbour --quick       # seconds instead of minutes
     python -m tests.prove.neighbour --only "ours, local, btrfs bytes"
 
 GRPO of ours, and Hugging Face's Trainer as a `command` stage, on this machine and on a real Slurm.
-In the middle of a save another process takes all bytes (or inodes) that are left, and whatever
-anybody frees after that; four times, so that saves meet it again and again. `disk.hold_s` is 5:
+In the middle of a save another process takes all bytes (or inodes) that are left, and every byte
+that is freed after that; four times, so that saves meet it again and again. `disk.hold_s` is 5:
 every worker gives up long before there is room. Where: a btrfs quota (EDQUOT), and an ext4 file
 system that is full itself (ENOSPC; its quotas need CONFIG_QFMT_V2). Then a file system that is
 read-only for a minute (EROFS; the btrfs subvolume, because no mount can be made read-only while

@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.prove.learning import Claim
+from tests.prove.learning import tell as report
 from tests.support.command import Stage, refiner
 from tests.support.quota import quota_folder
 from tests.support.slurm_cluster import Cluster, ClusterSpec, running_cluster
@@ -77,14 +79,6 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-class Claim(NamedTuple):
-    """One statement, what was measured, and whether it holds."""
-
-    says: str
-    measured: str
-    holds: bool
-
-
 def main() -> int:
     """Tell everything, and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -109,7 +103,7 @@ def main() -> int:
                 _tell(name, SCENARIOS[name], cluster, disk.folder, overrides, told)
                 for name in told.only
             ]
-    return _report(claims(control, tellings))
+    return report(claims(control, tellings))
 
 
 def trained(folder: Path) -> Path:
@@ -181,12 +175,6 @@ def claims(control: Telling, tellings: Sequence[Telling]) -> list[Claim]:
             Claim("it hit a save in the middle, errno 122 in the log", f"{hits} times", hits >= 1)
         )
     return found
-
-
-def _report(found: Sequence[Claim]) -> int:
-    for claim in found:
-        print(f"{'holds ' if claim.holds else 'MISSED'}  {claim.says}\n        {claim.measured}")
-    return 0 if all(c.holds for c in found) else 1
 
 
 if __name__ == "__main__":

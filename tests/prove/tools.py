@@ -12,41 +12,30 @@ not hold.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from refiner_core.evaluation.results import compare_results
 from tests.prove.learning import (
     Claim,
     SeedRun,
+    compared,
     difference,
+    gain_claim,
+    greedy_claim,
     interval,
     numbers,
-    run_seed,
+    seed_runs,
     tell,
     time_claims,
 )
 
-RECIPE = "tiny-tools"
-#: Least gain of GRPO in the share of attempts that succeed.
-GAIN = 0.05
-
 
 def main() -> int:
     """Run, compare, report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--workspace", type=Path, default=Path("runs/prove"))
-    parser.add_argument("--recipe", default=RECIPE, help="a file, for trying others")
-    parser.add_argument("overrides", nargs="*", help="key=value, for trying other settings")
-    args = parser.parse_args()
-    runs = [run_seed(s, args.workspace, args.overrides, args.recipe) for s in args.seeds]
+    runs, workspace = seed_runs(__doc__, "tiny-tools")
     show(runs)
     return tell(
-        [*sft_claims(runs), *grpo_claims(runs), *time_claims(runs)], args.workspace / "tools.jsonl"
+        [*sft_claims(runs), *grpo_claims(runs), *time_claims(runs)], workspace / "tools.jsonl"
     )
 
 
@@ -68,41 +57,19 @@ def sft_claims(runs: Sequence[SeedRun]) -> list[Claim]:
 
 def grpo_claims(runs: Sequence[SeedRun]) -> list[Claim]:
     """GRPO against SFT, paired on tasks and attempts (and seeds)."""
-    claims = [gain_claim(runs, "all seeds")]
+    claims = [gain_claim(runs, "all seeds", "success")]
     for run in runs:
-        claims.append(gain_claim([run], f"seed {run.seed}"))
-        by = compared([run], "grpo", "sft")
+        no_call = compared([run], "grpo", "sft")["sampled", "failure/no_call"]
         claims += [
-            Claim(
-                f"seed {run.seed}: greedy success is not lower by more than 0.02",
-                difference(by["greedy", "success"]),
-                by["greedy", "success"]["difference"] >= -0.02,
-            ),
+            gain_claim([run], f"seed {run.seed}", "success"),
+            greedy_claim(run, "success"),
             Claim(
                 f"seed {run.seed}: turns that are no call do not become more",
-                difference(by["sampled", "failure/no_call"]),
-                by["sampled", "failure/no_call"]["difference"] <= 0.02,
+                difference(no_call),
+                no_call["difference"] <= 0.02,
             ),
         ]
     return claims
-
-
-def gain_claim(runs: Sequence[SeedRun], of: str) -> Claim:
-    """GRPO succeeds more often than SFT, beyond chance."""
-    gain = compared(runs, "grpo", "sft")["sampled", "success"]
-    return Claim(
-        f"{of}: GRPO raises sampled success by >= {GAIN}, interval clear of 0",
-        f"{gain['b']:.3f} -> {gain['a']:.3f}: {difference(gain)}",
-        gain["difference"] >= GAIN and gain["low"] > 0,
-    )
-
-
-def compared(
-    runs: Sequence[SeedRun], one: str, other: str
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """Differences of two models by decoding and metric."""
-    sides = ([run.folders[model] for run in runs] for model in (one, other))
-    return {(d["decoding"], d["metric"]): d for d in compare_results(*sides)}
 
 
 def show(runs: Sequence[SeedRun]) -> None:

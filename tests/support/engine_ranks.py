@@ -1,4 +1,4 @@
-"""Two ranks under torchrun that train the tiny model with every engine, and say what came out.
+"""Two ranks under torchrun that train the tiny model with every engine, and write the results.
 
 ``torchrun --nproc_per_node 2 engine_ranks.py FOLDER``: rank 0 trains each case alone first, then
 both do together; rank 0 writes ``FOLDER/found.json``. One start for all cases: importing torch and
@@ -12,9 +12,6 @@ import math
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +38,8 @@ from tests.support.tiny_training import (
 )
 
 STEPS, SAVED = 4, 2
+#: Engine (a stage of ZeRO, or plain torch) and type of the cases of SFT.
+PAIRS = ((None, "float32"), (2, "bfloat16"), (3, "float32"), (3, "bfloat16"))
 #: An odd hidden size: vectors do not divide by two ranks.
 TIED = {"hidden_size": 33}
 UNTIED = {"hidden_size": 33, "tie_word_embeddings": False, "seed": 3}
@@ -107,10 +106,8 @@ class Cases:
             "losses": [row["loss/train_avg"] for row in rows],
             "norms": [row["grad_norm"] for row in rows],
             "validation": report["validation_loss"],
-            "times": sorted(key for key in rows[0] if key.startswith(("time/", "memory/"))),
             "restored_from": progress.get("restored_from"),
             "written_by": progress["written_by"],
-            "files": sorted(p.name for p in (folder / "checkpoints" / str(last)).iterdir()),
         }
 
     def all_sft(self, stage: int | None, dtype: str) -> None:
@@ -118,19 +115,17 @@ class Cases:
         name, config = f"{stage}-{dtype}", config_of(stage, dtype)
         alone = f"alone-{dtype}"
         if alone not in self.found:
-            self.found[alone] = self.alone(lambda: self.sft(alone, Ranks(), config_of(None, dtype)))
+            self.found[alone] = self.sft_alone(alone, dtype)
         self.found[name] = self.sft(name, self.ranks, config)
         self.found[f"{name}-resumed"] = self.sft(f"{name}-resumed", self.ranks, config, resume=name)
         self.found[f"{name}-from-alone"] = self.sft(
             f"{name}-from-alone", self.ranks, config, resume=alone
         )
-        self.found[f"{name}-to-alone"] = self.alone(
-            lambda: self.sft(f"{name}-to-alone", Ranks(), config_of(None, dtype), resume=name)
-        )
+        self.found[f"{name}-to-alone"] = self.sft_alone(f"{name}-to-alone", dtype, resume=name)
 
-    def alone(self, act: Callable[[], Any]) -> Any:
-        """Rank 0 does something by itself."""
-        return act() if self.first() else None
+    def sft_alone(self, name: str, dtype: str, **source: str) -> Any:
+        """Rank 0 trains by itself."""
+        return self.sft(name, Ranks(), config_of(None, dtype), **source) if self.first() else None
 
     # ------------------------------------------------------------ single steps
 
@@ -196,23 +191,25 @@ class Cases:
         """Activation checkpointing, and reading the whole model in between."""
         plain = self.open(config_of(stage, "float32"))
         recompute = self.open(config_of(stage, "float32", recompute=True))
-        expected = [self.step(plain, n) for n in range(3)]
-        got, logits = [], []
-        ids = torch.arange(3, 12)[None]
+        expected, got, read = [], [], []
         for number in range(3):
+            expected.append(self.step(plain, number))
             got.append(self.step(recompute, number))
-            with recompute.whole() as model, torch.no_grad():
-                logits = model(input_ids=ids, use_cache=False).logits.flatten().tolist()
-                made = model.generate(ids, max_new_tokens=4, do_sample=False).tolist()
-        with plain.whole() as model, torch.no_grad():
-            reference = model(input_ids=ids, use_cache=False).logits.flatten().tolist()
-            greedy = model.generate(ids, max_new_tokens=4, do_sample=False).tolist()
+            read = self.read(recompute)
+        reference = self.read(plain)
         self.found[f"{stage}-recomputing"] = {
             "expected": expected,
             "got": got,
-            "logits": float(np.abs(np.subtract(logits, reference)).max()),
-            "generated": made == greedy,
+            "logits": float(np.abs(np.subtract(read[0], reference[0])).max()),
+            "generated": read[1] == reference[1],
         }
+
+    def read(self, engine: Engine) -> list[Any]:
+        """Logits of the whole model and what it generates."""
+        ids = torch.arange(3, 12)[None]
+        with engine.whole() as model, torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits.flatten().tolist()
+            return [logits, model.generate(ids, max_new_tokens=4, do_sample=False).tolist()]
 
     def grpo(self, stage: int | None, ranks: Ranks | None = None) -> None:
         """Two steps of two updates each on fixed rollouts, with a KL reference."""
@@ -281,43 +278,28 @@ def rollouts(step: int) -> list[TrainSample]:
     return samples
 
 
-@contextmanager
-def timed(seconds: dict[str, float], name: str) -> Any:
-    """What a case takes, to keep the test within its budget."""
-    started = time.perf_counter()
-    yield
-    seconds[name] = round(time.perf_counter() - started, 1)
-
-
 def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
     with TorchRanks(cuda=False) as ranks:
-        cases, seconds = Cases(root, ranks), {}
+        cases = Cases(root, ranks)
         if cases.first():
             save_tiny_model(root / "tied", **TIED)
             save_tiny_model(root / "untied", **UNTIED)
             save_data(root / "data")
             cases.grpo(None, Ranks())
         ranks.all_or_none(None)
+        for stage, dtype in PAIRS:
+            cases.all_sft(stage, dtype)
+            cases.faults(stage, dtype)
+            if stage and dtype == "bfloat16":
+                cases.faults(stage, dtype, offload=True)
         for stage in (None, 2, 3):
-            for dtype in ("float32", "bfloat16"):
-                with timed(seconds, f"sft {stage} {dtype}"):
-                    cases.all_sft(stage, dtype)
-                with timed(seconds, f"faults {stage} {dtype}"):
-                    cases.faults(stage, dtype)
-            if stage:
-                with timed(seconds, f"offload {stage}"):
-                    cases.faults(stage, "bfloat16", offload=True)
-            with timed(seconds, f"grpo {stage}"):
-                cases.grpo(stage)
-            with timed(seconds, f"recomputing {stage}"):
-                cases.recomputing(stage)
-            with timed(seconds, f"exports {stage}"):
-                cases.exports(stage)
+            cases.grpo(stage)
+            cases.recomputing(stage)
+            cases.exports(stage)
         cases.unequal_weights()
         if cases.first():
-            cases.found["seconds"] = seconds
             (root / "found.json").write_text(json.dumps(cases.found))
 
 

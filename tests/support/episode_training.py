@@ -6,14 +6,12 @@ random weights play episodes that end well, badly, broken, or by the turn limit,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from refiner_core.contract.config import EnvironmentConfig, GrpoConfig, RecipeConfig
@@ -21,7 +19,6 @@ from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
     OnCompletion,
-    PromptRow,
     SamplingParams,
 )
 from refiner_core.data.prepared import write_prompts
@@ -29,18 +26,9 @@ from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.protocol import InfrastructureError, Message, Task, row_of_task
 from refiner_core.training.grpo import train_grpo
 from tests.support.counting import TOOLS, Counting, CountingEpisode, call
-from tests.support.stage_io import FolderStageIO
-from tests.support.tiny_training import tiny_model
+from tests.support.qwen_like import qwen_like
+from tests.support.tiny_training import TrainRun, tiny_model
 
-VOCABULARY = 400
-_TEMPLATE = """{%- if tools %}<|im_start|>system
-{{ messages[0].content }} {% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>
-{% else %}<|im_start|>system
-{{ messages[0].content }}<|im_end|>
-{% endif %}{%- for message in messages[1:] %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 #: What the model may say: a step, a wide one, an end, an unknown tool, words.
 SAYINGS = (
     call(by=1),
@@ -53,24 +41,9 @@ LEANING = torch.tensor([1.5, 1.5, 0.5, 0.0, -0.5])
 
 
 def tool_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes and a few merges, so that any text comes back as it was; a template with tools."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        show_progress=False,
-        special_tokens=["<|pad|>", "<|im_end|>", "<|im_start|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator([*SAYINGS, "system user assistant tool Count to 2"], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=_TEMPLATE,
-    )
+    """A tokenizer with tools whose calls are short."""
+    words = "add Add to the counter finish End object properties by integer required parameters"
+    return qwen_like([*SAYINGS, "Count to 2. You are near. You are far.", words], 400)
 
 
 class CallingSampler:
@@ -159,20 +132,15 @@ def tasks() -> list[Task]:
 def save_inputs(root: Path) -> Path:
     """``data`` and ``model``."""
     tokenizer = tool_tokenizer()
-    tiny_model(vocab_size=VOCABULARY, num_hidden_layers=1).save_pretrained(root / "model")
+    tiny_model(vocab_size=len(tokenizer), num_hidden_layers=1).save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
-    rows = [row_of_task(task, _prompt(tokenizer, task)) for task in tasks()]
-    save_rows(root, rows)
-    return root
-
-
-def save_rows(root: Path, rows: Sequence[PromptRow]) -> None:
+    rows = [
+        row_of_task(task, prompt_ids(tokenizer, f"Count. You are {task.domain}.", TOOLS))
+        for task in tasks()
+    ]
     (root / "data").mkdir(parents=True, exist_ok=True)
     write_prompts(root / "data" / "rl_train.parquet", rows)
-
-
-def _prompt(tokenizer: Any, task: Task) -> tuple[int, ...]:
-    return prompt_ids(tokenizer, f"Count. You are {task.domain}.", TOOLS)
+    return root
 
 
 def recipe(environment: dict[str, Any] | None = None, **grpo: Any) -> RecipeConfig:
@@ -197,18 +165,18 @@ def recipe(environment: dict[str, Any] | None = None, **grpo: Any) -> RecipeConf
     )
 
 
-class EpisodeRun:
-    """One GRPO stage on episodes, called again after a stop or a fault."""
+class EpisodeRun(TrainRun):
+    """A GRPO stage on episodes."""
 
     def __init__(self, inputs: Path, root: Path, config: RecipeConfig) -> None:
-        self.inputs, self.root, self.config = inputs, root, config
-        self.io = FolderStageIO(root / "io")
+        super().__init__(inputs, root)
+        self.config = config
         self.environment = Troubled()
 
-    def __call__(self, change: Callable[[RecipeConfig], RecipeConfig] = lambda c: c) -> Any:
-        torch.rand(3)  # a process that comes back has another random state
+    def __call__(self, name: str = "", **grpo: Any) -> dict[str, Any]:
+        torch.rand(3)  # a process that resumes has another random state
         return train_grpo(
-            change(self.config),
+            self.config,
             data_dir=self.inputs / "data",
             model_ref=str(self.inputs / "model"),
             output_dir=self.root / "out",
@@ -216,16 +184,3 @@ class EpisodeRun:
             judge=None,
             environment=self.environment,
         )
-
-    def outcome(self) -> dict[str, Any]:
-        """All that must not depend on interruptions."""
-        weights = load_file(self.root / "out/model/model.safetensors")
-        return {
-            "metrics": self.io.comparable_metrics(),
-            "rollouts": self.io.rollouts(),
-            "weights": {name: value.tolist() for name, value in weights.items()},
-        }
-
-    def column(self, name: str) -> list[Any]:
-        """A metric, step by step."""
-        return [row.get(name) for row in self.io.metrics()]

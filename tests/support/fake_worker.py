@@ -1,4 +1,4 @@
-"""A worker that does as it is told, for tests of campaigns: sleeps, saves, fails, and says when.
+"""A worker that follows a script, for tests of campaigns: it sleeps, saves, fails, and logs.
 
 ``behaviour.json`` in the workspace maps stage names to what they do:
 
@@ -106,7 +106,7 @@ def stop_asked(attempt: AttemptRun, told: Mapping[str, Any]) -> bool:
 
 
 def fail(attempt: AttemptRun, told: Mapping[str, Any]) -> None:
-    """Go wrong as told."""
+    """Fail as scripted."""
     if "fail" not in told or attempt.number > int(told.get("fails", 99)):
         return
     if told["fail"] == "hang":

@@ -8,7 +8,7 @@ import pytest
 
 
 def require(name: str, condition: object, reason: str) -> None:
-    """Go on only if ``condition`` holds.
+    """Continue only if ``condition`` holds.
 
     Otherwise skip with ``reason``, or fail when ``REFINER_REQUIRE`` (a list with commas, such as
     ``slurm,quota,browser,prefect``) names ``name``.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig, RecipeConfig, SftConfig
+from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.types import (
     Completion,
     DemonstrationRow,
@@ -28,9 +32,13 @@ from refiner_core.contract.types import (
     SamplingParams,
 )
 from refiner_core.data.prepared import write_demonstrations, write_prompts
+from refiner_core.generation.sampling import processed_logprobs
+from tests.support.stage_io import FolderStageIO
 
 VOCABULARY = 48
 EOS = 1
+#: Sampling from the model's own distribution.
+UNCHANGED = SamplingParams()
 _TAGS = {3: "<answer>", 4: "</answer>"}
 
 
@@ -54,22 +62,6 @@ def tiny_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     }
     model: Qwen3ForCausalLM = Qwen3ForCausalLM(Qwen3Config(**(settings | changes)))
     return model.eval()
-
-
-#: Positions whose frequencies follow the longest sequence of a batch once it has more than 16
-#: tokens: settings of :func:`tiny_model`.
-BATCH_ROPES: dict[str, dict[str, Any]] = {
-    "longrope": {
-        "rope_parameters": {
-            **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16},
-            **{"short_factor": [1.0] * 16, "long_factor": [4.0] * 16},
-        },
-    },
-    "dynamic": {
-        "max_position_embeddings": 16,
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-    },
-}
 
 
 def tiny_tokenizer(*, answers: bool = False) -> PreTrainedTokenizerFast:
@@ -154,6 +146,24 @@ def recipe(**sections: dict[str, Any]) -> RecipeConfig:
         sft=replace(sft, **sections.get("sft", {})),
         grpo=replace(grpo, **sections.get("grpo", {})),
     )
+
+
+def furthest(
+    model: Any,
+    asked: Sequence[GenerationRequest],
+    made: Sequence[Completion],
+    params: SamplingParams = UNCHANGED,
+) -> float:
+    """The largest difference of a log-probability to one plain forward pass, as in training."""
+    found = 0.0
+    for request, completion in zip(asked, made, strict=True):
+        ids, tokens = request.prompt_ids, completion.token_ids
+        with torch.no_grad():
+            logits_T_V = model(torch.tensor([[*ids, *tokens]]), use_cache=False).logits[0]
+        ours_T_V = processed_logprobs(logits_T_V[len(ids) - 1 : -1], params)
+        for place, (token, theirs) in enumerate(zip(tokens, completion.logprobs, strict=True)):
+            found = max(found, abs(ours_T_V[place, token].item() - theirs))
+    return found
 
 
 class LiveSampler:
@@ -244,14 +254,14 @@ def save_answering_inputs(root: Path) -> Path:
 
 
 class NoJudge:
-    """A judge that nobody asks."""
+    """A judge that is never asked."""
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
         return [Judgement("scored", 1.0) for _ in requests]
 
 
 class GivenRewards:
-    """In the place of a stream of rewards: all answers at once go to a function."""
+    """A stream of rewards that a function gives for all answers at once."""
 
     streams = False
 
@@ -278,6 +288,80 @@ def train_rewarded(rewards: Any, *args: Any, **options: Any) -> dict[str, Any]:
     given = partial(GivenRewards, rewards)
     with mock.patch("refiner_core.training.rollouts.lane.RewardStream", given):
         return train_grpo(*args, **options)
+
+
+@contextmanager
+def following(sampler: LiveSampler | None) -> Iterator[None]:
+    """Within it, the sampler has the model that a training loads."""
+    from refiner_core.training.model import loading
+
+    load = loading.load_for_training
+
+    def load_and_tell(*args: Any) -> Any:
+        loaded = load(*args)
+        if sampler is not None:
+            sampler.model = loaded.model
+        return loaded
+
+    with mock.patch.object(loading, "load_for_training", load_and_tell):
+        yield
+
+
+class TrainRun:
+    """A training stage over a folder with ``data`` and ``model``; called again after a fault, it
+    resumes. ``sampler`` None is the embedded one."""
+
+    def __init__(self, inputs: Path, root: Path, kind: str = "grpo", **sections: Any) -> None:
+        self.inputs, self.root, self.kind = inputs, root, kind
+        self.config = recipe(**sections)
+        self.io = FolderStageIO(root / "io")
+        self.sampler: LiveSampler | None = None
+        self.judge: Any = NoJudge()
+        self.rewards: Any = count_low_words
+        self.open_servers: Any = None
+
+    def __call__(self, name: str = "", **grpo: Any) -> dict[str, Any]:
+        """Train; with a name into another folder; keyword arguments change the ``grpo`` section."""
+        from refiner_core.training.sft import train_sft
+
+        torch.rand(3)  # a process that resumes has another random state
+        if name:
+            self.io = FolderStageIO(self.root / name / "io")
+        where: dict[str, Any] = {
+            "data_dir": self.inputs / "data",
+            "model_ref": str(self.inputs / "model"),
+            "output_dir": self.root / name / "out",
+            "io": self.io,
+        }
+        if self.kind == "sft":
+            return train_sft(self.config, **where)
+        config = replace(self.config, grpo=replace(self.config.grpo, **grpo))
+        where |= {"judge": self.judge, "open_servers": self.open_servers}
+        with following(self.sampler):
+            return train_rewarded(self.rewards, config, **where, generator=self.sampler)
+
+    def outcome(self) -> dict[str, Any]:
+        """All that must not depend on interruptions."""
+        weights = load_file(self.root / "out/model/model.safetensors")
+        return {
+            "metrics": self.io.comparable_metrics(),
+            "rollouts": self.io.rollouts(),
+            "weights": {name: value.tolist() for name, value in weights.items()},
+        }
+
+    def column(self, name: str) -> list[Any]:
+        """A metric by step."""
+        return [row.get(name) for row in self.io.metrics()]
+
+    def stopped_after(self, *steps: int) -> dict[str, Any]:
+        """The report of a run that was stopped after each of these steps."""
+        for step in steps:
+            self.io.stop_at = step
+            with pytest.raises(Interrupted):
+                self()
+            assert self.io.checkpoint_steps()[-1] == step
+        self.io.stop_at = None
+        return self()
 
 
 def count_low_words(items: Sequence[Any], reward: Any, judge: Any) -> list[RewardResult]:

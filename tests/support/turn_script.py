@@ -1,4 +1,4 @@
-"""A desk of scripted conversations, for whatever samples turns."""
+"""A desk of scripted conversations, for tests of samplers of turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.tiny_training import VOCABULARY
 
 
 class Script:
-    """A desk of conversations that begin alike in groups and are told something after each turn.
+    """A desk of conversations that begin alike in groups and get a message after each turn.
 
     ``slow(conversation, turn)`` is how many calls of ``take`` its tools last; with ``wait`` they
     are over at once. Some turns are repaired: what was sampled is dropped from the context.
@@ -80,7 +80,7 @@ class Script:
         self._tools.append((self.slow(conversation, turn), conversation, turn + 1, context))
 
     def told(self, conversation: int, turn: int) -> tuple[int, ...]:
-        """What a conversation is told after a turn."""
+        """The message to a conversation after a turn."""
         rng = np.random.default_rng(1000 * conversation + turn)
         return _ids(rng, 1 + (conversation + turn) % self._told)
 

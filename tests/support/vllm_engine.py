@@ -1,13 +1,13 @@
-"""What is behind the tests' vLLM server: a real model, sampled token by token, with vLLM's traps.
+"""The model behind the fake vLLM server: a real one, sampled token by token, with vLLM's traps.
 
 In: a model folder and requests. Out: tokens and true log-probabilities. Like vLLM on a CPU:
 
 - the output head is a packed copy, made when the model is loaded; ``reload_weights`` does not
   renew it (a worker extension may);
-- a reload takes a checkpoint that lacks weights without a word, and one that fails leaves garbage;
+- a reload accepts a checkpoint that lacks weights, and one that fails leaves garbage;
 - the first blocks of a prompt are cached by (salt, tokens) with the weights of their time, until
   the cache is reset;
-- choice k of a request has seed + k, and a seed draws the same numbers whatever the prompt is.
+- a seed draws the same numbers whatever the prompt is.
 """
 
 from __future__ import annotations

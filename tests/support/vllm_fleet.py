@@ -1,4 +1,4 @@
-"""Fleets of the tests' vLLM server in this process, and what samples from them should be."""
+"""Fleets of the fake vLLM server in this process, and the trainer's log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from refiner_core.contract.errors import KilledError
 from refiner_core.contract.types import (
-    Completion,
     Endpoint,
     GenerationRequest,
     SamplingParams,
 )
-from refiner_core.generation.sampling import processed_logprobs
 from refiner_core.generation.vllm.client import VllmGenerator
 from refiner_core.generation.vllm.sync import WeightSync
 from tests.support.tiny_training import EOS, tiny_tokenizer
@@ -65,50 +61,21 @@ def generator(fleet: Any, **settings: Any) -> VllmGenerator:
     return VllmGenerator(fleet, window=WINDOW, **settings)
 
 
-def trainer_logprobs(
-    model: Any, request: GenerationRequest, completion: Completion, params: SamplingParams
-) -> list[float]:
-    """What the trainer would compute for a completion."""
-    ids, tokens = request.prompt_ids, completion.token_ids
-    with torch.no_grad():
-        logits_T_V = model(torch.tensor([[*ids, *tokens]]), use_cache=False).logits[0]
-    found = processed_logprobs(logits_T_V[len(ids) - 1 : -1], params)
-    return [found[place, token].item() for place, token in enumerate(tokens)]
-
-
-def furthest(
-    model: Any,
-    asked: Sequence[GenerationRequest],
-    made: Sequence[Completion],
-    params: SamplingParams = PLAIN,
-) -> float:
-    return max(
-        abs(ours - theirs)
-        for request, completion in zip(asked, made, strict=True)
-        for ours, theirs in zip(
-            trainer_logprobs(model, request, completion, params), completion.logprobs, strict=True
-        )
-    )
-
-
 class InThreads:
-    """Servers of this process for a weight sync; ``options`` of each start, the last for all
-    further ones."""
+    """Servers of this process for a weight sync."""
 
-    def __init__(self, count: int, *options: tuple[str, ...], max_restarts: int = 3) -> None:
-        usual = (*USUAL, "--worker-extension-cls", EXTENSION)
-        self.count, self.options = count, list(options or [usual])
+    def __init__(
+        self, count: int, options: tuple[str, ...] = USUAL, *, max_restarts: int = 3
+    ) -> None:
+        self.count, self.left = count, max_restarts
+        self.options = (*options, "--worker-extension-cls", EXTENSION)
         self.servers: list[Served] = []
         self.gone: list[Served] = []
-        self.left = max_restarts
         self.stack = ExitStack()
 
-    def _open(self, weights: Path) -> Served:
-        options = self.options.pop(0) if len(self.options) > 1 else self.options[0]
-        return self.stack.enter_context(served(weights, *options))
-
     def start(self, weights: Path) -> list[Endpoint]:
-        self.servers = [self._open(weights) for _ in range(self.count)]
+        for _ in range(self.count):
+            self.servers.append(self.stack.enter_context(served(weights, *self.options)))
         return [Endpoint(server.url) for server in self.servers]
 
     def replace(self, index: int, weights: Path, why: str) -> Endpoint:
@@ -116,7 +83,7 @@ class InThreads:
         if self.left < 0:
             raise KilledError(why)
         self.gone.append(self.servers[index])
-        self.servers[index] = self._open(weights)
+        self.servers[index] = self.stack.enter_context(served(weights, *self.options))
         return Endpoint(self.servers[index].url)
 
     def close(self) -> None:

@@ -5,16 +5,13 @@
 In: ``VLLM_API_KEY``, ``VLLM_SERVER_DEV_MODE``. It keeps vLLM's traps: unknown fields are ignored;
 routes that change weights exist in dev mode alone and ask for no key unless a ``--middleware`` does
 (a class of ASGI, on the import path); a pause gives up what is
-under way unless told otherwise, and a paused server answers nobody; a full queue is a 503;
-``generation_config.json`` fills in what a request does not say unless ``--generation-config vllm``;
+under way unless told otherwise, and a paused server answers no request; a full queue is a 503;
 log-probabilities are raw unless ``--logprobs-mode processed_logprobs``; a failed reload leaves
-garbage and a healthy /health; without a GPU, prompts with seeds that do not fit into one pass end
-the engine unless prompts are read whole. What the model does by itself is in
-:mod:`tests.support.vllm_engine`.
+garbage and a healthy /health. The model is in :mod:`tests.support.vllm_engine`.
 
-``POST /control`` is for tests: ``{"hang": true}`` answers nobody any more, ``{"die_after": n}``
+``POST /control`` is for tests: ``{"hang": true}`` answers no request any more, ``{"die_after": n}``
 kills the process at the n-th completion from now, ``{"lose": n}`` drops as many connections,
-``{"slow_s": x}`` waits for each token. ``GET /control`` gives the routes and bodies so far.
+``{"slow_s": x}`` waits for each token.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ if __name__ == "__main__":
 from tests.support.vllm_engine import Engine, Sampled, Sampling
 
 _DEV = ("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache")
-_DEV_GET = ("/is_paused", "/weight_info", "/get_world_size")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -52,26 +48,26 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("command", choices=["serve"])
     parser.add_argument("model")
     parser.add_argument("--middleware", action="append", default=[])
-    for name in ("host", "served-model-name", "dtype", "worker-extension-cls"):
+    for name in (
+        *("host", "served-model-name", "dtype", "worker-extension-cls"),
+        *("generation-config", "logprobs-mode"),
+    ):
         parser.add_argument(f"--{name}")
-    parser.add_argument("--generation-config", default="auto")
-    parser.add_argument("--logprobs-mode", default="raw_logprobs")
-    for name in ("port", "max-model-len", "max-num-seqs", "seed", "tensor-parallel-size"):
+    for name in (
+        *("port", "max-model-len", "max-num-seqs", "seed", "tensor-parallel-size"),
+        *("max-num-queued-reqs", "max-num-batched-tokens", "shutdown-timeout"),
+    ):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--max-num-queued-reqs", type=int)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument("--no-enable-chunked-prefill", action="store_true")
-    parser.add_argument("--shutdown-timeout", type=int, default=0)
-    for name in ("enforce-eager", "disable-uvicorn-access-log"):
+    for name in ("enforce-eager", "disable-uvicorn-access-log", "no-enable-chunked-prefill"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args(argv)
 
 
 class _App:
-    """What middlewares are around: it lets everybody in."""
+    """The application inside the middlewares."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Say nothing."""
+        """Answer nothing."""
 
 
 class State:
@@ -80,17 +76,9 @@ class State:
     def __init__(self, args: argparse.Namespace, *, dev: bool, key: str) -> None:
         self.args, self.dev, self.key = args, dev, key
         self.engine = Engine(Path(args.model), args.worker_extension_cls)
-        self.defaults: dict[str, Any] = {}
-        self.stop_ids = {self.engine.tokenizer.eos_token_id}
-        config = Path(args.model) / "generation_config.json"
-        if args.generation_config != "vllm" and config.exists():
-            self.defaults = json.loads(config.read_text())
-            eos = self.defaults.get("eos_token_id", [])
-            self.stop_ids |= set(eos if isinstance(eos, list) else [eos])
         self.version = "default"
         self.changed = threading.Condition()
-        self.paused, self.pauses, self.unfinished, self.prompt_tokens = False, 0, 0, 0
-        self.reads_whole_prompts = args.no_enable_chunked_prefill
+        self.paused, self.pauses, self.unfinished = False, 0, 0
         self.over = False
         self.control: dict[str, Any] = {}
         self.log: list[tuple[str, Any]] = []
@@ -110,10 +98,6 @@ class State:
         asyncio.run(self.middleware({"type": "http", "headers": given}, None, send))
         return max(said, default=0)
 
-    def note(self, route: str, body: Any) -> None:
-        with self.changed:
-            self.log.append((route, body))
-
     def counted(self, name: str) -> bool:
         """Whether a control that counts down is due."""
         with self.changed:
@@ -122,48 +106,33 @@ class State:
             return bool(left == 1 if name == "die_after" else left)
 
     def complete(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        prompts = body["prompt"]
-        prompts = prompts if prompts and isinstance(prompts[0], list) else [prompts]
-        count = int(body.get("n") or 1)
-        limit = self.args.max_num_queued_reqs
+        """The answer to a request with one prompt and one choice."""
+        prompt, limit = body["prompt"], self.args.max_num_queued_reqs
+        assert body["n"] == 1
+        if len(prompt) + body["max_tokens"] > self.args.max_model_len:
+            return 400, {"error": {"message": "longer than max_model_len"}}
         with self.changed:
-            if limit is not None and self.unfinished + count * len(prompts) > limit:
+            if limit is not None and self.unfinished >= limit:
                 return 503, {"error": {"message": "The engine is currently busy"}}
-            self.unfinished += count * len(prompts)
-            self.prompt_tokens += sum(map(len, prompts))
-            in_pieces = self.prompt_tokens > self.args.max_num_batched_tokens
-            if in_pieces and body.get("seed") is not None and not self.reads_whole_prompts:
-                os.kill(os.getpid(), signal.SIGKILL)  # CPU Generator does not use offset
+            self.unfinished += 1
         try:
-            choices = []
-            for prompt in prompts:
-                for k in range(count):
-                    wanted = self._wanted(body, prompt, k)
-                    if len(prompt) + wanted.max_tokens > self.args.max_model_len:
-                        return 400, {"error": {"message": "longer than max_model_len"}}
-                    done = self._sample(wanted)
-                    choices.append(self._choice(body, wanted, done, len(choices)))
+            choice = self._choice(body, self._wanted(body, prompt))
         finally:
             with self.changed:
-                self.unfinished -= count * len(prompts)
-                self.prompt_tokens -= sum(map(len, prompts))
+                self.unfinished -= 1
                 self.changed.notify_all()
-        return 200, {"model": body["model"], "choices": choices}
+        return 200, {"model": body["model"], "choices": [choice]}
 
-    def _wanted(self, body: dict[str, Any], prompt: list[int], k: int) -> Sampling:
-        def of(name: str, default: Any) -> Any:
-            value = body.get(name)
-            return self.defaults.get(name, default) if value is None else value
-
-        seed = body.get("seed")
+    def _wanted(self, body: dict[str, Any], prompt: list[int]) -> Sampling:
+        eos = self.engine.tokenizer.eos_token_id
         return Sampling(
             prompt=prompt,
-            temperature=float(of("temperature", 1.0)),
-            top_p=float(of("top_p", 1.0)),
-            top_k=int(of("top_k", 0)),
-            max_tokens=int(body.get("max_tokens") or 16),
-            seed=None if seed is None else seed + k,
-            stop_ids=frozenset(self.stop_ids | set(body.get("stop_token_ids") or [])),
+            temperature=float(body.get("temperature", 1.0)),
+            top_p=float(body.get("top_p", 1.0)),
+            top_k=int(body.get("top_k", 0)),
+            max_tokens=int(body["max_tokens"]),
+            seed=body.get("seed"),
+            stop_ids=frozenset({eos, *(body.get("stop_token_ids") or [])}),
             stop=list(body.get("stop") or []),
             skip_special=bool(body.get("skip_special_tokens", True)),
             salt=body.get("cache_salt") or "",
@@ -186,18 +155,15 @@ class State:
                 self.changed.wait_for(lambda: not self.paused)
         return done
 
-    def _choice(
-        self, body: dict[str, Any], wanted: Sampling, done: Sampled, index: int
-    ) -> dict[str, Any]:
+    def _choice(self, body: dict[str, Any], wanted: Sampling) -> dict[str, Any]:
+        done, tokenizer = self._sample(wanted), self.engine.tokenizer
         ids = body.get("return_token_ids")
         logprobs = {"token_logprobs": done.logprobs} if body.get("logprobs") is not None else None
         known = zip(wanted.prompt[1:], done.scores, strict=wanted.prompt_logprobs)
         scores = [{str(token): {"logprob": score}} for token, score in known]
         return {
-            "index": index,
-            "text": self.engine.tokenizer.decode(
-                done.tokens, skip_special_tokens=wanted.skip_special
-            ),
+            "index": 0,
+            "text": tokenizer.decode(done.tokens, skip_special_tokens=wanted.skip_special),
             "logprobs": logprobs,
             "finish_reason": done.finish,
             "stop_reason": done.stop_reason,
@@ -242,15 +208,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         route = urlsplit(self.path).path
         self._hang()
-        if route == "/control":
-            self._answer(200, {"log": self.state.log})
-        elif status := self.state.refusal(self.headers):
+        if status := self.state.refusal(self.headers):
             self._answer(status, {"error": "Unauthorized"})
         elif route == "/health":
             self._answer(200, {})
-        elif route in _DEV_GET and self.state.dev:
-            found = {"is_paused": self.state.paused, "weight_version": self.state.version}
-            self._answer(200, {**found, "world_size": 1})
+        elif route == "/is_paused" and self.state.dev:
+            self._answer(200, {"is_paused": self.state.paused})
         else:
             self._answer(404, {"detail": "Not Found"})
 
@@ -266,7 +229,7 @@ class Handler(BaseHTTPRequestHandler):
         if status := state.refusal(self.headers):
             self._answer(status, {"error": "Unauthorized"})
             return
-        state.note(parts.path, body)
+        state.log.append((parts.path, body))
         if parts.path == "/v1/completions":
             self._complete(body)
         elif parts.path in _DEV and state.dev:
@@ -301,10 +264,10 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(data)
         except OSError:
-            self.close_connection = True  # who asked has gone
+            self.close_connection = True  # the client is gone
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing of each request."""
+        """Log no request."""
 
 
 def make_server(state: State, host: str, port: int) -> ThreadingHTTPServer:
@@ -316,11 +279,11 @@ def make_server(state: State, host: str, port: int) -> ThreadingHTTPServer:
 
 
 @contextmanager
-def served(folder: Path, *options: str, dev: bool = True, key: str = "") -> Iterator[Served]:
+def served(folder: Path, *options: str, key: str = "") -> Iterator[Served]:
     """A server in threads of this process, started as rollout servers are."""
     usual = ("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs")
     argv = ["serve", str(folder), "--served-model-name", "policy", "--max-model-len", "128"]
-    state = State(parse([*argv, *(options or usual)]), dev=dev, key=key)
+    state = State(parse([*argv, *(options or usual)]), dev=True, key=key)
     server = make_server(state, "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -371,7 +334,7 @@ def shared_memory() -> mmap.mmap:
 
 
 def main() -> None:
-    """Serve until somebody ends it."""
+    """Serve until SIGTERM."""
     args = parse(sys.argv[1:])
     dev = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
     state = State(args, dev=dev, key=os.environ.get("VLLM_API_KEY", ""))

@@ -1,19 +1,16 @@
-"""GRPO whose next batches are sampled while the last one trains: which weights sampled what, and
-what is left of it when a run is interrupted."""
+"""GRPO whose next batches are sampled while the last one trains: the age of weights, and resume."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from refiner_core.contract.errors import (
     HealthStop,
@@ -29,63 +26,27 @@ from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.rollouts.pipeline import IN_FLIGHT
 from refiner_core.training.rollouts.policies import CopyPolicy
-from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import (
-    NoJudge,
+    TrainRun,
     count_low_words,
-    recipe,
     save_data,
     save_tiny_model,
     tiny_model,
     tiny_tokenizer,
-    train_rewarded,
 )
 
 STEPS = 5
 
 
-class Run:
-    """GRPO over a folder; keyword arguments change its section."""
+def served(run: TrainRun, servers: Any) -> dict[str, Any]:
+    """The run with what the servers sample."""
+    run.open_servers = lambda engine: nullcontext(servers)
+    return run(generation_backend="vllm")
 
-    def __init__(self, inputs: Path, root: Path, **grpo: Any) -> None:
-        self.inputs, self.root, self.grpo = inputs, root, {"save_freq": 1, **grpo}
-        self.io = FolderStageIO(root / "io")
-        self.judge: Any = NoJudge()
-        self.rewards: Any = count_low_words
-        self.open_servers: Any = None
 
-    def __call__(self, **grpo: Any) -> dict[str, Any]:
-        torch.rand(3)  # a process that comes back has another random state
-        return train_rewarded(
-            self.rewards,
-            recipe(grpo={**self.grpo, **grpo}),
-            data_dir=self.inputs / "data",
-            model_ref=str(self.inputs / "model"),
-            output_dir=self.root / "out",
-            io=self.io,
-            judge=self.judge,
-            open_servers=self.open_servers,
-        )
-
-    def served(self, servers) -> dict[str, Any]:
-        """The run with what the servers sample."""
-        self.open_servers = lambda engine: nullcontext(servers)
-        return self(generation_backend="vllm")
-
-    def outcome(self) -> dict[str, Any]:
-        weights = load_file(self.root / "out/model/model.safetensors")
-        return {
-            "metrics": self.io.comparable_metrics(),
-            "rollouts": self.io.rollouts(),
-            "weights": {name: value.tolist() for name, value in weights.items()},
-        }
-
-    def column(self, name: str) -> list[float]:
-        return [row[name] for row in self.io.metrics()]
-
-    def responses(self) -> list[list[list[int]]]:
-        """Sampled tokens by step."""
-        return [[r["response_ids"] for r in rows] for rows in self.io.rollouts().values()]
+def responses(run: TrainRun) -> list[list[list[int]]]:
+    """Sampled tokens by step."""
+    return [[r["response_ids"] for r in rows] for rows in run.io.rollouts().values()]
 
 
 @pytest.fixture(scope="module")
@@ -98,19 +59,21 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def new(inputs, tmp_path):
-    return lambda name="run", **grpo: Run(inputs, tmp_path / name, **grpo)
+    def make(name: str = "run", **grpo: Any) -> TrainRun:
+        return TrainRun(inputs, tmp_path / name, grpo={"save_freq": 1, **grpo})
+
+    return make
 
 
 @pytest.fixture(scope="module")
 def straight(inputs, tmp_path_factory):
     """By async_steps: the run, its report and its outcome."""
-    done: dict[int, tuple[Run, dict[str, Any], dict[str, Any]]] = {}
 
-    def get(behind: int) -> tuple[Run, dict[str, Any], dict[str, Any]]:
-        if behind not in done:
-            run = Run(inputs, tmp_path_factory.mktemp(f"straight{behind}"), async_steps=behind)
-            done[behind] = run, run(), run.outcome()
-        return done[behind]
+    @functools.cache
+    def get(behind: int) -> tuple[TrainRun, dict[str, Any], dict[str, Any]]:
+        grpo = {"save_freq": 1, "async_steps": behind}
+        run = TrainRun(inputs, tmp_path_factory.mktemp(f"straight{behind}"), grpo=grpo)
+        return run, run(), run.outcome()
 
     return get
 
@@ -127,23 +90,21 @@ def test_a_batch_is_sampled_by_weights_of_exactly_the_age_that_the_recipe_says(
     assert run.column("samples/dropped_stale") == [0] * STEPS
     frozen = new(learning_rate=0.0, async_steps=behind)
     frozen()
-    same = [a == b for a, b in zip(run.responses(), frozen.responses(), strict=True)]
+    same = [a == b for a, b in zip(responses(run), responses(frozen), strict=True)]
     # The first 1 + k batches have the initial weights; then none has, since every step moves them.
     assert same == [t <= behind for t in range(STEPS)]
     newest = straight(0)[0]
     assert newest.column("val/policy_age") == [0] * STEPS
-    assert newest.responses()[0] == run.responses()[0]
-    assert newest.responses()[1] != run.responses()[1]
+    assert responses(newest)[0] == responses(run)[0]
+    assert responses(newest)[1] != responses(run)[1]
     gaps = run.column("val/sampler_logprob_gap")
     assert gaps[0] < 1e-5 < 1e-3 < gaps[1]
 
 
-@pytest.mark.parametrize("slow", ["sampling", "training"])
-def test_results_do_not_depend_on_who_is_faster(straight, new, monkeypatch, slow):
-    owner, name = {
-        "sampling": (TransformersGenerator, "generate"),
-        "training": (PlainEngine, "step"),
-    }[slow]
+@pytest.mark.parametrize(
+    ("owner", "name"), [(TransformersGenerator, "generate"), (PlainEngine, "step")]
+)
+def test_results_do_not_depend_on_which_side_is_faster(straight, new, monkeypatch, owner, name):
     plain = getattr(owner, name)
 
     def slowly(*args: Any, **named: Any) -> Any:
@@ -198,7 +159,7 @@ class ModelServers(TransformersGenerator):
 @pytest.mark.parametrize("behind", [0, 1])
 def test_servers_give_the_run_of_the_model_beside_the_trainer(straight, new, behind):
     servers, run = ModelServers(tiny_model(5)), new(async_steps=behind)
-    assert run.served(servers) == straight(behind)[1]
+    assert served(run, servers) == straight(behind)[1]
     assert run.outcome() == straight(behind)[2]
     # Each time before something is sampled: every version once, and for nothing that is not needed.
     expected = {0: [0, 1, 2, 3, 4], 1: [0, 1, 2, 3]}[behind]
@@ -213,7 +174,7 @@ def test_weights_that_do_not_reach_the_servers_end_the_stage(new):
 
     servers.sync = lost  # type: ignore[method-assign]
     with pytest.raises(KilledError, match="the server is gone"):
-        run.served(servers)
+        served(run, servers)
 
 
 # ---------------------------------------------------------------- interrupted anywhere
@@ -223,7 +184,7 @@ class Fault(Exception):
     """The node went away."""
 
 
-def break_generating(run: Run, patch: pytest.MonkeyPatch, nth: int) -> None:
+def break_generating(run: TrainRun, patch: pytest.MonkeyPatch, nth: int) -> None:
     """In the middle of this batch."""
     generate, calls = TransformersGenerator.generate, []
 
@@ -240,42 +201,40 @@ def break_generating(run: Run, patch: pytest.MonkeyPatch, nth: int) -> None:
     patch.setattr(TransformersGenerator, "generate", broken)
 
 
-def break_judging(run: Run, patch: pytest.MonkeyPatch, nth: int) -> None:
-    calls = []
+def failing(plain: Any, nth: int, error: Exception) -> Any:
+    """A function whose nth call fails."""
+    calls: list[int] = []
 
-    def rewards(*args: Any) -> list[RewardResult]:
+    def broken(*args: Any) -> Any:
         calls.append(1)
         if len(calls) == nth:
-            raise Fault
-        return count_low_words(*args)
+            raise error
+        return plain(*args)
 
-    patch.setattr(run, "rewards", rewards)
+    return broken
 
 
-def break_update(run: Run, patch: pytest.MonkeyPatch, nth: int) -> None:
+def break_judging(run: TrainRun, patch: pytest.MonkeyPatch, nth: int) -> None:
+    patch.setattr(run, "rewards", failing(count_low_words, nth, Fault()))
+
+
+def break_update(run: TrainRun, patch: pytest.MonkeyPatch, nth: int) -> None:
     """Between backward and the optimiser step."""
-    step, calls = PlainEngine.step, []
-
-    def broken(self: Any, factor: float) -> float:
-        calls.append(1)
-        if len(calls) == nth:
-            raise Fault
-        return step(self, factor)
-
-    patch.setattr(PlainEngine, "step", broken)
+    patch.setattr(PlainEngine, "step", failing(PlainEngine.step, nth, Fault()))
 
 
-def break_saving(run: Run, patch: pytest.MonkeyPatch, nth: int) -> None:
+def break_saving(run: TrainRun, patch: pytest.MonkeyPatch, nth: int) -> None:
     patch.setattr(run.io, "fail_save_at", max([0, *run.io.checkpoint_steps()]) + nth)
 
 
-@pytest.mark.parametrize("behind", [1, 2])
 @pytest.mark.parametrize(
-    "breaking",
-    [break_generating, break_judging, break_update, break_saving],
-    ids=lambda f: f.__name__,
+    ("breaking", "behind"),
+    [
+        *((break_generating, behind) for behind in (1, 2)),
+        *((break_judging, 2), (break_update, 2), (break_saving, 1)),
+    ],
 )
-def test_broken_off_at_every_step_it_ends_as_if_it_had_not_been(straight, new, behind, breaking):
+def test_a_fault_at_every_step_changes_no_result(straight, new, behind, breaking):
     """Every process but the last gets one step further than the one before it, or none."""
     run, broken = new(async_steps=behind), 0
     # A step is saved once the batches after it are there: one more for each that is in flight.
@@ -294,17 +253,10 @@ def test_broken_off_at_every_step_it_ends_as_if_it_had_not_been(straight, new, b
     assert run.outcome() == straight(behind)[2]
 
 
-@pytest.mark.parametrize("behind", [1, 2])
-@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize(("behind", "async_save"), [(1, True), (2, False), (2, True)])
 def test_stopped_after_every_step_it_resumes_bitwise(straight, new, behind, async_save):
     run = new(async_steps=behind, save_freq=100, async_save=async_save)
-    for stop_at in range(1, STEPS):
-        run.io.stop_at = stop_at
-        with pytest.raises(Interrupted):
-            run()
-        assert run.io.checkpoint_steps()[-1] == stop_at
-    run.io.stop_at = None
-    assert run() == straight(behind)[1]
+    assert run.stopped_after(*range(1, STEPS)) == straight(behind)[1]
     assert run.outcome() == straight(behind)[2]
 
 
@@ -326,8 +278,8 @@ def test_a_stop_in_the_middle_of_a_step_keeps_the_steps_before(straight, new, mo
     assert run.outcome() == straight(1)[2]
 
 
-def test_a_judge_that_is_gone_costs_the_step_alone_and_what_it_said_is_not_asked_again(new):
-    """Its answers differ from call to call: one that were asked twice would show."""
+def test_a_judge_outage_costs_its_step_alone_and_no_answer_is_asked_again(new):
+    """Its answers differ from call to call, so that a repeated question would show."""
     calls = []
 
     def moody(items: Any, *args: Any) -> list[RewardResult]:
@@ -355,25 +307,21 @@ def test_a_judge_that_is_gone_costs_the_step_alone_and_what_it_said_is_not_asked
     assert calls[2] == calls[3]
 
 
-def test_a_file_of_rollouts_that_is_damaged_is_named(new):
-    run = new(async_steps=1)
-    run.io.stop_at = 2
-    with pytest.raises(Interrupted):
-        run()
-    (run.io.root / "checkpoints/2" / IN_FLIGHT).write_bytes(b'{"format": 1, "flights": [{}]}')
-    with pytest.raises(WorkspaceError, match=IN_FLIGHT):
-        run()
-
-
 # ---------------------------------------------------------------- too old
 
 
-def test_rollouts_of_a_checkpoint_that_are_older_than_the_recipe_allows_are_dropped(new):
+def test_rollouts_of_a_checkpoint_are_dropped_if_too_old_and_named_if_damaged(new):
     run = new(async_steps=2)
     run.io.stop_at = 3
     with pytest.raises(Interrupted):
         run()
     run.io.stop_at = None
+    in_flight = run.io.root / "checkpoints/3" / IN_FLIGHT
+    sound = in_flight.read_bytes()
+    in_flight.write_bytes(b'{"format": 1, "flights": [{}]}')
+    with pytest.raises(WorkspaceError, match=IN_FLIGHT):
+        run()
+    in_flight.write_bytes(sound)
     report = run(async_steps=1)
     # Batches 4 and 5 were sampled by the weights of steps 1 and 2.
     assert run.column("samples/dropped_stale") == [0, 0, 0, 24, 0]
@@ -420,7 +368,7 @@ def test_a_step_is_filled_up_until_enough_groups_have_spread(new, behind):
 
 @pytest.mark.parametrize("behind", [0, 2])
 def test_filling_up_resumes_bitwise(new, behind):
-    def active(name: str) -> Run:
+    def active(name: str) -> TrainRun:
         run = new(name, active_sampling=True, async_steps=behind, save_freq=2)
         run.rewards = flat_for({"prompt-2", "prompt-3", "prompt-6"})
         return run
@@ -428,29 +376,16 @@ def test_filling_up_resumes_bitwise(new, behind):
     whole, cut = active("whole"), active("cut")
     report = whole()
     assert max(whole.column("groups/sampling_rounds")) > 1
-    for stop_at in (1, 2, 4):
-        cut.io.stop_at = stop_at
-        with pytest.raises(Interrupted):
-            cut()
-    cut.io.stop_at = None
-    assert cut() == report
+    assert cut.stopped_after(1, 2, 4) == report
     assert cut.outcome() == whole.outcome()
 
 
 def test_an_outage_while_filling_up_an_older_policys_batch_goes_back_to_the_last_save(new):
     """Its next round needs weights that no checkpoint has."""
-    calls: list[int] = []
     flat = flat_for({"prompt-2", "prompt-3", "prompt-6"})
-
-    def rewards(*args: Any) -> list[RewardResult]:
-        calls.append(1)
-        if len(calls) == 6:
-            raise JudgeOutage("nobody is there")
-        return flat(*args)
-
-    make = partial(new, active_sampling=True, async_steps=1, save_freq=2)
+    make = functools.partial(new, active_sampling=True, async_steps=1, save_freq=2)
     whole, cut = make("whole"), make("cut")
-    whole.rewards, cut.rewards = flat, rewards
+    whole.rewards, cut.rewards = flat, failing(flat, 6, JudgeOutage("nobody is there"))
     report = whole()
     with pytest.raises(JudgeOutage):
         cut()
@@ -462,7 +397,7 @@ def test_an_outage_while_filling_up_an_older_policys_batch_goes_back_to_the_last
 
 
 def flat_third():
-    """Rewards without spread for the third batch that is asked about."""
+    """Rewards without spread for the third batch that is judged."""
     calls = []
 
     def rewards(items: Any, *args: Any) -> list[RewardResult]:
@@ -475,7 +410,7 @@ def flat_third():
 
 
 def test_a_health_check_that_stops_keeps_the_state_before_the_step(new):
-    """Under another policy the run goes on from there, with the rewards that it had."""
+    """Under another policy the run continues from there, with the same rewards."""
     strict = HealthConfig(zero_reward_variance="stop", patience=1)
     settings = {"async_steps": 1, "save_freq": 100, "health": HealthConfig(patience=1)}
     run, whole = (new(name, **settings) for name in ("cut", "whole"))

@@ -20,7 +20,7 @@ from refiner_core.training.batches import (
 
 
 def test_orders_are_those_that_earlier_runs_had() -> None:
-    """A run that is resumed by a newer version goes on in the same shuffle."""
+    """A run that a newer version resumes keeps its shuffle."""
     assert permutation(8, 17, "prompts", 0) == [5, 6, 2, 1, 7, 4, 0, 3]
     assert permutation(8, 17, "prompts", 1) != [5, 6, 2, 1, 7, 4, 0, 3]
     assert order_hash(["a", "b"]) == "023b8059a924f728"
@@ -28,7 +28,7 @@ def test_orders_are_those_that_earlier_runs_had() -> None:
     assert len(order_hash([])) == 16
 
 
-def test_what_draws_without_asking_draws_what_the_seed_says() -> None:
+def test_global_random_generators_follow_the_seed() -> None:
     seed_random(17)
     drawn = random.random(), float(np.random.random()), float(torch.rand(()))
     assert drawn == pytest.approx(

@@ -26,11 +26,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -50,6 +53,8 @@ from tests.support.tiny_training import (
 )
 
 GROUPS, SIZE = 3, 3
+AGGREGATIONS = ("token", "sequence", "constant")
+ESTIMATORS = ("kl1", "kl2", "kl3", "kl4")
 GRPO = replace(
     recipe().grpo,
     num_unique_prompts_rollout=GROUPS,
@@ -78,8 +83,8 @@ class Noting(PlainEngine):
         return super().step(factor)
 
 
-def engine_over(model: Any, learning_rate: float) -> Noting:
-    loaded = Loaded(model, tiny_tokenizer(), True, balance=50.0)
+def engine_over(model: Any, learning_rate: float, share_prompts: bool = True) -> Noting:
+    loaded = Loaded(model, tiny_tokenizer(), share_prompts, balance=50.0)
     return Noting(loaded, ModelConfig(), learning_rate=learning_rate)
 
 
@@ -115,46 +120,60 @@ def scores(
     return logprobs, entropies
 
 
+class Step(NamedTuple):
+    """An optimiser step by the oracle; how many tokens the clip decides."""
+
+    policy: torch.Tensor
+    kl: torch.Tensor
+    loss: torch.Tensor
+    clipped: int
+
+
 def oracle(
-    model: Any, old: list[torch.Tensor], reference: list[torch.Tensor], grpo: GrpoConfig
-) -> tuple[torch.Tensor, int]:
-    """The loss of one optimiser step, token by token, and how many tokens the clip decides."""
+    model: Any,
+    old: list[torch.Tensor],
+    reference: list[torch.Tensor],
+    grpo: GrpoConfig,
+    chosen: range = range(GROUPS * SIZE),
+) -> Step:
+    """The loss of the step over these samples."""
     samples, clipped = rollouts(), 0
     logprobs, entropies = scores(model, samples, grpo.temperature)
-    loss = torch.zeros((), dtype=torch.float64)
-    tokens = sum(len(sample.response_ids) for sample in samples)
-    for i, sample in enumerate(samples):
+    policy_sum = kl_sum = bonus_sum = torch.zeros((), dtype=torch.float64)
+    tokens = sum(len(samples[i].response_ids) for i in chosen)
+    for i in chosen:
+        sample = samples[i]
         weight = {
             "token": 1 / tokens,
-            "sequence": 1 / (len(samples) * len(sample.response_ids)),
-            "constant": 1 / (GROUPS * SIZE * grpo.response_length),
+            "sequence": 1 / (len(chosen) * len(sample.response_ids)),
+            "constant": 1 / (len(chosen) * grpo.response_length),
         }[grpo.loss_aggregation]
-        for t, sampled in enumerate(sample.sampler_logprobs):
-            logprob, advantage = logprobs[i][t], sample.advantage
-            before = sampled if grpo.old_logprobs == "sampler" else old[i][t]
-            ratio = (logprob - before).exp()
-            bounded = ratio.clamp(1 - grpo.clip_lower, 1 + grpo.clip_higher)
-            clipped += bool(bounded * advantage < ratio * advantage)
-            policy = -torch.minimum(ratio * advantage, bounded * advantage)
-            cap = grpo.truncated_importance_sampling_ratio_cap
-            if cap and grpo.old_logprobs == "recomputed":
-                policy = policy * (old[i][t] - sampled).exp().clamp(max=cap)
-            d = logprob - reference[i][t]
-            kl = {
-                "kl1": d,
-                "kl2": d**2 / 2,
-                "kl3": (-d).exp() - 1 + d,
-                "kl4": ratio * d,
-            }[grpo.kl_estimator]
-            bonus = grpo.entropy_coefficient * entropies[i][t]
-            loss = loss + weight * (policy + grpo.beta * kl - bonus)
-    return loss, clipped
+        sampled = torch.tensor(sample.sampler_logprobs, dtype=torch.float64)
+        before = sampled if grpo.old_logprobs == "sampler" else old[i]
+        ratio = (logprobs[i] - before).exp()
+        bounded = ratio.clamp(1 - grpo.clip_lower, 1 + grpo.clip_higher)
+        free, held = ratio * sample.advantage, bounded * sample.advantage
+        clipped += int((held < free).sum())
+        policy = -torch.minimum(free, held)
+        cap = grpo.truncated_importance_sampling_ratio_cap
+        if cap and grpo.old_logprobs == "recomputed":
+            policy = policy * (old[i] - sampled).exp().clamp(max=cap)
+        d = logprobs[i] - reference[i]
+        kl = {"kl1": d, "kl2": d**2 / 2, "kl3": (-d).exp() - 1 + d, "kl4": ratio * d}
+        policy_sum = policy_sum + weight * policy.sum()
+        kl_sum = kl_sum + weight * grpo.beta * kl[grpo.kl_estimator].sum()
+        bonus_sum = bonus_sum + weight * grpo.entropy_coefficient * entropies[i].sum()
+    return Step(policy_sum, kl_sum, policy_sum + kl_sum - bonus_sum, clipped)
 
 
-@pytest.mark.parametrize("old_logprobs", ["recomputed", "sampler"])
-@pytest.mark.parametrize("cap", [0.0, 1.1])
-@pytest.mark.parametrize("estimator", ["kl1", "kl2", "kl3", "kl4"])
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize(
+    ("aggregation", "estimator", "cap", "old_logprobs"),
+    [
+        *itertools.product(AGGREGATIONS, ESTIMATORS, (1.1,), ("recomputed",)),
+        *itertools.product(AGGREGATIONS, ("kl3",), (0.0,), ("recomputed",)),
+        *itertools.product(AGGREGATIONS, ("kl4",), (0.0,), ("sampler",)),
+    ],
+)
 def test_both_steps_of_an_update_are_the_oracles(aggregation, estimator, cap, old_logprobs):
     grpo = replace(
         GRPO,
@@ -171,16 +190,49 @@ def test_both_steps_of_an_update_are_the_oracles(aggregation, estimator, cap, ol
         reference = scores(held.double(), rollouts(), grpo.temperature)[0]
     losses, clips = [], []
     for model, found in zip(engine.models, engine.gradients, strict=True):
-        loss, clipped = oracle(model.double(), old, reference, grpo)
-        exact = torch.autograd.grad(loss, list(model.parameters()))
+        step = oracle(model.double(), old, reference, grpo)
+        exact = torch.autograd.grad(step.loss, list(model.parameters()))
         for one, other in zip(found, exact, strict=True):
             assert (one - other).norm() < 1e-4 * exact_norm(exact)
-        losses.append(float(loss.detach()))
-        clips.append(clipped)
+        losses.append(float(step.loss.detach()))
+        clips.append(step.clipped)
     assert metrics["loss/total_avg"] == pytest.approx(sum(losses) / 2, rel=1e-4, abs=1e-6)
     tokens = sum(len(sample.response_ids) for sample in rollouts())
     assert metrics["policy/clipfrac_avg"] == pytest.approx(sum(clips) / (2 * tokens))
     assert clips[1] > 0
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize(
+    ("aggregation", "estimator"), [("token", "kl1"), ("sequence", "kl2"), ("constant", "kl4")]
+)
+def test_each_mini_batch_is_the_oracles(aggregation, estimator, share_prompts):
+    """One group in each, at a learning rate of 0."""
+    grpo = replace(
+        GRPO,
+        num_epochs=1,
+        num_mini_batches=GROUPS,
+        loss_aggregation=aggregation,
+        kl_estimator=estimator,
+        truncated_importance_sampling_ratio_cap=1.1,
+        entropy_coefficient=0.02,
+    )
+    engine, held = engine_over(tiny_model(0), 0.0, share_prompts), tiny_model(1)
+    metrics = GrpoUpdate(engine, held, grpo, 7).run(rollouts(), step=3, factor=1.0)
+    model = tiny_model(0).double()
+    with torch.no_grad():
+        old = scores(model, rollouts(), grpo.temperature)[0]
+        reference = scores(held.double(), rollouts(), grpo.temperature)[0]
+    sums = np.zeros(4)
+    for first in range(0, GROUPS * SIZE, SIZE):
+        step = oracle(model, old, reference, grpo, range(first, first + SIZE))
+        exact = torch.autograd.grad(step.loss, list(model.parameters()), retain_graph=True)
+        parts = (step.policy, step.kl, step.loss, exact_norm(exact))
+        sums += [float(part.detach()) for part in parts]
+    names = ("loss/policy_avg", "loss/kl_avg", "loss/total_avg", "grad_norm")
+    found = [metrics[name] for name in names]
+    assert found == pytest.approx((sums / GROUPS).tolist(), rel=1e-3, abs=1e-5)
+    assert metrics["optimizer_steps"] == GROUPS
 
 
 def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -196,6 +248,7 @@ def test_a_token_that_was_appended_has_no_ratio_to_a_sampler(monkeypatch):
     (logprobs,), _ = scores(tiny_model(0), [sample], grpo.temperature)
     ratio = float((logprobs[0] + 1.0).exp())
     assert metrics["val/ratio"] == pytest.approx((ratio + 1.0) / 2, rel=1e-4)
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 # ---------------------------------------------------------------- TRL

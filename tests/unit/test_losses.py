@@ -1,4 +1,4 @@
-"""Formulas of the loss, held against numbers worked out by hand."""
+"""Formulas of the loss and of advantages, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from refiner_core.training.rollouts.rollout import group_advantages
 from refiner_core.training.updates import (
     importance_weights,
     kl_estimates,
@@ -66,16 +67,45 @@ def test_importance_weights_are_capped_above_only():
 
 
 def test_aggregation_weights():
-    assert token_weights([3, 1], "token") == [0.25, 0.25]
+    """[[1, 2, 3], [4, 5, 6]] under the mask [[1, 1, 0], [1, 0, 0]]: means 7/3 and 2.75."""
+    assert token_weights([2, 1], "token") == pytest.approx([1 / 3, 1 / 3])
+    assert token_weights([2, 1], "sequence") == [0.25, 0.5]
     assert token_weights([4, 0, 1], "sequence") == [0.125, 0.0, 0.5]
     assert token_weights([3, 1], "constant", constant=10.0) == [0.1, 0.1]
+    assert token_weights([0, 0], "token") == token_weights([0, 0], "sequence") == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(("aggregation", "mean"), [("sequence", 2.75), ("token", 7 / 3)])
-def test_masked_mean_vectors(aggregation, mean):
-    """[[1, 2, 3], [4, 5, 6]] under the mask [[1, 1, 0], [1, 0, 0]]."""
-    kept = [[1.0, 2.0], [4.0]]
-    weights = token_weights([len(values) for values in kept], aggregation)
-    total = sum(w * sum(values) for w, values in zip(weights, kept, strict=True))
-    assert total == pytest.approx(mean)
-    assert token_weights([0, 0], aggregation) == [0.0, 0.0]
+@pytest.mark.parametrize(
+    ("normalization", "low", "high"),
+    [("standard", -0.57735, 1.73205), ("centered", -2.5, 7.5), ("sample_std", -0.5, 1.5)],
+)
+def test_reference_vectors(normalization, low, high):
+    group = group_advantages([0.0, 0.0, 0.0, 10.0], normalization)
+    assert group.dropped is None
+    assert group.values == pytest.approx((low, low, low, high), abs=1e-5)
+
+
+@pytest.mark.parametrize("normalization", ["standard", "centered", "sample_std"])
+def test_an_unscored_sample_changes_nothing_for_the_others(normalization):
+    without = group_advantages([0.0, 4.0, 10.0], normalization).values
+    with_failed = group_advantages([0.0, None, 4.0, 10.0, None], normalization).values
+    assert with_failed == (without[0], None, without[1], without[2], None)
+
+
+@pytest.mark.parametrize("rewards", [[1.0, None, None], [None, None], []])
+def test_a_group_with_nothing_to_compare_is_dropped(rewards):
+    group = group_advantages(rewards)
+    assert group.dropped == "too_few_scored"
+    assert group.values == (None,) * len(rewards)
+
+
+def test_a_group_without_spread_is_dropped():
+    group = group_advantages([2.0, None, 2.0])
+    assert group.dropped == "zero_std"
+    assert group.values == (0.0, None, 0.0)
+
+
+def test_rounding_noise_is_not_spread():
+    noisy = [0.1 + 0.2, 0.3, 0.3]
+    assert len(set(noisy)) == 2
+    assert group_advantages(noisy).dropped == "zero_std"

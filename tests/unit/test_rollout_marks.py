@@ -1,4 +1,4 @@
-"""What marks the rollout servers of a stage."""
+"""The mark of the rollout servers of a stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infra.rollouts import servers as opening
 from infra.store.workspace import Workspace
 
 
-def test_the_next_attempt_knows_the_servers_that_the_one_before_has_left(
+def test_an_attempt_finds_the_servers_of_the_attempt_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They hold GPUs; a mark of each attempt's own would let them stay."""

@@ -1,13 +1,9 @@
-"""The stage `sample`: what it keeps is what was sampled, and no interruption changes or loses it.
-
-What would break for a user: demonstrations that were tokenised again, attempts that were paid for
-and sampled twice, other attempts after a restart, users' bills for episodes that were thrown away.
-"""
+"""The stage `sample`: it keeps what was sampled, and no interruption changes or loses it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +32,6 @@ from refiner_core.contract.types import (
 from refiner_core.data.prepared import (
     load_demonstrations,
     load_prompts,
-    write_demonstrations,
     write_prompts,
 )
 from refiner_core.environments.conversation import prompt_ids
@@ -44,14 +39,12 @@ from refiner_core.environments.protocol import row_of_task
 from refiner_core.judges import LexicalJudge
 from refiner_core.rejection.attempts import Attempt, load_attempts
 from refiner_core.rejection.stage import sample_attempts
-from refiner_core.training.sft import train_sft
 from tests.support.counting import RULES, TOOLS, Counting, call, task_of
 from tests.support.qwen_like import qwen_like
 from tests.support.stage_io import FolderStageIO
 from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
     AnsweringSampler,
-    demonstrations,
     recipe,
     save_answering_inputs,
     tiny_model,
@@ -69,12 +62,20 @@ def answer_recipe(**sample: Any) -> RecipeConfig:
 
 
 class Bench:
-    """Runs the refiner's stage in a folder."""
+    """Runs the stage in a folder."""
+
+    generator: Any
+    environment: Any = None
 
     def __init__(self, root: Path) -> None:
         self.root = save_answering_inputs(root)
-        self.calls = 0
+        self.tokenizer = tiny_tokenizer(answers=True)
         self.fail_at_call: int | None = None
+
+    @property
+    def calls(self) -> int:
+        """Batches that the last run has begun to sample."""
+        return int(self.generator.calls)
 
     def run(
         self,
@@ -84,22 +85,25 @@ class Bench:
         io: FolderStageIO | None = None,
         judge: Judge | None = None,
     ) -> dict[str, Any]:
-        sampler = AnsweringSampler()
-        sampler.model, sampler.fail_at_call = tiny_model(), self.fail_at_call
+        self.generator = AnsweringSampler()
+        self.generator.model, self.generator.fail_at_call = tiny_model(), self.fail_at_call
+        return self.sample(config, name, io, judge or LexicalJudge())
+
+    def sample(
+        self, config: RecipeConfig, name: str, io: FolderStageIO | None, judge: Judge | None
+    ) -> dict[str, Any]:
         (self.root / name).mkdir(exist_ok=True)
-        try:
-            return sample_attempts(
-                config,
-                data_dir=self.root / "data",
-                model_ref=str(self.root / "model"),
-                output_dir=self.root / name,
-                io=io or self.io(name),
-                judge=judge or LexicalJudge(),
-                generator=sampler,
-                tokenizer=tiny_tokenizer(answers=True),
-            )
-        finally:
-            self.calls = sampler.calls
+        return sample_attempts(
+            config,
+            data_dir=self.root / "data",
+            model_ref=str(self.root / "model"),
+            output_dir=self.root / name,
+            io=io or self.io(name),
+            judge=judge,
+            generator=self.generator,
+            tokenizer=self.tokenizer,
+            environment=self.environment,
+        )
 
     def io(self, name: str) -> FolderStageIO:
         return FolderStageIO(self.root / f"io-{name}")
@@ -140,7 +144,7 @@ def test_what_is_kept_is_what_was_sampled_token_by_token(straight: Bench) -> Non
     assert sorted(p.name for p in (straight.root / "out").iterdir()) == sorted(FILES)
 
 
-def test_every_attempt_is_there_with_its_seed_score_and_what_became_of_it(straight: Bench) -> None:
+def test_every_attempt_is_stored_with_its_seed_score_and_reason(straight: Bench) -> None:
     found = straight.attempts()
     assert [(a.sample_id, a.index) for a in found] == [
         (f"prompt-{p}", i) for p in range(7) for i in range(4)
@@ -190,24 +194,27 @@ def test_a_further_attempt_changes_no_other_one(straight: Bench, tmp_path: Path)
 # ---------------------------------------------------------------- interruptions
 
 
-def test_a_crash_in_the_middle_of_a_batch_costs_that_batch_and_changes_no_bit(
-    straight: Bench, tmp_path: Path
+@pytest.mark.parametrize("lacking", [False, True])
+def test_a_crash_in_a_batch_costs_that_batch_and_changes_no_bit(
+    straight: Bench, tmp_path: Path, lacking: bool
 ) -> None:
+    """A batch that the checkpoint lacks is sampled again, too."""
     bench, io = Bench(tmp_path), FolderStageIO(tmp_path / "io")
     bench.fail_at_call = 3
     with pytest.raises(RuntimeError, match="node went away"):
         bench.run(answer_recipe(**LOW), io=io)
     assert io.checkpoint_steps() == [1, 2]
+    if lacking:
+        (tmp_path / "io" / "checkpoints" / "2" / "batch-000001.parquet").unlink()
     bench.fail_at_call = None
     bench.run(answer_recipe(**LOW), io=io)
-    assert bench.calls == 2  # of four batches
+    assert bench.calls == 2 + lacking  # of four batches
     assert bench.files() == straight.files()
-    assert io.comparable_metrics() == straight.io("out").comparable_metrics()
+    if not lacking:
+        assert io.comparable_metrics() == straight.io("out").comparable_metrics()
 
 
-def test_a_stop_is_followed_between_batches_and_gone_on_from(
-    straight: Bench, tmp_path: Path
-) -> None:
+def test_a_stop_is_honoured_between_batches(straight: Bench, tmp_path: Path) -> None:
     bench, io = Bench(tmp_path), FolderStageIO(tmp_path / "io")
     io.stop_at = 1
     with pytest.raises(Interrupted, match="1 of 4 batches"):
@@ -216,18 +223,6 @@ def test_a_stop_is_followed_between_batches_and_gone_on_from(
     io.stop_at = None
     bench.run(answer_recipe(**LOW, save_freq=10), io=io)
     assert bench.calls == 3
-    assert bench.files() == straight.files()
-
-
-def test_a_batch_that_a_checkpoint_lacks_is_made_again(straight: Bench, tmp_path: Path) -> None:
-    bench, io = Bench(tmp_path), FolderStageIO(tmp_path / "io")
-    bench.fail_at_call = 3
-    with pytest.raises(RuntimeError):
-        bench.run(answer_recipe(**LOW), io=io)
-    (tmp_path / "io" / "checkpoints" / "2" / "batch-000001.parquet").unlink()
-    bench.fail_at_call = None
-    bench.run(answer_recipe(**LOW), io=io)
-    assert bench.calls == 3  # the second batch is there
     assert bench.files() == straight.files()
 
 
@@ -272,10 +267,7 @@ def test_attempts_that_the_judge_failed_on_count_apart(tmp_path: Path) -> None:
     assert report["attempts"]["measured"] == 28 - len(failed)
 
 
-# ---------------------------------------------------------------- bad input
-
-
-def test_nothing_kept_is_refused_and_every_attempt_stays_to_look_at(tmp_path: Path) -> None:
+def test_nothing_kept_is_refused_and_every_attempt_is_stored(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     with pytest.raises(DataError, match=r"sample\.min_partial"):
         bench.run(answer_recipe(success=1.0, min_partial=2.0))
@@ -286,23 +278,17 @@ def test_nothing_kept_is_refused_and_every_attempt_stays_to_look_at(tmp_path: Pa
 
 
 class Counter:
-    """Plays by the seed of each turn: ``plan(sample_id, index)`` are its texts."""
+    """A generator that plays :data:`PLAYED` by the seed of each turn."""
 
-    def __init__(
-        self,
-        config: RecipeConfig,
-        tokenizer: Any,
-        ids: Sequence[str],
-        plan: Callable[[str, int], Sequence[str]],
-    ) -> None:
+    def __init__(self, config: RecipeConfig, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.texts: dict[int, str] = {}
         self._firsts, self.asked = set[int](), set[int]()
-        for sample_id in ids:
-            for index in range(config.sample.attempts):
+        for sample_id, plans in PLAYED.items():
+            for index, texts in enumerate(plans):
                 seed = derive_seed(config.seed, "sample", sample_id, index)
                 self._firsts.add(derive_seed(seed, "turn", 0))
-                for turn, text in enumerate(plan(sample_id, index)):
+                for turn, text in enumerate(texts):
                     self.texts[derive_seed(seed, "turn", turn)] = text
 
     @property
@@ -340,57 +326,34 @@ PLAYED: dict[str, tuple[Sequence[str], ...]] = {
 }
 
 
-class EpisodeBench:
-    """Runs the agents' stage on three tasks, one task a batch."""
+class EpisodeBench(Bench):
+    """Three tasks, one task a batch."""
 
     def __init__(self, root: Path, *, deterministic: bool = True, **environment: Any) -> None:
         self.root, self.tokenizer = root, qwen_like()
         self.environment = Counting()
         self.environment.deterministic = deterministic
         self.config = replace(
-            answer_recipe(min_partial=0.5),
+            recipe(grpo={"response_length": 64, "max_token_length": 1024}),
             environment=EnvironmentConfig(name="desk", **environment),
             sample=SampleConfig(attempts=4, generation_batch_size=4, min_partial=0.5),
         )
-        grpo = replace(self.config.grpo, response_length=64, max_token_length=1024)
-        self.config = replace(self.config, grpo=grpo)
-        self.write([task_of(n) for n in range(3)])
-        self.player: Counter = self.plays()
+        self.write(*(task_of(n) for n in range(3)))
 
-    def write(self, tasks: Sequence[Any]) -> None:
+    def write(self, *tasks: Any) -> None:
         ids = prompt_ids(self.tokenizer, RULES, TOOLS)
         (self.root / "data").mkdir(exist_ok=True)
-        write_prompts(
-            self.root / "data" / "rl_train.parquet", [row_of_task(task, ids) for task in tasks]
-        )
+        path = self.root / "data" / "rl_train.parquet"
+        write_prompts(path, [row_of_task(task, ids) for task in tasks])
 
-    def plays(self) -> Counter:
-        return Counter(
-            self.config, self.tokenizer, list(PLAYED), lambda name, index: PLAYED[name][index]
-        )
-
-    def run(self, name: str = "out", io: FolderStageIO | None = None) -> dict[str, Any]:
-        (self.root / name).mkdir(exist_ok=True)
-        self.player = self.plays()
-        return sample_attempts(
-            self.config,
-            data_dir=self.root / "data",
-            model_ref="none",
-            output_dir=self.root / name,
-            io=io or FolderStageIO(self.root / f"io-{name}"),
-            judge=None,
-            generator=self.player,
-            tokenizer=self.tokenizer,
-            environment=self.environment,
-        )
-
-    def attempts(self, name: str = "out") -> list[Attempt]:
-        return load_attempts(self.root / name / "attempts.parquet")
+    def play(self, name: str = "out", io: FolderStageIO | None = None) -> dict[str, Any]:
+        self.generator = Counter(self.config, self.tokenizer)
+        return self.sample(self.config, name, io, None)
 
 
 def test_episodes_are_kept_by_tools_success_and_partial_score(tmp_path: Path) -> None:
     bench = EpisodeBench(tmp_path)
-    report = bench.run()
+    report = bench.play()
     assert [a.why for a in bench.attempts()] == [
         *("full_success", "full_success", "duplicate", "not_full"),
         *("best_partial", "malformed", "not_best", "not_best"),
@@ -404,7 +367,7 @@ def test_episodes_are_kept_by_tools_success_and_partial_score(tmp_path: Path) ->
 
 def test_an_episode_becomes_a_demonstration_with_loss_on_its_own_turns(tmp_path: Path) -> None:
     bench = EpisodeBench(tmp_path)
-    bench.run()
+    bench.play()
     row = load_demonstrations(tmp_path / "out" / "sft_train.parquet")[0]
     attempt = bench.attempts()[0]
     prompt = prompt_ids(bench.tokenizer, RULES, TOOLS)
@@ -417,8 +380,8 @@ def test_an_episode_becomes_a_demonstration_with_loss_on_its_own_turns(tmp_path:
 
 def test_errors_of_the_infrastructure_are_no_attempts(tmp_path: Path) -> None:
     bench = EpisodeBench(tmp_path, max_error_share=1.0)
-    bench.write([task_of(0), task_of(1, down=1), task_of(2)])
-    report = bench.run()
+    bench.write(task_of(0), task_of(1, down=1), task_of(2))
+    report = bench.play()
     errors = [a for a in bench.attempts() if a.status == "error"]
     assert {(a.sample_id, a.why, a.error_kind) for a in errors} == {
         ("counting/t1", "error", "user_down")
@@ -427,22 +390,22 @@ def test_errors_of_the_infrastructure_are_no_attempts(tmp_path: Path) -> None:
     assert report["attempts"] == {"total": 12, "measured": 9, "full": 3}
 
 
-def test_too_many_errors_stop_the_stage_and_the_same_call_goes_on(tmp_path: Path) -> None:
+def test_too_many_errors_stop_the_stage_and_the_same_call_resumes(tmp_path: Path) -> None:
     bench, io = EpisodeBench(tmp_path, deterministic=False), FolderStageIO(tmp_path / "io")
-    bench.write([task_of(0), task_of(1, down=1), task_of(2)])
+    bench.write(task_of(0), task_of(1, down=1), task_of(2))
     with pytest.raises(EnvironmentOutage, match="user_down"):
-        bench.run(io=io)
-    assert bench.player.begun == 8
-    bench.write([task_of(n) for n in range(3)])  # the user is back
-    bench.run(io=io)
+        bench.play(io=io)
+    assert bench.generator.begun == 8
+    bench.write(*(task_of(n) for n in range(3)))  # the user is back
+    bench.play(io=io)
     # All of the third task, and of the second what the user has spoilt.
-    assert bench.player.begun == 4 + 3
+    assert bench.generator.begun == 4 + 3
     assert [a.status for a in bench.attempts()].count("error") == 0
 
 
 class Stopping(FolderStageIO):
-    """Asks for a stop once a turn of an episode is sampled, and (with ``after_one``) another
-    episode has ended, however slow its thread is."""
+    """A stop once a turn of an episode is sampled, and (with ``after_one``) another episode has
+    ended."""
 
     def __init__(
         self,
@@ -461,16 +424,16 @@ class Stopping(FolderStageIO):
         if not self.collected:  # what has ended by now is taken before this is asked again
             self.collected = self.bench.environment.closed > 0
             return False
-        return self.turn in self.bench.player.asked
+        return self.turn in self.bench.generator.asked
 
 
 def test_eager_episodes_that_have_ended_survive_a_stop(tmp_path: Path) -> None:
     bench = EpisodeBench(tmp_path, deterministic=False)
     with pytest.raises(Interrupted, match=r"0 of 3 batches and . samples"):
-        bench.run(io=Stopping(tmp_path / "io", bench, ("counting/t0", 2), 2, after_one=True))
-    assert bench.player.begun == 4
-    bench.run(io=FolderStageIO(tmp_path / "io"))
-    assert bench.player.begun < 12  # who gave up at once had ended long before
+        bench.play(io=Stopping(tmp_path / "io", bench, ("counting/t0", 2), 2, after_one=True))
+    assert bench.generator.begun == 4
+    bench.play(io=FolderStageIO(tmp_path / "io"))
+    assert bench.generator.begun < 12  # who gave up at once had ended long before
     assert [a.key for a in bench.attempts()] == [
         (name, index) for name in PLAYED for index in range(4)
     ]
@@ -481,56 +444,20 @@ def test_eager_episodes_survive_a_crash_up_to_the_last_time_they_were_kept(
 ) -> None:
     monkeypatch.setattr("refiner_core.batches.KEEP_EVERY_S", 0.0)
     bench, io = EpisodeBench(tmp_path, deterministic=False), FolderStageIO(tmp_path / "io")
-    bench.write([task_of(0, bug=3, after_one=True), task_of(1), task_of(2)])
+    bench.write(task_of(0, bug=3, after_one=True), task_of(1), task_of(2))
     with pytest.raises(StageFailed, match="a bug"):
-        bench.run(io=io)
+        bench.play(io=io)
     assert io.checkpoint_steps()
-    bench.write([task_of(n) for n in range(3)])
-    bench.run(io=io)
-    assert bench.player.begun < 12  # who gave up at once had ended long before
+    bench.write(*(task_of(n) for n in range(3)))
+    bench.play(io=io)
+    assert bench.generator.begun < 12  # who gave up at once had ended long before
 
 
 def test_ordered_episodes_that_were_stopped_come_out_the_same(tmp_path: Path) -> None:
     straight = EpisodeBench(tmp_path)
-    straight.run()
+    straight.play()
     io = Stopping(tmp_path / "io", straight, ("counting/t0", 0), 0)
     with pytest.raises(Interrupted, match="1 of 3 batches"):
-        straight.run("again", io)
-    straight.run("again", FolderStageIO(tmp_path / "io"))
-    for file in FILES:
-        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
-
-
-# ---------------------------------------------------------------- what follows: rft
-
-
-@pytest.fixture
-def trained(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    save_answering_inputs(tmp_path)
-    write_demonstrations(tmp_path / "data" / "sft_train.parquet", demonstrations(12))
-
-    def train(config: RecipeConfig, stage: Any) -> dict[str, Any]:
-        return train_sft(
-            config,
-            data_dir=tmp_path / "data",
-            model_ref=str(tmp_path / "model"),
-            output_dir=tmp_path / stage,
-            io=FolderStageIO(tmp_path / f"io-{stage}"),
-            stage=stage,
-        )
-
-    return train
-
-
-def test_rft_is_sft_with_a_section_of_its_own(
-    trained: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    config = recipe()
-    other = replace(config.sft, learning_rate=0.5, pack_length=8)
-    one = trained(config, "sft")
-    two = trained(replace(config, sft=other, rft=config.sft), "rft")
-    assert one == two
-    weights = [(tmp_path / s / "model" / "model.safetensors").read_bytes() for s in ("sft", "rft")]
-    assert weights[0] == weights[1]
-    progress = next((tmp_path / "io-rft" / "checkpoints").rglob("progress.json"))
-    assert json.loads(progress.read_text())["stage"] == "rft"
+        straight.play("again", io)
+    straight.play("again", FolderStageIO(tmp_path / "io"))
+    assert straight.files("again") == straight.files()

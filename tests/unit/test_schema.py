@@ -1,4 +1,4 @@
-"""The JSON Schema of recipes: editors complete and refuse by it what refiner takes and refuses."""
+"""The JSON Schema of recipes: it accepts and refuses what refiner accepts and refuses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import jsonschema
 import pytest
+from click.testing import CliRunner
 from omegaconf import OmegaConf
 
+from flows.cli.main import cli
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -17,14 +19,14 @@ from refiner_core.contract.field_facts import recipe_schema
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
-from tests.support.command import ROOT, refiner
+from tests.support.command import ROOT
 
 SCHEMA = recipe_schema()
 RECIPES = sorted((ROOT / "flows" / "recipes").glob("*.yaml"))
 
 
 def errors(values: Any) -> list[str]:
-    """What the schema has against a recipe."""
+    """The errors that the schema finds in a recipe."""
     return [e.message for e in jsonschema.Draft202012Validator(SCHEMA).iter_errors(values)]
 
 
@@ -34,8 +36,11 @@ def nested(path: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def test_it_is_a_schema() -> None:
+def test_it_is_a_schema_with_marks_and_descriptions() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    beta = SCHEMA["$defs"]["GrpoConfig"]["properties"]["beta"]
+    assert beta["x-mark"] == "identity"
+    assert "KL" in beta["description"]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -86,19 +91,14 @@ def test_ranges_are_those_of_the_plan(path: str, info: Any) -> None:
             check_config(config)
 
 
-def test_show_prints_it_and_init_puts_it_beside_the_recipe(tmp_path: Path) -> None:
-    done = refiner("show", "--schema")
-    assert done.code == 0, done.stderr
-    assert done.json == SCHEMA
-    made = refiner("init", "here", "--yes", cwd=tmp_path)
-    assert made.code == 0, made.stderr
+def test_show_prints_it_and_init_puts_it_beside_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["show", "--schema"], catch_exceptions=False)
+    assert json.loads(done.stdout) == SCHEMA
+    CliRunner().invoke(cli, ["init", "here", "--yes"], catch_exceptions=False)
     recipe = (tmp_path / "here" / "recipe.yaml").read_text()
     assert recipe.startswith("# yaml-language-server: $schema=recipe.schema.json\n")
     assert json.loads((tmp_path / "here" / "recipe.schema.json").read_text()) == SCHEMA
     assert errors(OmegaConf.to_container(OmegaConf.create(recipe), resolve=False)) == []
-
-
-def test_marks_and_texts_are_in_it() -> None:
-    beta = SCHEMA["$defs"]["GrpoConfig"]["properties"]["beta"]
-    assert beta["x-mark"] == "identity"
-    assert "KL" in beta["description"]

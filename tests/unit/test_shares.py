@@ -43,31 +43,19 @@ GROUPS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(GROUPS, st.integers(1, 6), st.booleans(), st.sampled_from([None, 8.0, 1000.0]))
-def test_every_sample_is_on_one_rank_and_always_on_the_same(groups, world, share, balance):
+@given(
+    GROUPS, st.integers(1, 6), st.booleans(), st.sampled_from([None, 8.0, 1000.0]),
+    st.integers(1, 3),
+)  # fmt: skip
+def test_ranks_get_every_sample_once_and_equally_many_passes(groups, world, share, balance, size):
     samples = step_of(groups)
     told = {"pack_length": PACK, "share_prompts": share, "balance": balance}
     shares = share_among(samples, world, **told)
     assert len(shares) == world
     assert sorted((s for mine in shares for s in mine), key=lambda s: s.start) == samples
     assert all(mine == sorted(mine, key=lambda s: s.start) for mine in shares)
-    assert shares == share_among(samples, world, **told)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    GROUPS, st.integers(1, 6), st.booleans(), st.sampled_from([None, 8.0, 1000.0]),
-    st.integers(1, 3),
-)  # fmt: skip
-def test_ranks_make_equally_many_passes_and_lose_no_target(groups, world, share, balance, size):
-    samples = step_of(groups)
-    packs = packs_of_ranks(
-        *(samples, world),
-        pack_length=PACK,
-        share_prompts=share,
-        balance=balance,
-        multiple_of=size,
-    )
+    assert shares == share_among(samples, world, **told), "always on the same rank"
+    packs = packs_of_ranks(samples, world, **told, multiple_of=size)
     assert len({len(mine) for mine in packs}) == 1
     assert packs[0], "a rank without samples still takes part"
     assert world == 1 or len(packs[0]) % size == 0

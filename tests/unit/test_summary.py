@@ -1,4 +1,4 @@
-"""What `refiner run` says at its end about what it has published."""
+"""The closing lines of `refiner run` about publications."""
 
 from __future__ import annotations
 
@@ -37,30 +37,17 @@ def published_steps(root: Path) -> RecordedRun:
     return run
 
 
-def test_each_publication_is_one_line_by_step_and_the_last_checkpoint_comes_last(
+def test_each_publication_is_one_line_and_one_that_is_gone_says_how_to_make_it_again(
     tmp_path: Path,
 ) -> None:
     run = published_steps(tmp_path / "runs")
-    assert said(run) == [
+    lines = [
         f"published: {run.published(f'publish{name}')} (step {step}, revision step-{step})"
         for name, step in (("-step2", 2), ("-step4", 4), ("", 6))
     ]
-
-
-def test_a_single_publication_names_its_step_alone(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "runs")
-    run.data()
-    run.train("sft")
-    run.train("grpo")
-    run.carry_out("publish")
-    assert said(run) == [f"published: {run.published('publish')} (step 6)"]
-
-
-def test_what_is_gone_is_not_called_published_but_how_to_make_it_again(tmp_path: Path) -> None:
-    run = published_steps(tmp_path / "runs")
+    assert said(run) == lines
     shutil.rmtree(run.published("publish-step2"))
     first, *rest = said(run)
     folder = run.workspace.layout.stage(run.stage("publish-step2").id).control
-    assert first.startswith("publish-step2 is done, but ")
-    assert first.endswith(f"To make it again: delete {folder}")
-    assert len(rest) == 2
+    assert first.endswith(f"delete {folder}")
+    assert rest == lines[1:]

@@ -1,13 +1,13 @@
-"""What SFT learns from, what it refuses, and what it reports."""
+"""SFT: what it trains on, what it refuses, what it reports."""
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from refiner_core.contract.errors import (
@@ -17,7 +17,6 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.contract.types import DemonstrationRow
 from refiner_core.data.prepared import write_demonstrations
-from refiner_core.training.batches import sft_steps
 from refiner_core.training.sft import train_sft
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import (
@@ -34,14 +33,15 @@ def run(tmp_path):
     save_data(tmp_path / "data")
     save_tiny_model(tmp_path / "model")
 
-    def train(name: str = "io", **sft):
+    def train(name: str = "io", config=None, stage="sft", **sft):
         io = FolderStageIO(tmp_path / name)
         report = train_sft(
-            recipe(sft=sft),
+            config or recipe(sft=sft),
             data_dir=tmp_path / "data",
             model_ref=str(tmp_path / "model"),
             output_dir=tmp_path / name / "out",
             io=io,
+            stage=stage,
         )
         return report, io
 
@@ -113,26 +113,19 @@ def test_a_loss_that_is_not_finite_stops_the_stage_before_it_saves(run):
     assert FolderStageIO(run.root / "io").checkpoint_steps() == []
 
 
-def test_weights_come_out_in_the_type_they_are_trained_in(run):
-    config = recipe(sft={"max_train_steps": 2}, model={"dtype": "bfloat16"})
-    io = FolderStageIO(run.root / "bf16")
-    train_sft(
-        config,
-        data_dir=run.root / "data",
-        model_ref=str(run.root / "model"),
-        output_dir=run.root / "bf16",
-        io=io,
-    )
-    again = AutoModelForCausalLM.from_pretrained(run.root / "bf16/model", dtype="auto")
+def test_weights_are_exported_in_the_type_they_are_trained_in(run):
+    run("bf16", recipe(sft={"max_train_steps": 2}, model={"dtype": "bfloat16"}))
+    again = AutoModelForCausalLM.from_pretrained(run.root / "bf16/out/model", dtype="auto")
     assert again.dtype == torch.bfloat16
 
 
-LENGTHS = st.lists(st.integers(1, 10), min_size=1, max_size=40)
-
-
-@given(LENGTHS, st.integers(1, 4), st.sampled_from([1.0, 2.0, 3.0]))
-def test_an_epoch_shows_every_row_once(lengths, packs_per_step, epochs):
-    steps = sft_steps(1, lengths, pack_length=10, packs_per_step=packs_per_step, epochs=epochs)
-    for epoch in range(int(epochs)):
-        seen = [i for at, packs in steps if at == epoch for pack in packs for i in pack]
-        assert sorted(seen) == list(range(len(lengths)))
+def test_rft_is_sft_with_a_section_of_its_own(run):
+    config = recipe()
+    other = replace(config.sft, learning_rate=0.5, pack_length=8)
+    one, _ = run("sft", config)
+    two, io = run("rft", replace(config, sft=other, rft=config.sft), "rft")
+    assert one == two
+    weights = [run.root / name / "out/model/model.safetensors" for name in ("sft", "rft")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    progress = next((io.root / "checkpoints").rglob("progress.json"))
+    assert json.loads(progress.read_text())["stage"] == "rft"

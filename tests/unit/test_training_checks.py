@@ -1,4 +1,4 @@
-"""Trainings that cannot work are refused when they are planned, with the numbers and the field."""
+"""Plans refuse trainings that cannot work, with the numbers and the field."""
 
 from __future__ import annotations
 
@@ -23,111 +23,66 @@ def tiny(fields: dict[str, Any]) -> RecipeConfig:
     return replace_fields(TINY, fields)
 
 
+EIGHT_GPUS = {**VLLM, "grpo.resources.gpus": 8}
+COLOCATED = {**VLLM, "grpo.resources.gpus": 4, "grpo.rollout_server.colocate": True}
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         # sizes
-        ({"sft.pack_length": 256}, r"`sft\.pack_length` is 256 and `data\.max_.*raise sft\.pack"),
-        ({"grpo.pack_length": 303}, r"pack_length` is 303.*is 256.*is 48.*=304"),
-        ({"grpo.pack_length": 304, "grpo.stop_strings": ("</answer>",)}, r"is 304.*=305"),
-        ({"grpo.max_token_length": 300}, r"is 300, .*is 256 and .*is 48.*longest response"),
-        ({"grpo.num_samples_per_prompt_rollout": 1}, "is 1.*at least 2"),
-        ({"grpo.temperature": 0.0}, "a number above zero"),
-        ({"grpo.stop_strings": ("",)}, "empty text, the beginning of every response"),
-        ({"grpo.num_mini_batches": 7}, "a divisor of 64 rollouts"),
-        ({"grpo.num_mini_batches": 16}, r"at most 8:.*no group is split.*mini_batches=8"),
+        ({"sft.pack_length": 256}, r"raise sft\.pack_length"),
+        ({"grpo.pack_length": 303}, "pack_length=304"),
+        ({"grpo.pack_length": 304, "grpo.stop_strings": ("</answer>",)}, "pack_length=305"),
+        ({"grpo.max_token_length": 300}, "longest response"),
+        ({"grpo.num_samples_per_prompt_rollout": 1}, "at least 2"),
+        ({"grpo.temperature": 0.0}, "above zero"),
+        ({"grpo.stop_strings": ("",)}, "empty text"),
+        ({"grpo.num_mini_batches": 7}, "divisor of 64"),
+        ({"grpo.num_mini_batches": 16}, "mini_batches=8"),
         # batches over processes
-        ({"sft.nproc_per_node": 2}, r"2 packs a step.*sft\.gradient_accumulation_steps=2"),
-        (
-            {"sft.nproc_per_node": 6, "sft.per_device_train_batch_size": 4},
-            r"device_train_batch_size` is 4, .*is 1, .*is 6 .*accumulation_steps=2",
-        ),
-        ({"grpo.nproc_per_node": 9}, r"one prompt a step for each of 9 .*nproc_per_node=8"),
-        (
-            {**VLLM, "grpo.nproc_per_node": 12, "grpo.num_mini_batches": 8},
-            "mini-batch's 8 rollouts for each of 12 processes",
-        ),
+        ({"sft.nproc_per_node": 2}, "accumulation_steps=2"),
+        ({"sft.nproc_per_node": 6, "sft.per_device_train_batch_size": 4}, "accumulation_steps=2"),
+        ({"grpo.nproc_per_node": 9}, "nproc_per_node=8"),
+        ({**VLLM, "grpo.nproc_per_node": 12, "grpo.num_mini_batches": 8}, "12 processes"),
         # sharding
-        (
-            {"sft.optimizer": "adamw", "sft.offload_optimizer": True},
-            r"sft\.offload_optimizer` is true and `sft\.deepspeed_stage` is null.*ZeRO-1 to 3",
-        ),
-        (
-            {"grpo.offload_optimizer": True, "grpo.deepspeed_stage": 0},
-            r"grpo\.offload_optimizer` is true and `grpo\.deepspeed_stage` is 0",
-        ),
-        (
-            {"grpo.offload_param": True, "grpo.deepspeed_stage": 2},
-            r"is 2.*ZeRO-3, which is required",
-        ),
-        ({"sft.optimizer": "muon", "sft.deepspeed_stage": 1}, r"whole matrices.*=adamw"),
+        ({"sft.optimizer": "adamw", "sft.offload_optimizer": True}, "ZeRO-1 to 3"),
+        ({"grpo.offload_optimizer": True, "grpo.deepspeed_stage": 0}, "deepspeed_stage` is 0"),
+        ({"grpo.offload_param": True, "grpo.deepspeed_stage": 2}, "ZeRO-3"),
+        ({"sft.optimizer": "muon", "sft.deepspeed_stage": 1}, "=adamw"),
         # kernels and machines
-        (FLASH, r"flash_attention_2' and `sft\.resources\.gpus` is 0.*a GPU"),
+        (FLASH, r"sft\.resources\.gpus` is 0"),
+        ({**FLASH, "sft.resources.gpus": 1, "grpo.resources.gpus": 1}, r"model\.dtype"),
+        ({**FLASH, "stages": ("data", "evaluate")}, r"evaluate\.resources\.gpus"),
+        ({"grpo.resources.nodes": 2}, r"dispatch\.executor"),
+        # GPUs of processes and servers
+        ({"grpo.resources.gpus": 2, "grpo.nproc_per_node": 4}, "nproc_per_node=2"),
+        ({**EIGHT_GPUS, "grpo.vllm_num_engines": 4, "grpo.nproc_per_node": 6}, "at most 4"),
+        ({**EIGHT_GPUS, "grpo.vllm_num_engines": 8}, "left to train on"),
         (
-            {**FLASH, "sft.resources.gpus": 1, "grpo.resources.gpus": 1},
-            r"`model\.dtype` is 'float32'.*computes in 16 bits",
+            {**COLOCATED, "grpo.vllm_num_engines": 3, "grpo.vllm_tensor_parallel_size": 2},
+            "engines` is 3, .*size` is 2, .*gpus` is 4 ",
         ),
-        ({**FLASH, "stages": ("data", "evaluate")}, r"`evaluate\.resources\.gpus` is 0"),
-        (
-            {"grpo.resources.nodes": 2},
-            r"grpo\.resources\.nodes` is 2 and `dispatch\.executor` is 'local'.*one node",
-        ),
-        # who gets which GPU
-        (
-            {"grpo.resources.gpus": 2, "grpo.nproc_per_node": 4},
-            r"nproc_per_node` is 4 and .*is 2.*set grpo\.nproc_per_node=2",
-        ),
-        (
-            {**VLLM, "grpo.resources.gpus": 8, "grpo.vllm_num_engines": 4}
-            | {"grpo.nproc_per_node": 6},
-            "is 6 .*is 8.*at most 4 processes a node.*no rollout server takes",
-        ),
-        (
-            {**VLLM, "grpo.resources.gpus": 8, "grpo.vllm_num_engines": 8},
-            r"engines` is 8, .*size` is 1, .*gpus` is 8 .*one is left for training",
-        ),
-        (
-            {**VLLM, "grpo.resources.gpus": 4, "grpo.rollout_server.colocate": True}
-            | {"grpo.vllm_num_engines": 3, "grpo.vllm_tensor_parallel_size": 2},
-            r"engines` is 3, .*size` is 2, .*gpus` is 4 ",
-        ),
-        ({**VLLM, "grpo.vllm_tensor_parallel_size": 2}, "without GPUs, one process per server"),
+        ({**VLLM, "grpo.vllm_tensor_parallel_size": 2}, "one process per server"),
         # older policies
-        ({"grpo.async_steps": 70}, r"is 70 and .*is 70.*samples come from trained weights"),
+        ({"grpo.async_steps": 70}, "is 70"),
         (
             {"grpo.async_steps": 1, "grpo.truncated_importance_sampling_ratio_cap": 0.0},
-            r"a correction for older samples.*ratio_cap=2\.0",
+            r"ratio_cap=2\.0",
         ),
-        ({"grpo.old_logprobs": "sampler", "grpo.top_p": 0.9}, r"top_p` is 0\.9.*clipped"),
-        (
-            {"grpo.active_sampling": True, "grpo.active_sampling_max_rounds": 1},
-            "active_sampling_max_rounds` is 1.*at least 2",
-        ),
+        ({"grpo.old_logprobs": "sampler", "grpo.top_p": 0.9}, "top_p"),
+        ({"grpo.active_sampling": True, "grpo.active_sampling_max_rounds": 1}, "at least 2"),
         # rollout servers
-        ({**VLLM, "grpo.rollout_server.weights_dir": "shm"}, r"'shm'.*an absolute path"),
-        # ranges
-        ({"sft.nproc_per_node": 0}, r"`sft\.nproc_per_node` is 0.*at least 1"),
-        ({"grpo.vllm_num_engines": 0}, r"`grpo\.vllm_num_engines` is 0.*at least 1"),
-        ({"grpo.async_steps": -1}, r"`grpo\.async_steps` is -1.*zero or more"),
-        ({"sft.health.patience": 0}, r"`sft\.health\.patience` is 0.*at least 1"),
-        ({"grpo.health.spike_factor": 1.0}, r"spike_factor` is 1\.0.*above one"),
-        ({"grpo.health.max_kl": 0.0}, r"max_kl` is 0\.0.*above zero"),
-        ({"grpo.health.max_truncated_share": 1.5}, r"is 1\.5.*share between 0 and 1"),
-        ({"grpo.rollout_server.canary_tolerance": 0.0}, r"canary_tolerance` is 0\.0.*above zero"),
-        ({"grpo.rollout_server.max_restarts": -1}, r"max_restarts` is -1.*zero or more"),
+        ({**VLLM, "grpo.rollout_server.weights_dir": "shm"}, "absolute path"),
     ],
-    ids=lambda v: (
-        ",".join(f"{k.partition('.')[2]}={x}" for k, x in v.items())[:60]
-        if isinstance(v, dict)
-        else ""
-    ),
+    ids=str,
 )
-def test_what_cannot_be_trained_is_refused_with_the_numbers(
+def test_a_training_that_cannot_work_is_refused_with_the_numbers(
     fields: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=says) as refused:
         check_config(tiny(fields))
-    assert all((refused.value.expected, refused.value.fix)), "what is right, and how to mend it"
+    assert all((refused.value.expected, refused.value.fix)), "the expected value and the fix"
 
 
 @pytest.mark.parametrize(
@@ -149,11 +104,11 @@ def test_what_cannot_be_trained_is_refused_with_the_numbers(
         {"sft.nproc_per_node": 64, "stages": ("data", "grpo")},  # a stage that is not there
     ],
 )
-def test_what_can_be_trained_is_not_refused(fields: dict[str, Any]) -> None:
+def test_a_training_that_works_is_not_refused(fields: dict[str, Any]) -> None:
     check_config(tiny(fields))
 
 
-def test_what_is_hardly_meant_is_said() -> None:
+def test_odd_settings_get_a_note() -> None:
     assert training_notes(TINY) == []
     assert not training_notes(tiny({"grpo.nproc_per_node": 2, "grpo.resources.cpus": 2}))
     [few] = training_notes(tiny({"grpo.nproc_per_node": 2, "model.cpu_threads": 2}))
@@ -169,42 +124,46 @@ def placed(fields: dict[str, Any], stage: Any = "grpo") -> Placement:
     return placement_of(tiny(fields), stage)
 
 
-def test_without_gpus_one_process_trains() -> None:
-    assert placed({}) == placed({}, "sft") == Placement(1, 1, (), ())
-    two = placed({"grpo.nproc_per_node": 2, "grpo.vllm_num_engines": 3, **VLLM})
-    assert (two.world, two.trainer_gpus, two.server_gpus) == (2, (), ((), (), ()))
+TWO_SERVERS = {**VLLM, "grpo.vllm_num_engines": 2}
+EIGHT = {**EIGHT_GPUS, **TWO_SERVERS}
 
 
-def test_processes_take_the_first_gpus_and_servers_the_last() -> None:
-    gpus = {"grpo.resources.gpus": 8, **VLLM, "grpo.vllm_num_engines": 2}
-    plain = placed(gpus | {"grpo.vllm_tensor_parallel_size": 2})
-    assert plain == Placement(1, 4, (0, 1, 2, 3), ((4, 5), (6, 7)))
-    fewer = placed(gpus | {"grpo.nproc_per_node": 3})
-    assert fewer == Placement(1, 3, (0, 1, 2), ((6,), (7,)), idle_gpus=3)
-    # The transformers backend has no servers, however many engines are configured.
-    assert placed(gpus | {"grpo.generation_backend": "transformers"}).nproc_per_node == 8
-
-
-def test_servers_are_on_the_first_node_where_rank_0_reaches_them() -> None:
-    """They listen on loopback; torchrun starts as many processes on every node."""
-    found = placed(
-        {"grpo.resources.gpus": 4, "grpo.resources.nodes": 3, **VLLM, "grpo.vllm_num_engines": 2}
-    )
-    assert found == Placement(3, 2, (0, 1), ((2,), (3,)), idle_gpus=4)
-    assert (found.world, found.servers) == (6, 2)
-
-
-def test_servers_that_share_gpus_take_the_trainers() -> None:
-    found = placed(
-        {"grpo.resources.gpus": 4, **VLLM, "grpo.vllm_num_engines": 2}
-        | {"grpo.vllm_tensor_parallel_size": 2, "grpo.rollout_server.colocate": True}
-    )
-    assert found == Placement(1, 4, (0, 1, 2, 3), ((0, 1), (2, 3)))
-    two = placed(
-        {"grpo.resources.gpus": 4, **VLLM, "grpo.vllm_num_engines": 3, "grpo.nproc_per_node": 1}
-        | {"grpo.rollout_server.colocate": True}
-    )
-    assert two == Placement(1, 1, (0,), ((0,), (1,), (2,)), idle_gpus=1)
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, Placement(1, 1, (), ())),
+        ({**TWO_SERVERS, "grpo.nproc_per_node": 2}, Placement(1, 2, (), ((), ()))),
+        # Processes take the first GPUs, servers the last.
+        (
+            {**EIGHT, "grpo.vllm_tensor_parallel_size": 2},
+            Placement(1, 4, (0, 1, 2, 3), ((4, 5), (6, 7))),
+        ),
+        (
+            {**EIGHT, "grpo.nproc_per_node": 3},
+            Placement(1, 3, (0, 1, 2), ((6,), (7,)), idle_gpus=3),
+        ),
+        # The transformers backend has no servers, however many engines are configured.
+        (
+            {**EIGHT, "grpo.generation_backend": "transformers"},
+            Placement(1, 8, tuple(range(8)), ()),
+        ),
+        # Servers listen on loopback of the first node; every node has as many processes.
+        (
+            {**TWO_SERVERS, "grpo.resources.gpus": 4, "grpo.resources.nodes": 3},
+            Placement(3, 2, (0, 1), ((2,), (3,)), idle_gpus=4),
+        ),
+        (
+            {**COLOCATED, "grpo.vllm_num_engines": 2, "grpo.vllm_tensor_parallel_size": 2},
+            Placement(1, 4, (0, 1, 2, 3), ((0, 1), (2, 3))),
+        ),
+        (
+            {**COLOCATED, "grpo.vllm_num_engines": 3, "grpo.nproc_per_node": 1},
+            Placement(1, 1, (0,), ((0,), (1,), (2,)), idle_gpus=1),
+        ),
+    ],
+)
+def test_processes_and_servers_get_their_gpus(fields: dict[str, Any], expected: Placement) -> None:
+    assert placed(fields) == expected
 
 
 def test_rollout_servers_are_of_grpo_alone() -> None:

@@ -1,11 +1,14 @@
-"""A model comes in checked, and its state goes to disk and back."""
+"""The training engine: checks of a model, its state on disk, optimisers and schedules."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
+import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,35 +26,38 @@ from refiner_core.contract.placement import refuse_unsupported
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.engines.protocol import PROGRESS
 from refiner_core.training.model import loading
+from refiner_core.training.model.optim import orthogonalize, schedule_factor
 from tests.support.tiny_training import save_tiny_model, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 
 
-def engine(model, muon: float | None = None) -> PlainEngine:
+def engine(model, muon: float | None = None, **changes: Any) -> PlainEngine:
     settings = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0}
     loaded = loading.Loaded(model, tiny_tokenizer(), share_prompts=False, balance=None)
-    return PlainEngine(loaded, ModelConfig(), **settings, muon_learning_rate=muon)
+    return PlainEngine(loaded, ModelConfig(), **(settings | changes), muon_learning_rate=muon)
 
 
-def sharded(**changes) -> RecipeConfig:
-    config = RecipeConfig()
-    return replace(config, sft=replace(config.sft, deepspeed_stage=2, **changes))
+def backward(model, scale: float = 1.0) -> float:
+    ids = torch.arange(3, 13)[None]
+    loss = model(ids, labels=ids, use_cache=False).loss
+    (scale * loss).backward()
+    return float(loss.detach())
 
 
 def test_a_machine_without_deepspeed_refuses_it_by_the_field(monkeypatch):
-    refuse_unsupported(sharded())
+    base = RecipeConfig()
+    sharded = replace(base, sft=replace(base.sft, deepspeed_stage=2))
+    refuse_unsupported(sharded)
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name)
     )
     with pytest.raises(UnsupportedError, match=r"sft\.deepspeed_stage"):
-        refuse_unsupported(sharded())
-    with pytest.raises(UnsupportedError, match=r"sft\.deepspeed_stage"):
-        refuse_unsupported(replace(sharded(), stages=()), "sft")
-    refuse_unsupported(sharded(), "grpo")
-    elsewhere = replace(sharded(), dispatch=replace(DispatchConfig(), executor="slurm"))
-    refuse_unsupported(elsewhere)  # what a node has is seen there
+        refuse_unsupported(sharded)
+    refuse_unsupported(sharded, "grpo")
+    elsewhere = replace(sharded, dispatch=replace(DispatchConfig(), executor="slurm"))
+    refuse_unsupported(elsewhere)  # the node is checked there
     with pytest.raises(UnsupportedError, match="deepspeed"):
         refuse_unsupported(elsewhere, "sft")
 
@@ -127,19 +133,18 @@ def test_a_checkpoint_of_another_model_or_format_is_refused(tmp_path):
     (tmp_path / PROGRESS).write_text(json.dumps({"format": 99}))
     with pytest.raises(WorkspaceError, match="another format"):
         engine(model).restore(tmp_path)
+    with pytest.raises(ValueError, match="JSON"):
+        engine(model).snapshot({"loss": float("nan")}).write(tmp_path)
 
 
 @pytest.mark.parametrize("muon", [None, 0.02])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_goes_on_bitwise(tmp_path, dtype, muon):
+def test_a_checkpoint_resumes_bitwise(tmp_path, dtype, muon):
     def train(engine: PlainEngine) -> list[float]:
-        ids = torch.arange(3, 13)[None]
         losses = []
         for _ in range(2):
-            loss = engine.model(ids, labels=ids, use_cache=False).loss
-            engine.backward(loss)
-            engine.step(1.0)
-            losses.append(float(loss.detach()))
+            losses.append(backward(engine.model))
+            engine.step(0.5)
         return losses
 
     one, two = (engine(tiny_model(seed).to(dtype), muon) for seed in (0, 1))
@@ -164,7 +169,66 @@ def test_a_file_that_is_cut_short_is_found_before_anything_changes(tmp_path, nam
     assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
 
 
-def test_nan_never_enters_the_progress_file(tmp_path):
+# ---------------------------------------------------------------- optimisers and schedules
+
+
+def test_warmup_rises_to_the_peak_and_the_schedules_end_near_zero():
+    factors = [schedule_factor(s, 10, "cosine", warmup_ratio=0.2) for s in range(10)]
+    assert factors[:3] == [0.5, 1.0, 1.0]
+    assert factors == sorted(factors[:2]) + sorted(factors[2:], reverse=True)
+    assert 0 < factors[-1] < 0.05
+    assert [schedule_factor(s, 4, "linear") for s in range(4)] == [1.0, 0.75, 0.5, 0.25]
+    assert {schedule_factor(s, 4, "constant") for s in range(4)} == {1.0}
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 8), (3, 16, 4), (3, 4, 16)])
+def test_orthogonalised_matrices_have_singular_values_near_one(shape):
+    torch.manual_seed(0)
+    singular = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
+    assert singular.min() > 0.5
+    assert singular.max() < 1.3
+
+
+def test_muon_takes_hidden_matrices_and_leaves_the_embedding_to_adamw():
     model = tiny_model()
-    with pytest.raises(ValueError, match="JSON"):
-        engine(model).snapshot({"loss": float("nan")}).write(tmp_path)
+    up = engine(model, muon=0.01)
+    backward(model)
+    up.step(1.0)
+    states = dict(up.states(lambda _: True))
+    muon = {name for name, state in states.items() if "momentum" in state}
+    matrices = {n for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n}
+    assert muon == matrices
+    assert len(matrices) == 14
+    assert all("exp_avg" in states[name] for name in states.keys() - muon)
+
+
+def test_the_gradient_is_clipped_and_its_norm_before_that_is_returned():
+    small, large = tiny_model(), tiny_model()
+    for model, scale in ((small, 100.0), (large, 1000.0)):
+        backward(model, scale)
+    norms = [engine(model, max_grad_norm=0.1).step(1.0) for model in (small, large)]
+    assert norms[1] == pytest.approx(10 * norms[0], rel=1e-4)
+    for a, b in zip(small.parameters(), large.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    model = tiny_model()
+    before = copy.deepcopy(model.state_dict())
+    backward(model, math.nan)
+    assert math.isnan(engine(model).step(1.0))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_bfloat16_weights_move_at_learning_rates_below_their_resolution():
+    model = tiny_model().to(torch.bfloat16)
+    before = copy.deepcopy(model.state_dict())
+    up = engine(model, learning_rate=2e-5, weight_decay=0.0)
+    for _ in range(30):
+        backward(model)
+        up.step(1.0)
+    # One such step is far below half a unit in the last place of most weights; thirty add up.
+    name = "model.layers.0.mlp.up_proj.weight"
+    moved = (model.state_dict()[name] != before[name]).float().mean()
+    assert moved > 0.3

@@ -16,26 +16,23 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.contract.types import (
     Completion,
-    Endpoint,
     GenerationRequest,
     SamplingParams,
 )
 from refiner_core.generation.completions import completion_text
 from refiner_core.generation.transformers_backend import TransformersGenerator
-from refiner_core.generation.vllm.client import _Shares
 from refiner_core.generation.vllm.wire import (
     Question,
     Unusable,
     completion_body,
     read_completion,
 )
-from tests.support.tiny_training import EOS, save_tiny_model, tiny_model, tiny_tokenizer
+from tests.support.tiny_training import EOS, furthest, save_tiny_model, tiny_model, tiny_tokenizer
 from tests.support.vllm_fleet import (
     PLAIN,
     STOP,
     USUAL,
     Fixed,
-    furthest,
     generator,
     requests,
 )
@@ -69,13 +66,15 @@ def test_a_sample_depends_on_its_seed_alone(folder: Path) -> None:
 
 
 def test_every_server_has_its_share_of_the_work(folder: Path) -> None:
-    """Also where one alone could be asked for all of it."""
+    """Samples of a prompt stay on one server, whose prefix cache has it."""
     with served(folder) as one, served(folder) as two:
         generator(Fixed(one, two)).generate(requests(4), PLAIN)
-        assert [len(server.bodies()) for server in (one, two)] == [8, 8]
+        asked = [[tuple(body["prompt"]) for body in server.bodies()] for server in (one, two)]
+    assert [len(prompts) for prompts in asked] == [8, 8]
+    assert set(asked[0]).isdisjoint(asked[1])
 
 
-def test_everything_that_decides_a_sample_is_said() -> None:
+def test_a_request_has_everything_that_decides_a_sample() -> None:
     params = SamplingParams(0.5, 0.9, 7, 11, ("w9",))
     body = json.loads(
         completion_body(Question(GenerationRequest((5, 6), (1 << 63) + 4), params, STOP, "8"))
@@ -92,42 +91,25 @@ def test_everything_that_decides_a_sample_is_said() -> None:
     }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_samples_end_where_the_embedded_backend_ends_them(folder: Path, temperature: float) -> None:
+def test_samples_end_where_the_embedded_backend_ends_them(folder: Path) -> None:
     """At a stop token, a stop string that spans tokens, or the limit; each with its last token."""
-    params = SamplingParams(temperature, max_new_tokens=16, stop_strings=("w7", "w1 "))
-    fleet = Fixed()
-    fleet.stop_ids = frozenset({EOS, 9, 12})
+    params = SamplingParams(0.0, max_new_tokens=16, stop_strings=("w7", "w1 "))
+    tokenizer, model = tiny_tokenizer(), tiny_model()
+    model.generation_config.eos_token_id = [EOS, 9, 12]
+    embedded = TransformersGenerator(model, tokenizer).generate(requests(4, 6), params)
     with served(folder) as server:
-        fleet._endpoints = [Endpoint(server.url)]
+        fleet = Fixed(server)
+        fleet.stop_ids = frozenset({EOS, 9, 12})
         made = generator(fleet).generate(requests(4, 6), params)
-    tokenizer, reasons = tiny_tokenizer(), set()
-    for completion in made:
-        text = tokenizer.decode(completion.token_ids)
-        before = tokenizer.decode(completion.token_ids[:-1])
-        ends = completion.token_ids[-1] in fleet.stop_ids or "w7" in text or "w1 " in text
-        assert (completion.finish_reason == "stop") == ends
-        assert ends or len(completion.token_ids) == 16
-        assert not fleet.stop_ids & set(completion.token_ids[:-1])
-        assert "w7" not in before
-        reasons.add(completion.finish_reason)
-    if temperature == 0:
-        model = tiny_model()
-        model.generation_config.eos_token_id = [EOS, 9, 12]
-        embedded = TransformersGenerator(model, tokenizer).generate(requests(4, 6), params)
-        assert [(c.token_ids, c.finish_reason) for c in made] == [
-            (c.token_ids, c.finish_reason) for c in embedded
-        ]
-        assert [completion_text(tokenizer, c) for c in made] == [
-            completion_text(tokenizer, c) for c in embedded
-        ]
-    else:
-        assert reasons == {"stop", "length"}
+    assert [(c.token_ids, c.finish_reason) for c in made] == [
+        (c.token_ids, c.finish_reason) for c in embedded
+    ]
+    assert [completion_text(tokenizer, c) for c in made] == [
+        completion_text(tokenizer, c) for c in embedded
+    ]
 
 
-def test_who_asks_hears_of_each_sample_in_its_own_thread_as_soon_as_it_is_there(
-    folder: Path,
-) -> None:
+def test_the_caller_gets_each_sample_in_its_own_thread_at_once(folder: Path) -> None:
     heard: list[int] = []
     steps: list[tuple[int, int]] = []
 
@@ -153,10 +135,10 @@ def test_who_asks_hears_of_each_sample_in_its_own_thread_as_soon_as_it_is_there(
         assert not fleet.busy.locked()
 
 
-# ---------------------------------------------------------------- what is not as it should be
+# ---------------------------------------------------------------- faults
 
 
-def test_what_a_pause_gave_up_is_asked_again(folder: Path) -> None:
+def test_samples_that_a_pause_aborts_are_asked_again(folder: Path) -> None:
     asked = requests()
     with served(folder) as server:
         wanted = generator(Fixed(server)).generate(asked, PLAIN)
@@ -177,48 +159,14 @@ def _pause(server: Served) -> None:
             pass
 
 
-def test_a_server_that_says_that_it_is_full_is_waited_for(folder: Path) -> None:
+def test_a_full_queue_and_lost_connections_are_no_reason_to_replace_a_server(folder: Path) -> None:
     with served(folder, *USUAL, "--max-num-queued-reqs", "2") as server:
+        server.state.control["lose"] = 2
         fleet = Fixed(server)
         made = generator(fleet).generate(requests(), PLAIN)
         assert len(server.bodies()) > 12
     assert furthest(tiny_model(), requests(), made) < 1e-4
     assert fleet.revived == []
-
-
-def test_a_connection_that_is_lost_now_and_then_is_no_reason_to_replace_a_server(
-    folder: Path,
-) -> None:
-    with served(folder) as server:
-        server.state.control["lose"] = 2
-        fleet = Fixed(server)
-        assert len(generator(fleet).generate(requests(), PLAIN)) == 12
-        assert fleet.revived == []
-
-
-def test_a_server_that_is_silent_is_replaced_and_its_samples_are_the_same(folder: Path) -> None:
-    asked = requests()
-    with served(folder) as well, served(folder) as hung:
-        wanted = generator(Fixed(well)).generate(asked, PLAIN)
-        hung.state.control["hang"] = True
-        fleet = Fixed(hung)
-        fleet.successor = lambda: well
-        made = generator(fleet, silence_s=4.0, in_flight=2).generate(asked, PLAIN)
-        assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
-        assert "answered nothing" in fleet.revived[0][1]
-
-
-def test_the_others_do_the_work_of_a_server_that_is_gone(folder: Path) -> None:
-    gone = Served.__new__(Served)
-    gone.url = "http://127.0.0.1:9/v1"
-    asked = requests()
-    with served(folder) as well:
-        wanted = generator(Fixed(well)).generate(asked, PLAIN)
-        fleet = Fixed(gone, well)
-        fleet.successor = lambda: well
-        made = generator(fleet).generate(asked, PLAIN)
-    assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
-    assert fleet.revived[0][0] == 0
 
 
 def test_a_refused_request_is_quoted_without_the_key(folder: Path) -> None:
@@ -257,33 +205,13 @@ GOOD: dict[str, Any] = {
 def test_an_answer_that_is_not_what_was_asked_for_is_never_trained_on(
     change: dict[str, Any], said: str
 ) -> None:
-    asked = Question(GenerationRequest((3, 4), 0), PLAIN, STOP, "1")
-    assert isinstance(read_completion(_answer(GOOD), asked), Completion)
-    with pytest.raises(Unusable, match=said):
-        read_completion(_answer(GOOD | change), asked)
+    def read(*choices: dict[str, Any]) -> Any:
+        asked = Question(GenerationRequest((3, 4), 0), PLAIN, STOP, "1")
+        return read_completion(json.dumps({"choices": choices}).encode(), asked)
 
-
-def test_partial_tokens_of_an_abort_are_no_sample() -> None:
-    asked = Question(GenerationRequest((3, 4), 0), PLAIN, STOP, "1")
-    assert read_completion(_answer(GOOD | {"finish_reason": "abort"}), asked) == "abort"
+    assert isinstance(read(GOOD), Completion)
+    assert read(GOOD | {"finish_reason": "abort"}) == "abort", "partial tokens are no sample"
     with pytest.raises(Unusable, match="choices"):
-        read_completion(json.dumps({"choices": [GOOD, GOOD]}).encode(), asked)
-
-
-def _answer(choice: dict[str, Any]) -> bytes:
-    return json.dumps({"choices": [choice]}).encode()
-
-
-def test_samples_of_a_prompt_begin_on_one_server_and_none_is_lost() -> None:
-    shares = _Shares([Endpoint("a"), Endpoint("b")])
-    for number, request in enumerate(requests(5, 4)):
-        shares.add(number, request.prompt_ids)
-    assert sorted(len(lane.queue) for lane in shares.lanes) == [8, 12]
-    assert {i // 4 for i in shares.lanes[0].queue}.isdisjoint(
-        {i // 4 for i in shares.lanes[1].queue}
-    )
-    shares.give_back(77)
-    taken = []
-    while (index := shares.take(shares.lanes[1])) is not None:
-        taken.append(index)
-    assert sorted(taken) == [*range(20), 77]
+        read(GOOD, GOOD)
+    with pytest.raises(Unusable, match=said):
+        read(GOOD | change)

@@ -37,7 +37,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> TestClient:
 
 
 @pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer the-key2", "the-key"])
-def test_nobody_gets_through_without_the_key(client: TestClient, authorization: str | None) -> None:
+def test_a_wrong_key_is_refused(client: TestClient, authorization: str | None) -> None:
     headers = {} if authorization is None else {"Authorization": authorization}
     assert client.post("/collective_rpc", headers=headers).status_code == 401
     assert client.options("/collective_rpc", headers=headers).status_code == 401
@@ -50,7 +50,7 @@ def test_nobody_gets_through_without_the_key(client: TestClient, authorization: 
         pass
 
 
-def test_who_has_the_key_reaches_all_routes(client: TestClient) -> None:
+def test_the_key_opens_all_routes(client: TestClient) -> None:
     assert client.post("/collective_rpc", headers=KEY).json() == "done"
     assert client.get("/metrics/", headers=KEY).json() == "some"
     assert client.get("/nowhere", headers=KEY).status_code == 404
@@ -58,7 +58,7 @@ def test_who_has_the_key_reaches_all_routes(client: TestClient) -> None:
         assert socket.receive_text() == "hello"
 
 
-def test_two_headers_are_none(client: TestClient) -> None:
-    """One might be meant for somebody before us."""
+def test_two_headers_are_refused(client: TestClient) -> None:
+    """One of them might be for a proxy."""
     headers = [("Authorization", "Bearer the-key"), ("Authorization", "Bearer other")]
     assert client.post("/collective_rpc", headers=headers).status_code == 401

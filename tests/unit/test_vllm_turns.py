@@ -1,4 +1,4 @@
-"""Turns of conversations over HTTP: samples of single requests, whatever servers do meanwhile."""
+"""Turns of conversations over HTTP sample what single requests sample."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from refiner_core.contract.types import (
     SamplingParams,
     TurnRequest,
 )
-from tests.support.tiny_training import save_tiny_model, tiny_model
+from tests.support.tiny_training import furthest, save_tiny_model, tiny_model
 from tests.support.turn_script import Script
-from tests.support.vllm_fleet import Fixed, furthest, generator
+from tests.support.vllm_fleet import Fixed, generator
 from tests.support.vllm_server import Served, served
 
 SHORT = SamplingParams(max_new_tokens=5)
@@ -56,8 +56,8 @@ def test_turns_are_what_single_requests_sample_and_stay_on_one_server(folder: Pa
     assert {len(asked) for asked in asked_of} == {6, 9}  # two and three conversations
 
 
-def test_tools_hold_up_nobody_else(folder: Path) -> None:
-    """A user who does not answer delays one conversation: the desk is told to wait only once
+def test_a_slow_tool_delays_no_other_conversation(folder: Path) -> None:
+    """A user who does not answer delays one conversation: the desk waits only once
     nothing is being sampled."""
     done = script(4, 2, slow=lambda conversation, _: 0 if conversation else 10**9)
     with served(folder) as server:
@@ -76,10 +76,12 @@ def test_no_more_conversations_are_under_way_than_servers_are_asked_at_a_time(
     assert done.most == 2
 
 
-def test_what_servers_give_up_or_lose_is_sampled_all_the_same(folder: Path) -> None:
+def test_turns_of_a_lost_server_are_sampled_by_another(folder: Path) -> None:
     gone = Served.__new__(Served)
     gone.url = "http://127.0.0.1:9/v1"
     done = script(repaired=lambda conversation, turn: conversation == turn)
+    with pytest.raises(KilledError, match="no successor"):
+        generator(Fixed(gone)).turns(script())
     with served(folder) as well:
         well.state.control["lose"] = 2
         fleet = Fixed(gone, well)
@@ -89,14 +91,7 @@ def test_what_servers_give_up_or_lose_is_sampled_all_the_same(folder: Path) -> N
     assert fleet.revived[0][0] == 0
 
 
-def test_a_fleet_that_cannot_be_mended_ends_the_call_with_its_error() -> None:
-    gone = Served.__new__(Served)
-    gone.url = "http://127.0.0.1:9/v1"
-    with pytest.raises(KilledError, match="no successor"):
-        generator(Fixed(gone)).turns(script())
-
-
-def test_what_the_desk_or_a_sign_of_life_raises_ends_the_call_and_frees_the_fleet(
+def test_an_error_of_the_desk_or_the_progress_callback_ends_the_call_and_frees_the_fleet(
     folder: Path,
 ) -> None:
     class Full(Script):

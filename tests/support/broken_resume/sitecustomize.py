@@ -1,7 +1,7 @@
-"""A fault for the workers of a test: what the optimiser has gathered is lost on resume.
+"""A fault for the workers of a test: the state of the optimiser is lost on resume.
 
 Python imports a module of this name by itself when its folder is on PYTHONPATH. It waits for the
-module with the engine and takes away how a state is put back, as somebody's mistake might.
+module with the engine and removes the restore of the state, as a bug might.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BROKEN = "refiner_core.training.engines.plain"
 
 
 class _Breaker(importlib.abc.MetaPathFinder):
-    """Finds that module as everybody does, and breaks it once it is there."""
+    """Finds that module as Python does, and breaks it once it is loaded."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
