@@ -43,6 +43,7 @@ from tests.support.real_rows import RL_ROWS, SFT_ROWS
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import NoJudge, train_rewarded
 
+ALL_ROWS = Path(__file__).parents[3] / "shared" / "data" / "scholarqa"
 #: The embedded model's shape (about 1M parameters), and one of 4 layers of 256 (about 4M).
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": TINY_SHAPE,
@@ -106,7 +107,10 @@ def real_mix(shape: str, prompts: int = 8, samples: int = 8) -> Work:
     """Lengths of real prompts and expert answers, a characters/4 estimate scaled down to 1/8, cut
     at an eighth of the shipped response length."""
     pools = []
-    for file, role in ((RL_ROWS, "user"), (SFT_ROWS, "assistant")):
+    for own, role in ((RL_ROWS, "user"), (SFT_ROWS, "assistant")):
+        file = (
+            ALL_ROWS / f"scholarqa_{own.name}" if ALL_ROWS.is_dir() else own
+        )  # the READMEs' figures: all rows
         turns = [
             t for line in file.read_text().splitlines() for t in json.loads(line)["conversations"]
         ]

@@ -58,7 +58,7 @@ COLOCATED = {**VLLM, "grpo.resources.gpus": 4, "grpo.rollout_server.colocate": T
         # GPUs of processes and servers
         ({"grpo.resources.gpus": 2, "grpo.nproc_per_node": 4}, "nproc_per_node=2"),
         ({**EIGHT_GPUS, "grpo.vllm_num_engines": 4, "grpo.nproc_per_node": 6}, "at most 4"),
-        ({**EIGHT_GPUS, "grpo.vllm_num_engines": 8}, "left to train on"),
+        ({**EIGHT_GPUS, "grpo.vllm_num_engines": 8}, "left for training"),
         (
             {**COLOCATED, "grpo.vllm_num_engines": 3, "grpo.vllm_tensor_parallel_size": 2},
             "engines` is 3, .*size` is 2, .*gpus` is 4 ",
