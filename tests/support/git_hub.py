@@ -3,19 +3,15 @@
     with LoopbackHub(tmp_path / "hub") as hub:
         environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_DISABLE_XET": "1"}
 
-``log`` lists the requests with their bytes; ``faults`` says which of them go wrong, and how. Large
-files (``*.safetensors``) take the LFS way and are refused where their SHA-256 is another. To try
-things by hand: ``python -m tests.support.git_hub [FOLDER]``.
+``log`` lists the requests with their bytes; ``faults`` says which of them fail, and how. Large
+files (``*.safetensors``) take the LFS way and are refused where their SHA-256 is another.
 """
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,20 +55,22 @@ class Request:
 
 @dataclass
 class Fault:
-    """What goes wrong: ``kind``, at request number ``at`` or wherever ``where`` says so.
+    """A failure of ``kind`` at request number ``at``, or at those that ``where`` selects.
 
     ``drop-before`` and ``drop-after`` cut the connection without an answer, before or after the
-    effect; ``answer`` refuses with ``status``, ``headers`` and ``says``; ``corrupt`` flips a bit of
-    the body; ``call`` only calls ``does`` before the request has its effect.
+    effect, ``cut`` after so many bytes of a GET's answer; ``answer`` refuses with ``status``,
+    ``headers`` and ``says``; ``corrupt`` flips a bit of the body; ``call`` only calls ``does``
+    before the request has its effect.
     """
 
-    kind: Literal["drop-before", "drop-after", "answer", "corrupt", "call"]
+    kind: Literal["drop-before", "drop-after", "cut", "answer", "corrupt", "call"]
     at: int | None = None
     where: Callable[[Request], bool] = lambda _: True
     times: float = 1
     status: int = 503
     headers: dict[str, str] = field(default_factory=dict)
     says: str = "try again"
+    after: int = 0
     does: Callable[[Request], object] = lambda _: None
 
     def meets(self, request: Request) -> bool:
@@ -93,8 +91,7 @@ class LoopbackHub:
         The requests so far.
     faults
         What is to go wrong; each is used up after its ``times``.
-    quota
-        Bytes of large files that the Hub has room for; None is no limit.
+
     """
 
     def __init__(self, root: Path) -> None:
@@ -114,14 +111,6 @@ class LoopbackHub:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    @property
-    def quota(self) -> int | None:
-        return self.api.quota
-
-    @quota.setter
-    def quota(self, room: int | None) -> None:
-        self.api.quota = room
 
     def account(self, token: str, name: str, **settings: Any) -> str:
         """Let ``token`` be one of ``name``; settings are those of :class:`git_hub_api.Account`."""
@@ -235,6 +224,11 @@ def _handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
             if kind == "drop-after":
                 return self._drop()
             request.status = answer.status
+            if fault and kind == "cut" and self.command == "GET":
+                answer.headers.setdefault("Content-Length", str(len(answer.body)))
+                answer.body = answer.body[: fault.after]
+                self._send(answer)
+                return self._drop()
             return self._send(answer)
 
         do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_one
@@ -263,22 +257,3 @@ def _handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(answer.body)
 
     return Handler
-
-
-def main() -> None:
-    """Serve a folder until Ctrl-C."""
-    with contextlib.ExitStack() as stack:
-        if len(sys.argv) > 1:
-            root = Path(sys.argv[1])
-        else:
-            root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        hub = stack.enter_context(LoopbackHub(root))
-        print(f"export HF_ENDPOINT={hub.url} HF_TOKEN={hub.token} HF_HUB_DISABLE_XET=1")
-        print(f"# owner {OWNER!r}, organisation {ORG!r}; repositories lie in {root}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                time.sleep(3600)
-
-
-if __name__ == "__main__":
-    main()

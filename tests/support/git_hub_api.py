@@ -20,8 +20,8 @@ import yaml
 
 from tests.support.git_store import GitStore, pointer_text
 
-_API = re.compile(r"/api/models/([^/]+/[^/]+)(?:/([^/]+)(?:/(.*))?)?$")
-_FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
+_API = re.compile(r"/api/(?:models|datasets)/([^/]+/[^/]+)(?:/([^/]+)(?:/(.*))?)?$")
+_FILE = re.compile(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 _LFS = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/(batch|verify|part|done|put)(?:/(\w+))?$")
 
 
@@ -243,18 +243,8 @@ class HubApi:
 
     def _commits(self, _: Request, repo_id: str, repo: Repo, rest: str) -> Answer:
         found = repo.git.history(self._commit_of(repo, rest))
-        return Answer.json(
-            [
-                {
-                    "id": commit,
-                    "title": message.splitlines()[0],
-                    "message": "",
-                    "authors": [],
-                    "date": "2023-11-14T22:13:20.000Z",
-                }
-                for commit, message in found
-            ]
-        )
+        same = {"message": "", "authors": [], "date": "2023-11-14T22:13:20.000Z"}
+        return Answer.json([{**same, "id": i, "title": m.splitlines()[0]} for i, m in found])
 
     def _file(self, request: Request, repo: Repo, revision: str, path: str) -> Answer:
         commit = self._commit_of(repo, revision)

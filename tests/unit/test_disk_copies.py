@@ -1,4 +1,4 @@
-"""What is published on a Hub may go from here, and what anybody still waits for may not."""
+"""Weights that a Hub has can be reclaimed; whatever a stage still waits for cannot."""
 
 from __future__ import annotations
 
@@ -127,7 +127,10 @@ def reclaim(workspace: Workspace) -> tuple[str, ...]:
 def test_exported_weights_go_once_the_hub_has_them_and_the_way_back_is_told(
     workspace: Workspace, hub: LoopbackHub, exported: Exported
 ) -> None:
-    before = len(hub.log)
+    before, where = len(hub.log), f"workspace={workspace.root}"
+    (row,) = json.loads(CliRunner().invoke(disk_command, [where, "--json"]).stdout)["published"]
+    assert (row["where"], row["revision"], row["commit"]) == ("hub", "step-2", exported.commit)
+    assert row["here_bytes"] >= MIB
     assert str(exported.weights.parent.parent) in reclaim(workspace)
     assert not exported.weights.exists()
     assert (exported.weights.parent / "config.json").exists(), "only weights are large"
@@ -137,6 +140,9 @@ def test_exported_weights_go_once_the_hub_has_them_and_the_way_back_is_told(
     assert note is not None
     damage = workspace.output_damage(exported.export) or ""
     assert f"{hub.url}/{REPO}/tree/step-2 (commit {exported.commit[:12]})" in damage
+    (row,) = json.loads(CliRunner().invoke(disk_command, [where, "--json"]).stdout)["published"]
+    assert row["here_bytes"] == 0
+    assert "hf download" in row["reclaimed"]
     command = note["way_back"]
     assert command in damage
     # What the message says works as it stands, in a shell with the user's token.
@@ -154,7 +160,13 @@ def test_exported_weights_go_once_the_hub_has_them_and_the_way_back_is_told(
     assert workspace.output_damage(exported.export) is None
 
 
-def test_one_copy_that_is_whole_is_enough(workspace: Workspace, exported: Exported) -> None:
+def test_only_a_verified_copy_with_a_commit_counts_and_one_is_enough(
+    workspace: Workspace, exported: Exported
+) -> None:
+    for change in ({"verified": False}, {"verified": True, "commit": None}):
+        finish_again(workspace, exported, **change)
+        assert not weights_go(workspace), change
+    finish_again(workspace, exported, commit=exported.commit)
     config = exported.plan.config
     plan = make_plan(replace(config, publish=replace(config.publish, files=("*.json",))), SOURCES)
     other = claim(workspace, plan, "publish-step2")
@@ -206,14 +218,6 @@ def test_our_token_goes_to_no_hub_but_the_one_that_is_configured(
     reclaim(workspace)
     assert hub.log == []
     assert exported.weights.exists()
-
-
-def test_what_was_not_verified_or_has_no_commit_counts_for_nothing(
-    workspace: Workspace, exported: Exported
-) -> None:
-    for change in ({"verified": False}, {"verified": True, "commit": None}):
-        finish_again(workspace, exported, **change)
-        assert not weights_go(workspace), change
 
 
 # ---------------------------------------------------------------- who still needs what
@@ -285,13 +289,16 @@ def steps_of(workspace: Workspace, stage_id: str) -> list[int]:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_held_checkpoint_stays_at_every_rank(workspace: Workspace, trained: bool) -> None:
+def test_a_held_checkpoint_stays(workspace: Workspace, trained: bool) -> None:
     plan, grpo = holding(workspace, 2)
     Holds(plan, workspace.layout).keep(())
     if trained:
         finish(workspace, grpo)
     reclaim(workspace)
     assert steps_of(workspace, grpo) == ([2] if trained else [2, 4])
+    assert [bool(h.idle) for h in read_holds(workspace)] == [True], "no run needs it"
+    workspace.layout.run(workspace.new_run_id("broken")).record.write_text("{")
+    assert [h.idle for h in read_holds(workspace)] == [""], "a run that cannot be read may"
 
 
 def test_a_hold_that_comes_between_the_plan_and_the_deletion_is_seen(
@@ -339,26 +346,3 @@ def test_a_cancelled_run_s_holds_go_with_a_reclaim_and_another_run_s_stay(
     assert f"The hold on step 1 of {grpo} was let go" in said
     assert steps_of(workspace, grpo) == [2, 4]
     assert [h.step for h in read_holds(workspace)] == [2]
-
-
-def test_no_hold_goes_while_a_run_s_record_cannot_be_read(workspace: Workspace) -> None:
-    plan, _ = holding(workspace, 2)
-    Holds(plan, workspace.layout).keep(())
-    assert [bool(h.idle) for h in read_holds(workspace)] == [True], "no run has it"
-    workspace.layout.run(workspace.new_run_id("broken")).record.write_text("{")
-    assert [h.idle for h in read_holds(workspace)] == [""]
-
-
-def test_disk_says_what_is_published_where_and_what_is_left_here(
-    workspace: Workspace, exported: Exported
-) -> None:
-    where = f"workspace={workspace.root}"
-    (row,) = json.loads(CliRunner().invoke(disk_command, [where, "--json"]).stdout)["published"]
-    assert (row["where"], row["revision"], row["commit"]) == ("hub", "step-2", exported.commit)
-    assert row["here_bytes"] >= MIB
-    shown = CliRunner().invoke(disk_command, [where]).output
-    assert f"{REPO}/tree/step-2 @ {exported.commit[:12]}" in shown
-    reclaim(workspace)
-    (row,) = json.loads(CliRunner().invoke(disk_command, [where, "--json"]).stdout)["published"]
-    assert row["here_bytes"] == 0
-    assert "hf download" in row["reclaimed"]

@@ -1,4 +1,4 @@
-"""Files on their way to the Hub: what is told of them, and what is held against their hashes."""
+"""Files that are sent to the Hub: progress, and the check of their hashes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from infra.hub import client
 from infra.hub.client import operations
 from infra.publishing import FileToPublish
-from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.types import Progress
 
 
@@ -55,22 +54,3 @@ def test_a_hash_that_nobody_else_checks_is_computed_as_the_file_is_read(tmp_path
 
     assert known(trusted=True) == [(False, True), (True, True)]
     assert known(trusted=False) == [(False, True), (True, False)]
-
-
-def test_a_file_that_was_replaced_is_noticed_before_or_after_it_was_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = stored(tmp_path, b"wanted")
-    told: list[Progress] = []
-    (one,) = operations([wanted], [], told.append, never, trusted=True)
-    one.check_sent()
-    assert [p.done for p in told] == [1]
-    monkeypatch.setattr(client, "READ_BYTES", 5)
-    (one,) = operations([wanted], [], told.append, never, trusted=False)
-    one.upload_info.sha256 = hashlib.sha256(b"other").digest()
-    with pytest.raises(StageFailed, match="other content"):
-        one.check_sent()
-    monkeypatch.setattr(client, "READ_BYTES", 6)
-    stored(tmp_path, b"other!")
-    with pytest.raises(StageFailed, match="other content"):
-        operations([wanted], [], told.append, never, trusted=False)

@@ -1,4 +1,4 @@
-"""What a card says is collected from records: the same records, the same card, at any time."""
+"""Facts of a card come from records: the same records give the same card at any time."""
 
 from __future__ import annotations
 
@@ -54,23 +54,30 @@ def card_of(run: RecordedRun, name: str, workspace: Workspace | None = None) -> 
 # ---------------------------------------------------------------- made again
 
 
-def test_a_card_is_made_again_from_records_byte_for_byte(tmp_path: Path) -> None:
-    run = finished_run(tmp_path / "runs")
-    for name in ("publish", "card"):
-        assert card_of(run, name) == run.report(name)["card"]
-    assert (run.published("card") / "README.md").read_text() == card_of(run, "card")
-
-
-def test_it_is_the_same_in_a_copy_of_the_workspace_and_after_other_runs(tmp_path: Path) -> None:
+def test_the_same_records_give_the_same_card(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "runs")
     before = card_of(run, "card")
+    for name in ("publish", "card"):
+        assert card_of(run, name) == run.report(name)["card"]
+    card = run.published("card") / "README.md"
+    assert card.read_text() == before
     RecordedRun(tmp_path / "runs", "seed=9")  # another call, and one of the same stages
     again = RecordedRun(tmp_path / "runs", "log_level=debug")
     assert again.stage("card").id == run.stage("card").id
-    assert card_of(run, "card") == before
+    written = card.stat().st_mtime_ns
+    shutil.rmtree(run.workspace.layout.stage(run.stage("card").id).control)
+    assert run.carry_out("card")["changed"] == []
+    assert card.stat().st_mtime_ns == written
     shutil.copytree(tmp_path / "runs", tmp_path / "copy")
     shutil.rmtree(tmp_path / "runs")
-    assert card_of(run, "card", Workspace.read_only(tmp_path / "copy")) == before
+    copy = Workspace.read_only(tmp_path / "copy")
+    assert card_of(run, "card", copy) == before
+    path = copy.layout.stage(run.stage("grpo").id).result
+    record = json.loads(path.read_text())
+    record["report"]["episodes"] = 4711
+    path.write_text(json.dumps(record))
+    assert "4711" not in before
+    assert "4711" in card_of(run, "card", copy)
 
 
 def test_a_proof_of_the_stage_is_told_in_its_card_and_one_of_another_stage_is_not(
@@ -95,7 +102,7 @@ def test_a_proof_of_the_stage_is_told_in_its_card_and_one_of_another_stage_is_no
     assert facts.records["proof"] == f"proofs/{stage.id}/proof.json"
 
 
-def test_what_is_published_makes_its_own_card_and_holds_nothing_private(tmp_path: Path) -> None:
+def test_published_evidence_makes_the_card_and_holds_nothing_private(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "runs", "description=Rows of /home/me/rows.jsonl", "seed=5")
     folder = run.published("card")
     text = (folder / "refiner.json").read_text()
@@ -109,21 +116,6 @@ def test_what_is_published_makes_its_own_card_and_holds_nothing_private(tmp_path
     assert str(tmp_path) not in text
     assert "/home/me" not in text
     assert evidence.fingerprint == run.stage("grpo").fingerprint
-
-
-def test_a_record_that_is_changed_changes_the_card(tmp_path: Path) -> None:
-    run = finished_run(tmp_path / "runs")
-    before = card_of(run, "card")
-    paths = run.workspace.layout.stage(run.stage("grpo").id)
-    record = json.loads(paths.result.read_text())
-    record["report"]["episodes"] = 4711
-    paths.result.write_text(json.dumps(record))
-    assert "4711" not in before
-    assert "4711" in card_of(run, "card")
-
-
-def test_every_fact_names_the_record_that_it_was_read_from(tmp_path: Path) -> None:
-    run = finished_run(tmp_path / "runs")
     facts = facts_of_stage(run.workspace, run.stage("card").id)
     assert len([k for k in facts.records if k.startswith("evaluations.")]) == len(facts.evaluations)
     for position, entry in enumerate(facts.evaluations):
@@ -131,7 +123,7 @@ def test_every_fact_names_the_record_that_it_was_read_from(tmp_path: Path) -> No
         found: Any = json.loads((run.workspace.root / path).read_text())
         for part in inside.split("."):
             found = found[int(part)] if part.isdigit() else found[part]
-        assert found["value"] == entry["value"]
+        assert found["value"] == entry["value"], "each fact names its record"
     for path in facts.records.values():
         assert (run.workspace.root / path.partition("#")[0]).exists(), path
 
@@ -179,18 +171,6 @@ def test_the_card_of_a_step_tells_that_training_had_died_when_it_was_published(
     run.begin("grpo")
     run.train("grpo")
     assert card_of(run, "publish-step2") == card, "it says what was so when it was published"
-
-
-def test_the_command_of_a_run_is_checked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = trained_run(tmp_path / "runs", *EVERY)
-    run.begin("grpo")
-    run.export(2)
-    first = run.carry_out("publish-step2")
-    monkeypatch.setattr("flows.publishing.lineage.reproduce", None)
-    run.train("grpo")
-    assert run.carry_out("publish")["made_with"]["command"] == first["made_with"]["command"]
 
 
 def test_each_step_has_numbers_of_its_own_and_the_last_one_tells_of_all(tmp_path: Path) -> None:
@@ -303,25 +283,6 @@ def test_a_local_file_is_named_without_its_folder_and_with_its_hash(tmp_path: Pa
     assert "private" not in card_of(run, "card")
 
 
-def test_a_recipe_of_ones_own_is_published_beside_the_card(tmp_path: Path) -> None:
-    from flows.running.calls import make_recipe_plan
-
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        f"include: tiny\nworkspace: {tmp_path}/runs\ngrpo: {{beta: 0.03, num_training_steps: 6}}\n"
-    )
-    run = RecordedRun(tmp_path / "runs", recipe=str(path))
-    run.data()
-    run.train("sft")
-    run.train("grpo")
-    run.carry_out("publish")
-    recipe = run.published("publish") / "recipe.yaml"
-    assert "refiner run recipe.yaml" in run.report("publish")["card"]
-    planned = make_recipe_plan(str(recipe))
-    assert planned.by_name["grpo"].fingerprint == run.stage("grpo").fingerprint
-    assert card_of(run, "publish") == run.report("publish")["card"]
-
-
 # ---------------------------------------------------------------- the best
 
 
@@ -357,30 +318,25 @@ def test_the_best_checkpoint_is_published_and_the_card_says_against_which(tmp_pa
     assert card_of(run, "publish-best") == report["card"]
 
 
-def test_of_equals_the_earlier_step_is_published(tmp_path: Path) -> None:
-    same = {"grpo-step2": 0.5, "grpo-step4": 0.5, "grpo": 0.5}
-    assert ready_to_choose(tmp_path / "runs", same).carry_out("publish-best")["step"] == 2
-
-
-def test_the_last_one_may_be_the_best(tmp_path: Path) -> None:
-    run = ready_to_choose(tmp_path / "runs", {"grpo-step2": 0.0, "grpo-step4": 0.5, "grpo": 1.0})
+@pytest.mark.parametrize(("qualities", "best"), [((0.5, 0.5, 0.5), 2), ((0.0, 0.5, 1.0), 6)])
+def test_of_equals_the_earlier_step_is_the_best(
+    tmp_path: Path, qualities: tuple[float, ...], best: int
+) -> None:
+    names = ("grpo-step2", "grpo-step4", "grpo")
+    run = ready_to_choose(tmp_path / "runs", dict(zip(names, qualities, strict=True)))
     report = run.carry_out("publish-best")
-    assert (report["step"], report["final"]) == (6, True)
+    assert (report["step"], report["final"]) == (best, best == 6)
 
 
-def test_numbers_of_two_protocols_choose_nothing(tmp_path: Path) -> None:
-    run = ready_to_choose(tmp_path / "runs", {"grpo-step2": 1.0, "grpo": 1.0})
-    run.evaluate("evaluate-grpo-step4", prompts=5)
-    with pytest.raises(
-        StageFailed, match=r"measured in several ways: step 2 by .*step 4 by .*step 6 by"
-    ):
-        run.carry_out("publish-best")
-
-
-def test_a_metric_that_nobody_measured_chooses_nothing(tmp_path: Path) -> None:
-    qualities = {"grpo-step2": 1.0, "grpo-step4": 1.0, "grpo": 1.0}
+def test_numbers_that_cannot_be_compared_choose_nothing(tmp_path: Path) -> None:
+    qualities = {"grpo-step2": 1.0, "grpo": 1.0}
     run = ready_to_choose(tmp_path / "runs", qualities, "publish.best_metric=oracle")
+    run.evaluate("evaluate-grpo-step4", quality=1.0)
     with pytest.raises(StageFailed, match=r"measured are: .*reward"):
+        run.carry_out("publish-best")
+    run = ready_to_choose(tmp_path / "other", qualities)
+    run.evaluate("evaluate-grpo-step4", prompts=5)
+    with pytest.raises(StageFailed, match="measured in several ways"):
         run.carry_out("publish-best")
 
 
@@ -422,26 +378,3 @@ def test_only_files_that_were_asked_for_go_along_and_a_model_is_whole(tmp_path: 
     half.train("grpo")
     with pytest.raises(StageFailed, match=r"tokenizer_config.json would not go along"):
         half.carry_out("publish")
-
-
-# ---------------------------------------------------------------- more than one card
-
-
-def test_publishing_again_never_takes_numbers_out_of_a_card(tmp_path: Path) -> None:
-    """The publish stage is made again (its folder was deleted) after the card had its numbers."""
-    run = finished_run(tmp_path / "runs")
-    with_numbers = (run.published("card") / "README.md").read_text()
-    shutil.rmtree(run.workspace.layout.stage(run.stage("publish").id).control)
-    report = run.carry_out("publish")
-    assert report["card_kept"]
-    assert (run.published("card") / "README.md").read_text() == with_numbers == report["card"]
-    assert run.workspace.output_damage(run.stage("card").id) is None
-
-
-def test_a_card_that_is_written_again_is_the_same(tmp_path: Path) -> None:
-    run = finished_run(tmp_path / "runs")
-    before = (run.published("card") / "README.md").stat().st_mtime_ns
-    shutil.rmtree(run.workspace.layout.stage(run.stage("card").id).control)
-    report = run.carry_out("card")
-    assert report["changed"] == []
-    assert (run.published("card") / "README.md").stat().st_mtime_ns == before

@@ -1,4 +1,4 @@
-"""A job that Slurm starts again goes on by itself, once; and a worker knows why it was stopped."""
+"""A job that Slurm restarts continues once; a worker knows the reason of each stop."""
 
 from __future__ import annotations
 
@@ -84,12 +84,6 @@ def outcome(workspace: Workspace, stage: PlannedStage, number: int) -> FailureCl
 # ---------------------------------------------------------------- which attempt
 
 
-def test_the_first_start_runs_what_it_was_told(workspace: Workspace, plan: Plan) -> None:
-    stage = plan.by_name["data"]
-    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
-    assert attempt_to_run(workspace, stage.id, 1, job(), silent) == 1
-
-
 def test_a_restart_closes_what_was_cut_short_and_claims_the_next(
     workspace: Workspace, stage: PlannedStage, plan: Plan
 ) -> None:
@@ -161,39 +155,36 @@ def test_what_an_orchestrator_decides_while_slurm_is_asked_holds(
     assert workspace.layout.stage(stage.id).attempt_numbers() == [1]
 
 
-def test_a_finished_stage_is_left_alone(workspace: Workspace, stage: PlannedStage) -> None:
-    result = StageResult(1, 1, "attempts/0001/output", (), {}, {}, 1.0, "t")
-    workspace.publish_result(stage.id, result)
-    with pytest.raises(AttemptClosed, match="it is done"):
-        attempt_to_run(workspace, stage.id, 1, job(1), silent)
-
-
-def test_a_stage_that_goes_on_in_another_job_is_left_alone(
-    workspace: Workspace, stage: PlannedStage, plan: Plan
-) -> None:
-    workspace.close_attempt(stage.id, 1, Outcome("preempted", "resume"))
-    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm", after=1))
-    submitted(workspace, stage, 2, job_id="8")
-    with pytest.raises(AttemptClosed, match="another job"):
-        attempt_to_run(workspace, stage.id, 1, job(1), silent)
-
-
-def test_an_attempt_that_was_asked_to_stop_is_not_taken_up_by_a_requeue(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
-    workspace.ask_stop(stage.id, 1, "cancelled", "refiner cancel")
-    with pytest.raises(AttemptClosed, match="asked to stop"):
-        attempt_to_run(workspace, stage.id, 1, job(1), silent)
-
-
-def test_an_attempt_that_an_orchestrator_gave_up_stays_given_up(
-    workspace: Workspace, plan: Plan
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ("done", "it is done"),
+        ("another job", "another job"),
+        ("stop asked", "asked to stop"),
+        ("given up", "gave it up"),
+    ],
+)
+def test_a_requeue_leaves_a_stage_alone_that_is_not_its_own_any_more(
+    workspace: Workspace, plan: Plan, before: str, message: str
 ) -> None:
     stage = plan.by_name["data"]
     workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
     submitted(workspace, stage, 1, job_id="7")
-    workspace.void_attempt(stage.id, 1)
-    with pytest.raises(AttemptClosed, match="gave it up"):
+    if before == "given up":
+        workspace.void_attempt(stage.id, 1)
+    else:
+        assert attempt_to_run(workspace, stage.id, 1, job(), silent) == 1
+        started(workspace, stage, 1)
+    if before == "done":
+        result = StageResult(1, 1, "attempts/0001/output", (), {}, {}, 1.0, "t")
+        workspace.publish_result(stage.id, result)
+    elif before == "another job":
+        workspace.close_attempt(stage.id, 1, Outcome("preempted", "resume"))
+        workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm", after=1))
+        submitted(workspace, stage, 2, job_id="8")
+    elif before == "stop asked":
+        workspace.ask_stop(stage.id, 1, "cancelled", "refiner cancel")
+    with pytest.raises(AttemptClosed, match=message):
         attempt_to_run(workspace, stage.id, 1, job(1), silent)
 
 
@@ -360,36 +351,26 @@ def test_slurm_is_asked_whose_signal_it_was(facts: str, number: int, failure: Fa
     assert "job 7" in found.message
 
 
-def test_a_goodbye_on_the_way_back_into_the_queue_knows_a_failed_node() -> None:
-    def ask(command: Sequence[str]) -> str:
+def test_slurm_facts_are_those_of_this_job_and_this_restart() -> None:
+    def failed_node(command: Sequence[str]) -> str:
         return "NODE_FAIL\nPENDING\n" if command[0] == "sacct" else f"JobId=7 {REQUEUED}"
 
-    assert why_stopped(job(0), signal.SIGTERM, None, ask).failure == "node_failure"
-
-
-def test_a_restarted_job_does_not_take_its_own_restart_for_a_new_one() -> None:
+    assert why_stopped(job(0), signal.SIGTERM, None, failed_node).failure == "node_failure"
     text = f"JobId=7 {CANCELLED.replace('Restarts=0', 'Restarts=3')}"
     assert why_stopped(job(3), signal.SIGTERM, None, lambda _: text).failure == "cancelled"
-
-
-def test_of_an_arrays_tasks_only_the_jobs_own_line_counts() -> None:
+    assert why_stopped(None, signal.SIGINT, None).failure == "interrupted", "outside of Slurm"
     text = f"JobId=8 ArrayJobId=7 {RUNNING}\nJobId=7 ArrayJobId=7 {CANCELLED}\n"
     assert job_facts(text, "7")["JobState"] == "COMPLETING"
     assert job_facts(text, "9") == {}
 
 
-@pytest.mark.parametrize("failure", ["interrupted", "cancelled"])
-def test_what_our_own_side_has_said_comes_before_what_slurm_says(failure: FailureClass) -> None:
+def test_a_request_of_refiner_outweighs_the_facts_of_slurm() -> None:
     def never(_command: Sequence[str]) -> str:
-        raise AssertionError("nobody need be asked")
+        raise AssertionError("Slurm need not be asked")
 
-    asked = {"reason": "refiner cancel by ana", "failure": failure}
-    expected = Why(failure, "refiner cancel by ana")
+    asked = {"reason": "refiner cancel by ana", "failure": "cancelled"}
+    expected = Why("cancelled", "refiner cancel by ana")
     assert why_stopped(job(0), signal.SIGTERM, asked, never) == expected
-
-
-def test_outside_of_slurm_a_signal_is_an_interruption() -> None:
-    assert why_stopped(None, signal.SIGINT, None).failure == "interrupted"
 
 
 @pytest.mark.parametrize("command", [("false",), ("no-such-command",)])
@@ -437,27 +418,19 @@ def test_the_last_word_names_class_step_and_who_asked(
     assert "by ana: stopped after step 4" in found.outcome.message
 
 
-def test_a_note_beside_the_attempt_is_enough_where_no_signal_gets_through(
+def test_a_note_beside_the_attempt_stops_it_without_a_signal(
     run: Callable[[], AttemptRun], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infra.attempt.stage_io.INTERVAL_S", 0.01)
-    attempt = run()
-    with attempt:
+    with run() as attempt:
         workspace.ask_stop(attempt.stage_id, 1, "interrupted", "Ctrl-C")
         for _ in range(500):
             if attempt.io.should_stop():
                 break
             threading.Event().wait(0.01)
         assert attempt.io.should_stop()
-
-
-def test_an_error_after_a_request_to_stop_is_its_consequence_and_no_bug(
-    run: Callable[[], AttemptRun],
-) -> None:
-    with run() as attempt:
-        os.kill(os.getpid(), signal.SIGTERM)
         found = attempt.fail(RuntimeError("a data worker was killed by signal: Terminated"))
-    assert (found.failure, found.decision) == ("interrupted", "resume")
+    assert (found.failure, found.decision) == ("interrupted", "resume"), "no bug"
     assert "data worker" in found.message
 
 
