@@ -1,17 +1,24 @@
-"""An attempt from its claim to its last word, in one process, on a disk that may go wrong.
+"""An attempt from its claim to its end, in one process, on a disk whose operations may fail.
 
 python -m tests.support.one_life WORKSPACE K     killed (SIGKILL) at operation K
 """
 
 from __future__ import annotations
 
+import logging
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from infra.attempt.attempt import AttemptRun
+from infra.disk import keeper
+from infra.host import files
 from infra.jobs.signals import attempt_to_run, job_of
+from infra.store import provenance
 from infra.store.checkpoints import CheckpointStore
 from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Claim, Workspace
@@ -26,6 +33,20 @@ from tests.support.plans import OWNER, small_plan
 TOLD = {"steps": 3, "step_s": 0.0, "bytes": 100}
 PLAN = small_plan("data", "sft", disk=DiskConfig(probe="statvfs", hold_s=0.0))
 STAGE: PlannedStage = PLAN.by_name["data"]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No pauses, no list of distributions, small probes, no log lines; signals restored."""
+    monkeypatch.setattr(provenance, "versions", dict)
+    monkeypatch.setattr(keeper, "FLOOR_BYTES", 4096)
+    monkeypatch.setattr(files, "_PAUSES_S", (0.0, 0.0, 0.0))
+    logging.disable(logging.CRITICAL)
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    logging.disable(logging.NOTSET)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def one_life(

@@ -1,4 +1,4 @@
-"""Recipes and overrides: what a user types, and what is said when it cannot be meant."""
+"""Recipes and overrides: values that are read, and values that are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from refiner_core.contract.loading import (
     apply_overrides,
     load_recipe,
     parse_config,
-    warn_former,
 )
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.recipes import shipped_recipes
@@ -77,15 +76,8 @@ def test_the_answer_only_recipe_has_every_value_of_its_card() -> None:
 def test_the_successor_differs_from_the_seed_in_the_static_rubrics_only() -> None:
     seed, successor = load_recipe("refiner-gpt54"), load_recipe("refiner-instance-only")
     assert successor.reward.instance_rubrics_only is True
-    same = replace_fields(
-        successor,
-        {
-            "reward.instance_rubrics_only": False,
-            "recipe": seed.recipe,
-            "description": seed.description,
-        },
-    )
-    assert same == seed
+    named = {"recipe": seed.recipe, "description": seed.description}
+    assert replace_fields(successor, {"reward.instance_rubrics_only": False, **named}) == seed
 
 
 def test_overrides_are_typed() -> None:
@@ -99,7 +91,6 @@ def test_overrides_are_typed() -> None:
     [
         ("grpo.betta=1", r"no field 'grpo.betta'.* Did you mean 'grpo.beta'\?"),
         ("beta=1", r"Did you mean 'grpo.beta'\?"),
-        ("grpoo.beta=1", r"Did you mean 'grpo.beta'\?"),
         ("grpo.beta=high", r"`grpo.beta` is 'high'.*a number"),
         ("grpo.save_freq=2.5", r"`grpo.save_freq` is 2.5.*a whole number"),
         ("seed=true", r"`seed` is True.*a whole number"),
@@ -108,14 +99,10 @@ def test_overrides_are_typed() -> None:
         ("stages=data", r"a list"),
         ("grpo=3", r"a mapping of fields"),
         ("grpo.health=off", r"Section `grpo.health` is False.*a mapping of fields"),
-        ("judge=0", r"Section `judge` is 0.*a mapping of fields"),
         ("sft.nproc_per_node=off", r"`sft.nproc_per_node` is False"),
         ("nonsense", r"not of the form key=value"),
-        ("=3", r"not of the form key=value"),
         ("seed=${nowhere}", r"cannot be resolved"),
-        ("nonsense", r"^(?!.*cannot be resolved)"),
         ("description=a: b: c", r"is not YAML.*description='\"…\"'"),
-        ("description='", r"is not YAML"),
         ("model.revision=1234567", r"`model.revision` is 1234567.*'\"1234567\"'"),
         ("evaluate.models=[sft,sftt]", r"one of base, sft, rft, grpo"),
     ],
@@ -135,10 +122,6 @@ def test_every_value_that_does_not_fit_is_named_at_once() -> None:
     assert said.count("`grpo.beta`") == 1, "once"
 
 
-def test_yaml_s_bare_off_is_a_word_where_a_field_takes_it() -> None:
-    assert load_recipe("tiny", ["grpo.health.loss_spike=off"]).grpo.health.loss_spike == "off"
-
-
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -153,19 +136,11 @@ def test_yaml_s_bare_off_is_a_word_where_a_field_takes_it() -> None:
         ("data.rl_path=null", "`data.rl_path` is null"),
         ("publish.repo_id=a/{date}", "no placeholders but"),
         ("data.validation_fraction=1", r"a share below 1"),
-        ("publish.repo_id=a}b", "no placeholders but"),
         ("publish.repo_id=../../etc/x", r"none of them empty, `\.`"),
         ("publish.repo_id=/etc/x", r"none of them empty, `\.`"),
         ("recipe=a/../../..", r"none of them empty, `\.`"),
-        ("evaluate.max_prompts=0", "at least 1"),
-        ("data.max_rl_rows=-5", "at least 1"),
-        ("sft.max_train_steps=0", "at least 1"),
         ("dispatch.retries.hung=-3", "-1 for no limit"),
-        ("sft.num_train_epochs=0", "above zero"),
         ("grpo.top_p=0", "above zero"),
-        ("grpo.warmup_ratio=5", "a share between 0 and 1"),
-        ("sft.resources.cpus=0", "at least 1"),
-        ("dispatch.heartbeat_timeout_s=-1", "above zero"),
         ("evaluate.models=[]", "at least one"),
         ("evaluate.decoding=[greedy,greedy]", "each at most once"),
     ],
@@ -182,19 +157,16 @@ def test_a_key_in_place_of_its_variable_is_refused_and_not_repeated() -> None:
     assert "canary" not in str(refused.value)
 
 
-def test_an_unknown_recipe_is_answered_with_those_there_are() -> None:
-    with pytest.raises(ConfigurationError, match=r"Did you mean 'tiny'\?.*refiner-gpt54"):
-        load_recipe("tinny")
-    with pytest.raises(ConfigurationError, match=r"no recipe file nowhere/x\.yaml"):
-        load_recipe("nowhere/x.yaml")
-
-
 def test_a_recipe_of_ones_own_may_include_a_shipped_one(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("include: tiny\nseed: 5\ngrpo: {beta: 0.25}\n")
     c = load_recipe(str(mine), ["grpo.save_freq=3"])
     assert (c.recipe, c.seed, c.grpo.beta, c.grpo.save_freq) == ("mine", 5, 0.25, 3)
     assert c.grpo.num_unique_prompts_rollout == 8
+    with pytest.raises(ConfigurationError, match=r"Did you mean 'tiny'\?.*refiner-gpt54"):
+        load_recipe("tinny")
+    with pytest.raises(ConfigurationError, match=r"no recipe file nowhere/x\.yaml"):
+        load_recipe("nowhere/x.yaml")
 
 
 @pytest.mark.parametrize("override", [(), ("grpo=",), ("grpo.resources=",)])
@@ -236,17 +208,6 @@ def test_recipe_files_that_cannot_be_read(tmp_path: Path, text: str, says: str) 
         load_recipe(str(path))
 
 
-def test_a_configuration_survives_its_record() -> None:
-    config = load_recipe("refiner-gpt54", ["grpo.stop_strings=['</answer>']"])
-    assert parse_config(to_json(config)) == config
-    assert isinstance(config, RecipeConfig)
-
-
-def test_a_command_in_an_error_is_a_sentence_unless_it_comes_last() -> None:
-    error = ConfigurationError("There is no `sbatch`", expected="it on PATH", fix="run `refiner`")
-    assert str(error) == "There is no `sbatch`. Expected it on PATH. To mend it: run `refiner`"
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -280,9 +241,3 @@ def test_word_overlap_never_goes_under_a_models_name(overrides: list[str], says:
     """Who forgets one of the two fields would publish numbers of a judge that was never asked."""
     with pytest.raises(ConfigurationError, match=says):
         check_config(load_recipe("tiny", overrides))
-
-
-def test_a_way_of_weights_that_is_gone_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    warn_former.cache_clear()
-    load_recipe("refiner-gpt54", ["grpo.rollout_server.weight_transfer=nccl"])
-    assert "files in memory" in caplog.text

@@ -52,13 +52,18 @@ def test_a_number_that_is_used_again_and_another_boot_are_other_processes(
     assert found.wait_gone(10), "also while nobody has asked for its exit code"
 
 
-def test_what_older_versions_have_recorded_is_still_understood(
-    sleeper: subprocess.Popen[bytes],
+def test_without_a_boot_id_the_clock_identifies_a_process(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Older versions have recorded none."""
     began = psutil.Process(sleeper.pid).create_time()
     host = ProcessId.of().host
     assert ProcessId.parse(f"{host}:{sleeper.pid}:{began:.2f}").alive
     assert not ProcessId.parse(f"{host}:{sleeper.pid}:{began - HOUR_S:.2f}").alive
+    monkeypatch.setattr(processes, "_BOOT_ID", tmp_path / "none")
+    found = ProcessId.of(sleeper.pid)
+    assert "@" not in str(found)
+    assert found.alive
 
 
 def test_a_process_that_cannot_be_looked_at_is_not_gone(
@@ -77,15 +82,6 @@ def test_a_process_that_cannot_be_looked_at_is_not_gone(
     assert found.alive
 
 
-def test_without_a_name_for_the_boot_the_clock_must_do(
-    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(processes, "_BOOT_ID", tmp_path / "none")
-    found = ProcessId.of(sleeper.pid)
-    assert "@" not in str(found)
-    assert found.alive
-
-
 def test_one_that_ends_while_it_is_to_be_killed_is_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -97,43 +93,25 @@ def test_one_that_ends_while_it_is_to_be_killed_is_no_error(
     found.kill_group()
 
 
-def test_a_local_job_is_killed_and_one_of_another_host_with_its_number_is_not(
+def test_a_local_job_is_seen_and_killed_only_where_it_ran(
     sleeper: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     workspace = Workspace.open(tmp_path / "ws")
     stage = claim(workspace, small_plan("data"), "data")
-    record = workspace.read_record(stage.id)
-    assert record is not None
-    here = ProcessId.of(sleeper.pid)
-    dispatcher = LocalDispatcher(workspace)
-
-    def kill(process: ProcessId) -> bool:
-        started = {"process": str(process)}
-        return dispatcher.kill(OpenAttempt(AttemptRef(stage.id, 1), record.attempts[0], started))
-
-    assert kill(replace(here, host="elsewhere")), "its fence must do"
-    assert sleeper.poll() is None
-    assert kill(here)
-    assert sleeper.wait(30) == -signal.SIGKILL
-
-
-def test_a_local_job_is_dead_only_if_it_ran_here(
-    sleeper: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
-    workspace = Workspace.open(tmp_path / "ws")
-    stage = claim(workspace, small_plan("data"), "data")
-    record = workspace.read_record(stage.id)
-    assert record is not None
-    here = ProcessId.of(sleeper.pid)
-    dispatcher = LocalDispatcher(workspace)
-
-    def sight(process: ProcessId | None) -> str:
-        started = None if process is None else {"process": str(process)}
-        ref = AttemptRef(stage.id, 1)
-        return dispatcher.look([OpenAttempt(ref, record.attempts[0], started)])[ref].sight
-
+    attempt, ref = workspace.read_attempt(stage.id, 1), AttemptRef(stage.id, 1)
+    dispatcher, here = LocalDispatcher(workspace), ProcessId.of(sleeper.pid)
     elsewhere = replace(here, host="elsewhere")
-    assert [sight(p) for p in (here, elsewhere, None)] == ["live", "unknown", "unknown"]
-    sleeper.kill()
-    sleeper.wait()
-    assert [sight(p) for p in (here, elsewhere, None)] == ["dead", "unknown", "unknown"]
+
+    def job(process: ProcessId | None) -> OpenAttempt:
+        started = None if process is None else {"process": str(process)}
+        return OpenAttempt(ref, attempt, started)
+
+    def sights() -> list[str]:
+        return [dispatcher.look([job(p)])[ref].sight for p in (here, elsewhere, None)]
+
+    assert sights() == ["live", "unknown", "unknown"]
+    assert dispatcher.kill(job(elsewhere)), "only its fence stops it"
+    assert sleeper.poll() is None
+    assert dispatcher.kill(job(here))
+    assert sleeper.wait(30) == -signal.SIGKILL
+    assert sights() == ["dead", "unknown", "unknown"]

@@ -33,6 +33,7 @@ def test_round_trip() -> None:
 def test_keys_of_a_newer_version_are_ignored_and_missing_ones_are_not() -> None:
     data = to_json(ATTEMPT)
     assert from_json(Attempt, {**data, "mood": "good"}) == ATTEMPT
+    assert from_json(Attempt, {**data, "seconds": 3}).seconds == 3, "a whole number is a number"
     del data["comment"]
     with pytest.raises(TypeError, match="comment"):
         from_json(Attempt, data)
@@ -43,11 +44,7 @@ def test_keys_of_a_newer_version_are_ignored_and_missing_ones_are_not() -> None:
     [
         ("number", "one"),
         ("number", True),
-        ("comment", 5),
         ("executor", None),
-        ("owner", []),
-        ("claimed_at", {}),
-        ("seconds", "long"),
         ("outcome", "gone"),
         ("outcome", {"failure": 3, "decision": "stop"}),
     ],
@@ -56,19 +53,3 @@ def test_a_value_of_another_type_is_named_where_it_is_read(key: str, value: obje
     """And not where somebody works with it, in another process, hours later."""
     with pytest.raises(TypeError, match=f"Attempt.{key}"):
         from_json(Attempt, {**to_json(ATTEMPT), key: value})
-
-
-def test_a_whole_number_is_a_number() -> None:
-    assert from_json(Attempt, {**to_json(ATTEMPT), "seconds": 3}).seconds == 3
-
-
-@pytest.mark.parametrize(
-    ("record", "state"),
-    [
-        (StageRecord(SPEC), "absent"),
-        (StageRecord(SPEC, (ATTEMPT,)), "claimed"),
-        (StageRecord(SPEC, (ATTEMPT,), RESULT), "done"),
-    ],
-)
-def test_state(record: StageRecord, state: str) -> None:
-    assert record.state == state

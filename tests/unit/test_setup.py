@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.lint.source import PACKAGES, ROOT
-from tests.support.lock import requirements
 
 #: Stands for python, in a new environment too: notes what is asked; may lack a CPU build.
 PYTHON = """#!/bin/sh
@@ -46,16 +45,14 @@ def test_without_a_gpu_torch_is_a_cpu_build(tmp_path: Path) -> None:
     assert asked[1:] == ["--constraint constraints.txt --editable .[dev]"]
 
 
-def test_with_a_gpu_torch_is_what_the_index_has(tmp_path: Path) -> None:
-    asked, _ = setup(tmp_path, f"NVIDIA={tmp_path}")
-    assert asked[0] == "--constraint constraints.txt torch"
-
-
-def test_where_there_is_no_cpu_build_it_says_what_that_costs(tmp_path: Path) -> None:
-    asked, printed = setup(tmp_path, "NVIDIA=/nonexistent", no_cpu_build=True)
-    assert asked[1] == "--constraint constraints.txt torch"
-    assert "several GB" in printed
-    assert "TORCH_INDEX=URL" in printed
+@pytest.mark.parametrize("gpu", [True, False])
+def test_with_a_gpu_or_no_cpu_build_torch_is_the_one_of_the_index(
+    tmp_path: Path, gpu: bool
+) -> None:
+    nvidia = f"NVIDIA={tmp_path if gpu else '/nonexistent'}"
+    asked, printed = setup(tmp_path, nvidia, no_cpu_build=not gpu)
+    assert "--constraint constraints.txt torch" in asked[:2]
+    assert ("TORCH_INDEX=URL" in printed) is not gpu
 
 
 def test_ci_installs_what_is_locked_and_nothing_besides(tmp_path: Path) -> None:
@@ -68,24 +65,11 @@ def test_ci_installs_what_is_locked_and_nothing_besides(tmp_path: Path) -> None:
 
 
 def test_the_lock_has_the_tested_versions() -> None:
-    locked = dict(
-        re.findall(
-            r"^(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}$",
-            (ROOT / "requirements.lock").read_text(),
-            re.MULTILINE,
-        )
-    )
-    tested = dict(
-        re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    )
+    lock, tests = ((ROOT / n).read_text() for n in ("requirements.lock", "constraints.txt"))
+    locked = dict(re.findall(r"(?m)^(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}$", lock))
+    tested = dict(re.findall(r"(?m)^(\S+)==(\S+)$", tests))
     other = {n: v for n, v in locked.items() if v.removesuffix("+cpu") != tested.get(n, v)}
     assert not other
-
-
-def test_a_package_without_a_hash_is_not_locked() -> None:
-    item = {"metadata": {"name": "a", "version": "1"}, "download_info": {"url": "x"}}
-    with pytest.raises(ValueError, match="no sha256 of a 1"):
-        requirements({"install": [item]})
 
 
 def test_what_is_imported_is_declared() -> None:
