@@ -105,7 +105,6 @@ def test_a_quota_that_is_full_to_the_last_byte_can_still_be_cleared(quota: Quota
         (quota.folder / "one more").write_bytes(os.urandom(MIB))
     keeper = DiskKeeper(workspace, QUICK)
     done = keeper.make_room(4 * MIB, AttemptRef(stage.id, 1))
-    assert done is not None
     assert done.bytes >= 8 * MIB
     assert [c.step for c in store.complete()] == [10]
     (quota.folder / "one more").write_bytes(os.urandom(4 * MIB))

@@ -181,7 +181,6 @@ def test_a_source_that_has_changed_since_its_stage_is_not_published(
     """A Hub knows no SHA-256 of small files and would not notice."""
     wanted = publication(tmp_path, 50)
     source = next(f.source for f in wanted.files if f.name == name)
-    assert source is not None
     for data in (source.read_bytes()[::-1], b"x"):
         source.write_bytes(data)
         with pytest.raises(StageFailed, match=name):
@@ -346,7 +345,6 @@ def test_a_transfer_that_checks_no_hashes_is_checked_by_what_it_has_read(
     assert max(p.done for p in told) == 3
     replaced = publication(tmp_path, 100, files=files | {"model-2.safetensors": b"new" * 33})
     source = replaced.files[2].source
-    assert source is not None
     source.write_bytes(b"old" * 33)
     with pytest.raises(StageFailed, match=r"model-2\.safetensors has other content"):
         target(hub).publish(replaced)

@@ -89,7 +89,6 @@ def test_an_export_has_the_bytes_that_training_would_have_left(
     published: Finished, workspace: Path, tmp_path: Path
 ) -> None:
     grpo = Stage(workspace, "grpo")
-    assert grpo.folder is not None
     config = from_json(
         RecipeConfig, json.loads((grpo.attempts[-1] / "intent.json").read_text())["config"]
     )

@@ -118,7 +118,6 @@ class Going:
         started = self.workspace.read_control(
             self.workspace.layout.attempt(stage_id, number).started
         )
-        assert started is not None
         ProcessId.parse(started["process"]).kill_group()
 
 

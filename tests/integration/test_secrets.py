@@ -1,5 +1,5 @@
-"""Tokens and keys stay in the environment: nothing that a run writes, prints or shows in its
-command lines has them, whatever a Hub or a judge says back."""
+"""Tokens and keys stay in the environment: no file, output or command line of a run has them,
+whatever a Hub or a judge answers."""
 
 from __future__ import annotations
 
@@ -193,31 +193,6 @@ def test_a_published_run_leaves_no_secret_anywhere_not_even_when_it_is_killed(
     assert canaries.in_bytes(sent, "what was published") == []
     assert canaries.below(everywhere, Path(os.environ["HF_HOME"]).parent) == []
     assert canaries.seen == set(), "command lines are for everybody to read"
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        'judge.extra_body={{"headers": {{"x-api-key": "{secret}"}}}}',
-        'judge.extra_body={{"user": "hf_{secret}"}}',
-        "judge.base_url=http://127.0.0.1:9/v1?key={secret}",
-        "judge.serve.args=[--api-key,{secret}]",
-        "command.env=[PROXY_PASS={secret}]",
-    ],
-)
-def test_a_secret_among_the_settings_is_refused_before_anything_is_written(
-    setting: str, tmp_path: Path
-) -> None:
-    planted = Canaries({"planted": secrets.token_hex(16)})
-    override = setting.format(secret=planted.values["planted"])
-    judge = ("judge.kind=openai", "judge.model=x", "judge.base_url=http://127.0.0.1:9/v1")
-    for command in ("plan", "run"):
-        said = refiner(command, "tiny", f"workspace={tmp_path / 'runs'}", *judge, override)
-        assert said.code == 2, said.stderr
-        assert f"`{override.partition('=')[0]}`" in said.stderr
-        assert "To mend it: " in said.stderr
-        assert planted.told(said) == []
-    assert planted.below(tmp_path) == []
 
 
 def messages(hub: LoopbackHub) -> list[bytes]:

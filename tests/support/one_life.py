@@ -90,7 +90,6 @@ def story(root: Path, stage: PlannedStage = STAGE) -> Story:
     """The story of a stage that is done."""
     workspace = Workspace.read_only(root)
     result = workspace.read_result(stage.id)
-    assert result is not None
     paths = workspace.layout.attempt(stage.id, result.attempt)
     return Story(
         [tuple(line) for line in read_metrics(paths.metrics)],
@@ -119,7 +118,6 @@ def go_on(root: Path, stage: PlannedStage = STAGE) -> None:
         before = store(workspace, stage).latest()
         assert one_life(root, len(attempts), stage) == 0
         newest = workspace.read_attempt(stage.id, len(attempts) + 1)
-        assert newest is not None
         assert newest.resumed_from_step == (None if before is None else before.step)
 
 

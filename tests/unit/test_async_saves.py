@@ -101,7 +101,6 @@ class Training:
 
     def wait_for_save(self) -> None:
         """Until the thread has ended, without telling the boundary."""
-        assert self.edge._under_way is not None
         futures.wait([self.edge._under_way[1]], PATIENCE_S)
 
     def saved(self, step: int) -> tuple[str, str]:

@@ -47,7 +47,6 @@ def test_the_newest_is_found_by_number_and_knows_its_attempt(folder: Path) -> No
     for attempt, step in ((1, 9), (2, 10), (3, 123_456_789)):
         save(CheckpointStore(folder, attempt, keep=9), step)
     latest = CheckpointStore(folder, 4).latest()
-    assert latest is not None
     assert (latest.step, latest.attempt) == (123_456_789, 3)
     assert (latest.path / "sub" / "state.bin").read_text() == "state"
 
@@ -91,7 +90,6 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(
     else:
         (newest / "sub" / "state.bin").unlink()
     latest = CheckpointStore(folder, 2).latest()
-    assert latest is not None
     assert latest.step == 1
     assert step_name(2) in caplog.text
     save(CheckpointStore(folder, 2), 2, "state again")

@@ -113,7 +113,6 @@ def test_the_one_before_is_gone_on_from_and_the_damaged_one_is_named(
     left = sorted(p.name for p in newest.iterdir() if p.name not in (MARKER, DAMAGED))
     io = make_io(workspace, stage, 2)
     found = io.latest_checkpoint()
-    assert found is not None
     assert found.step == 2
     assert str(newest) in caplog.text
     still = sorted(p.name for p in newest.iterdir() if p.name not in (MARKER, DAMAGED))
@@ -122,7 +121,6 @@ def test_the_one_before_is_gone_on_from_and_the_damaged_one_is_named(
     train(make_io(workspace, stage, 3), 4)
     again = make_io(workspace, stage, 4)
     found = again.latest_checkpoint()
-    assert found is not None
     assert (found.step, (newest / WEIGHTS).read_bytes()[:20]) == (4, b"model.safetensors 4 ")
     lines = read_metrics(workspace.layout.attempt(stage.id, 4).metrics)
     assert [line.step for line in lines] == list(range(1, 5))
@@ -159,7 +157,6 @@ def test_no_older_one_goes_before_a_save_while_the_newest_is_damaged(
     with pytest.raises(RuntimeError), io.new_checkpoint(6):
         raise RuntimeError("the disk is full")
     found = make_io(workspace, stage, 3).latest_checkpoint()
-    assert found is not None
     assert found.step == 2
 
 
@@ -173,7 +170,6 @@ def test_where_room_is_short_no_older_one_goes_while_the_newest_is_damaged(
     flip_a_bit(checkpoints / step_name(4))
     assert carry_out(workspace, plan).items == ()
     found = make_io(workspace, stage, 2).latest_checkpoint()
-    assert found is not None
     assert found.step == 2
 
 
@@ -200,7 +196,6 @@ def test_logs_after_a_skipped_checkpoint_are_dropped(
     assert newest is not None
     io.pass_over(newest, "it cannot be read")
     found = io.latest_checkpoint()
-    assert found is not None
     assert (found.step, io.resumed_step) == (2, 2)
     paths = workspace.layout.attempt(stage.id, 2)
     assert [m.step for m in read_metrics(paths.metrics)] == list(range(1, 3))
@@ -244,5 +239,4 @@ def test_checkpoints_that_cannot_be_read_just_now_are_no_reason_to_start_anew(
             io.latest_checkpoint()
         io = make_io(workspace, stage, 2)
     found = io.latest_checkpoint()
-    assert found is not None
     assert found.step == 4

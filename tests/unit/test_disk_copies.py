@@ -137,7 +137,6 @@ def test_exported_weights_go_once_the_hub_has_them_and_the_way_back_is_told(
     asked = {r.path for r in hub.log[before:]} - REGISTRY
     assert asked == {f"/api/models/{REPO}/tree/{exported.commit}"}
     note = read_reclaimed(workspace.layout.stage(exported.export))
-    assert note is not None
     damage = workspace.output_damage(exported.export) or ""
     assert f"{hub.url}/{REPO}/tree/step-2 (commit {exported.commit[:12]})" in damage
     (row,) = json.loads(CliRunner().invoke(disk_command, [where, "--json"]).stdout)["published"]

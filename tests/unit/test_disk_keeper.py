@@ -516,7 +516,6 @@ def test_published_weights_are_deleted_with_a_note_of_where_they_are(
     assert not (weights / "model.safetensors").exists()
     assert (weights / "config.json").exists(), "only weights are large"
     note = read_reclaimed(workspace.layout.stage(sft))
-    assert note is not None
     assert note["copy"] == str(target)
     assert [f["path"] for f in note["files"]] == ["model/model.safetensors"]
     assert str(target) in (reclaimed_text(workspace.layout.stage(sft)) or "")

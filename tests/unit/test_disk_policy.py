@@ -196,7 +196,6 @@ def test_whatever_lies_there_the_protected_stays(
             assert own == []
         weights = [c for c in own if c.weights is not None]
         if weights:
-            assert about.weights is not None
             assert about.done
             assert about.weights.copy
             assert not about.leased

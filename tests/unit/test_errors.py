@@ -100,7 +100,6 @@ def wrong_command(text: str) -> str | None:
         if found is None:
             return f"there is no `{words[0]}` below `{command.name}`"
         command, words = found, words[1:]
-    assert command is not None
     arguments = [p for p in command.params if isinstance(p, click.Argument)]
     choices = [p.type.choices for p in arguments if isinstance(p.type, click.Choice)]
     if choices and words and re.fullmatch(r"[a-z-]+", words[0]) and words[0] not in choices[0]:

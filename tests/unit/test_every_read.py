@@ -84,7 +84,6 @@ def check_nothing_is_lost(root: Path, code: int | None) -> None:
             json.loads(path.read_text())
     assert list(root.rglob(DAMAGED)) == []
     record = Workspace.read_only(root).read_record(STAGE.id)
-    assert record is not None
     last = record.attempts[-1]
     if record.result is not None:
         assert last.outcome == Outcome("none", "finish")
@@ -176,7 +175,6 @@ def test_an_error_after_the_result_does_not_fail_a_finished_stage(
         except OSError as error:
             run.fail(error)
     record = workspace.read_record(STAGE.id)
-    assert record is not None
     assert record.state == "done"
     assert record.attempts[-1].outcome == Outcome("none", "finish")
 

@@ -1,5 +1,4 @@
-"""A model that has not given a single well-formed answer is told of, and is not published unless
-somebody says so: its stages have done what they were to do."""
+"""A model without a single well-formed answer: a warning, and no publication unless asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from flows.running.console import Console, state_line
 from flows.running.status import Watcher
 from infra.jobs.failures import classify
 from refiner_core.contract.errors import HealthStop
-from refiner_core.contract.records import all_malformed
 from refiner_core.contract.types import StageView
 from tests.support.recorded_run import RecordedRun
 
@@ -43,17 +41,14 @@ def test_it_is_not_published_and_the_option_that_does_so_is_named(tmp_path: Path
     assert told.published("publish").is_dir()
 
 
-def test_what_an_evaluation_has_found_by_then_counts_too(tmp_path: Path) -> None:
-    """Of demonstrations alone nothing is known of the form of answers before somebody looks."""
-    run = trained(tmp_path)
+def test_an_evaluation_counts_too_and_one_answer_is_enough(tmp_path: Path) -> None:
+    """Demonstrations alone say nothing of the form of answers."""
+    run = trained(tmp_path / "sft")
     run.evaluate("evaluate-grpo", quality=0.0)
     with pytest.raises(HealthStop, match=r"format_valid: 0 of 6 greedy"):
         run.carry_out("publish")
-
-
-def test_one_answer_is_enough(tmp_path: Path) -> None:
     report = {"episodes": 48, "counts": {"samples/malformed": 47, "samples/unscored": 0}}
-    run = trained(tmp_path, **report)
+    run = trained(tmp_path / "grpo", **report)
     run.evaluate("evaluate-base", quality=0.0)
     run.carry_out("publish")
 
@@ -74,12 +69,3 @@ def test_terminal_status_and_report_say_so(
     console = Console(stream=heard, quiet=True)
     console.finish({"grpo": view})
     assert f"grpo: done: warning: {SAID}" in heard.getvalue(), "also where only warnings are wanted"
-
-
-def test_what_a_base_says_is_nobodys_fault() -> None:
-    entry = {"metric": "format_valid", "numerator": 0, "denominator": 9, "decoding": "greedy"}
-    assert all_malformed({"evaluations": [{**entry, "stage": "base"}]}) == ""
-    assert "0 of 9 greedy" in all_malformed({"evaluations": [{**entry, "stage": "sft"}]})
-    better = {**entry, "stage": "sft", "numerator": 1, "decoding": "sampled"}
-    assert all_malformed({"evaluations": [{**entry, "stage": "sft"}, better]}) == ""
-    assert all_malformed({}) == ""

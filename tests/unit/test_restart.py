@@ -90,9 +90,7 @@ def test_a_restart_closes_what_was_cut_short_and_claims_the_next(
     workspace.note_scheduler(stage.id, 1, FACTS)
     assert attempt_to_run(workspace, stage.id, 1, job(restart=1), silent) == 2
     record = workspace.read_record(stage.id)
-    assert record is not None
     old, new = record.attempts
-    assert old.outcome is not None
     assert (old.outcome.failure, old.outcome.decision) == ("preempted", "resume")
     assert "restart 1" in old.outcome.message
     assert (new.owner, new.executor, new.comment) == (old.owner, "slurm", old.comment)
@@ -110,7 +108,6 @@ def test_the_original_command_leads_to_the_newest_attempt_however_often_it_is_ru
         assert attempt_to_run(workspace, stage.id, 1, job(restart), silent) == restart + 1
         started(workspace, stage, restart + 1, restart)
     record = workspace.read_record(stage.id)
-    assert record is not None
     assert [a.restart for a in record.attempts] == [0, 1, 2, 3]
 
 
@@ -267,7 +264,6 @@ def test_a_copy_that_is_still_dying_makes_no_write_visible(
             (new.output_dir / "out.txt").write_text("new")
             new.finish({})
     folder = workspace.output_dir(stage.id)
-    assert folder is not None
     assert (folder / "out.txt").read_text() == "new"
     paths = workspace.layout.attempt(stage.id, 2)
     assert [m.step for m in read_metrics(paths.metrics)] == [1, 2, 3, 4]
@@ -411,8 +407,6 @@ def test_the_last_word_names_class_step_and_who_asked(
         os.kill(os.getpid(), signal.SIGTERM)
         attempt.fail(Interrupted("stopped after step 4"))
     found = workspace.read_attempt(attempt.stage_id, 1)
-    assert found is not None
-    assert found.outcome is not None
     assert (found.outcome.failure, found.outcome.decision) == ("cancelled", "stop")
     assert found.outcome.step == 4
     assert "by ana: stopped after step 4" in found.outcome.message

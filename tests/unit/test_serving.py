@@ -143,12 +143,10 @@ def recipe(**serve_fields: Any) -> RecipeConfig:
 def test_arms_share_a_server_unless_its_settings_differ() -> None:
     config = recipe()
     mine = judge_service(config)
-    assert mine is not None
     arm = replace(config, seed=9, reward=replace(config.reward, paper_citation_weight=0.5))
     waits = replace(config, judge=serve(config.judge, idle_timeout_s=5.0, start_timeout_s=9.0))
     for same in (arm, waits, replace(config, judge=replace(config.judge, prompt="v1"))):
         found = judge_service(same)
-        assert found is not None
         assert found.id == mine.id
     others = [
         replace(config, judge=replace(config.judge, model="org/other")),
@@ -358,7 +356,6 @@ def server_of(tmp_path: Path, judge: JudgeConfig, **more: Any) -> Server:
 
 
 def group_of(server: Server) -> list[psutil.Process]:
-    assert server.process is not None
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
@@ -426,7 +423,6 @@ def test_a_port_is_ours_if_what_we_started_listens_there(tmp_path: Path) -> None
         free.bind(("127.0.0.1", 0))
         port, top = urlsplit(server.endpoint.url).port, server.process
         assert port is not None
-        assert top is not None
         assert holder_of(free.getsockname()[1], top.pid) == "nobody"
         assert holder_of(port, top.pid) == "ours"
         child = subprocess.Popen(["sleep", "60"])

@@ -182,8 +182,6 @@ def test_a_finished_attempt_leaves_hashed_outputs_a_report_and_an_outcome(
     running.io.progress(Progress(1, 1, "writing"))
     running.finish({"rows": 1, "undefined": math.nan})
     record = workspace.read_record(stage.id)
-    assert record is not None
-    assert record.result is not None
     assert record.state == "done"
     assert record.result.report == {"rows": 1, "undefined": None}
     assert [(f.path, f.bytes, f.sha256[:8]) for f in record.result.files] == [
@@ -192,7 +190,6 @@ def test_a_finished_attempt_leaves_hashed_outputs_a_report_and_an_outcome(
     assert record.attempts[0].outcome is not None
     assert record.attempts[0].outcome.failure == "none"
     beat = workspace.read_heartbeat(stage.id, 1)
-    assert beat is not None
     assert beat["progress"] == {"done": 1, "total": 1, "phase": "writing", "values": {}}
 
 
@@ -220,7 +217,6 @@ def test_a_stale_attempt_publishes_nothing(
         running.finish({})
     assert running.fail(caught.value).failure == "interrupted"
     record = workspace.read_record(stage.id)
-    assert record is not None
     assert record.result is None
     assert all(a.outcome is None for a in record.attempts), "its outcome is for others to write"
 

@@ -142,7 +142,6 @@ def test_a_workspace_can_be_moved_with_a_data_root_inside(tmp_path: Path, plan: 
     moved = Workspace.open(tmp_path / "moved")
     assert moved.layout.data == tmp_path / "moved" / "data"
     output = moved.output_dir(stage.id)
-    assert output is not None
     assert output.is_relative_to(tmp_path / "moved" / "data")
 
 
@@ -193,7 +192,6 @@ def test_of_many_claims_at_once_exactly_one_wins(workspace: Workspace, plan: Pla
     winners = [a for a in won if a is not None]
     assert len(winners) == 1
     record = workspace.read_record(stage.id)
-    assert record is not None
     assert [a.comment for a in record.attempts] == [winners[0].comment]
     assert not list(workspace.layout.stage(stage.id).attempts.glob(".tmp-*"))
 
@@ -217,7 +215,6 @@ def test_a_stage_with_a_result_is_done_and_is_not_run_again(
     assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "local", 1)) is None
     assert workspace.claim_restart(stage.id, 1, {}) is None
     record = workspace.read_record(stage.id)
-    assert record is not None
     assert record.state == "done"
     assert record.attempts[0].outcome == Outcome("none", "finish")
     assert record.attempts[1].outcome is not None, "nothing waits for it"
@@ -229,7 +226,6 @@ def test_the_state_of_a_stage_follows_its_records(workspace: Workspace, plan: Pl
 
     def state() -> str:
         record = workspace.read_record(stage.id)
-        assert record is not None
         return record.state
 
     claim(workspace, plan, "data")
@@ -317,7 +313,6 @@ def test_a_damaged_file_of_an_attempt_is_set_aside_and_the_rest_is_used(
     assert path.read_text() == damage, "a reader changes nothing"
     for _ in range(2):
         record = Workspace.open(workspace.root).read_record(stage.id)
-        assert record is not None
         assert [a.number for a in record.attempts] == [1]
     is_whole = damage == "[]" and name in ("job", "started", "resumed", "scheduler")
     is_whole |= damage == DAMAGES[-1] and name in ("resumed", "scheduler")
@@ -339,8 +334,6 @@ def test_an_attempt_with_a_lost_claim_is_given_up(
     workspace.layout.attempt(stage.id, 1).intent.write_text("")
     assert not workspace.is_stale(stage.id, 1)
     attempt = workspace.read_attempt(stage.id, 1)
-    assert attempt is not None
-    assert attempt.outcome is not None
     assert (attempt.outcome.failure, attempt.outcome.decision) == ("killed", "resume")
     assert workspace.is_stale(stage.id, 1), "its worker leaves"
     assert claim(workspace, plan, "data", after=1) == stage
@@ -395,7 +388,6 @@ def test_an_attempt_is_read_from_worker_scheduler_and_heartbeat(
     atomic.write_json(workspace.layout.attempt(stage.id, 1).heartbeat, {"seconds": 12.5})
     workspace.close_attempt(stage.id, 1, Outcome("node_failure", "resume"))
     attempt = workspace.read_attempt(stage.id, 1)
-    assert attempt is not None
     assert (attempt.node, attempt.restart, attempt.seconds) == ("n1", 2, 12.5)
     assert workspace.part(workspace.layout.attempt(stage.id, 1), "scheduler") == {
         "State": "NODE_FAIL",
@@ -416,7 +408,6 @@ def test_files_of_an_earlier_version_are_read(workspace: Workspace, plan: Plan) 
     for name in get_args(Part):
         assert workspace.part(paths, name) == said[name]
     attempt = workspace.read_attempt(stage.id, 1)
-    assert attempt is not None
     assert (attempt.node, attempt.resumed_from_step) == ("n9", 4)
 
 
