@@ -82,9 +82,7 @@ def test_adopting_twice_changes_nothing_and_a_dry_run_shows_every_checkpoint(
     assert linked.resolve() == (dead_run / "ckpt_8" / "model.safetensors").resolve()
 
 
-def test_a_dead_run_of_anybodys_is_adopted_published_and_evaluated(
-    dead_run: Path, tmp_path: Path
-) -> None:
+def test_a_dead_run_is_adopted_and_published(dead_run: Path, tmp_path: Path) -> None:
     workspace = tmp_path / "ws"
     given = (f"workspace={workspace}", *EVALUATED, "--companions", str(TINY), "--json")
     done = refiner("adopt", str(dead_run), *given)

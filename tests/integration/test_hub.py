@@ -117,9 +117,7 @@ def test_every_step_has_a_revision_and_main_is_the_last_step(place: Place, tmp_p
     assert place.target().publish(publication(tmp_path, 75)).changed == (), "nothing has changed"
 
 
-def test_a_new_card_changes_no_weights_and_main_only_where_main_is_that_step(
-    place: Place, tmp_path: Path
-) -> None:
+def test_a_new_card_of_a_step_changes_no_weights(place: Place, tmp_path: Path) -> None:
     for step in (50, 100):
         place.target().publish(publication(tmp_path, step))
     for step in (100, 50):
@@ -175,9 +173,7 @@ def test_a_card_is_not_published_beside_other_weights(place: Place, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_source_that_has_changed_since_its_stage_is_not_published(
-    place: Place, tmp_path: Path, name: str
-) -> None:
+def test_a_changed_source_is_not_published(place: Place, tmp_path: Path, name: str) -> None:
     """A Hub knows no SHA-256 of small files and would not notice."""
     wanted = publication(tmp_path, 50)
     source = next(f.source for f in wanted.files if f.name == name)
@@ -192,9 +188,7 @@ def test_a_source_that_has_changed_since_its_stage_is_not_published(
 # ---------------------------------------------------------------- the Hub alone
 
 
-def test_a_published_step_is_read_by_git_and_publishing_again_writes_nothing(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_a_published_step_is_read_by_git(hub: LoopbackHub, tmp_path: Path) -> None:
     told: list[Progress] = []
     published = target(hub).publish(publication(tmp_path, 50), told.append)
     assert hub.refs(REPO) == {"heads/main": published.commit, "tags/step-50": published.commit}
@@ -224,9 +218,7 @@ def test_a_published_step_is_read_by_git_and_publishing_again_writes_nothing(
     assert not any(r.writes for r in hub.log[before:])
 
 
-def test_tags_move_with_cards_and_no_weights_are_sent_again(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_tags_follow_cards_without_new_uploads(hub: LoopbackHub, tmp_path: Path) -> None:
     for step in (100, 50):
         published = target(hub).publish(publication(tmp_path, step, final=step == 100))
         assert hub.refs(REPO)[f"tags/step-{step}"] == published.commit
@@ -238,9 +230,7 @@ def test_tags_move_with_cards_and_no_weights_are_sent_again(
     assert set(hub.refs(REPO)) == {"heads/main", "tags/step-50", "tags/step-100"}
 
 
-def test_each_step_can_have_a_branch_and_the_last_is_main_too(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_each_step_can_have_a_branch(hub: LoopbackHub, tmp_path: Path) -> None:
     branches = target(hub, per_step="branch")
     hub.create(REPO)
     with pytest.raises(ConfigurationError, match="its card is not updated"):

@@ -110,9 +110,7 @@ def state(hub: LoopbackHub, repo_id: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_interrupted_at_any_request_and_repeated_it_ends_as_if_nothing_had_happened(
-    hub: LoopbackHub, tmp_path: Path, story: str
-) -> None:
+def test_an_interruption_changes_no_result(hub: LoopbackHub, tmp_path: Path, story: str) -> None:
     per_step, told = STORIES[story]
     sure, hasty = target(hub, per_step=per_step), target(hub, per_step=per_step, patience_s=0.0)
 
@@ -143,9 +141,7 @@ def test_interrupted_at_any_request_and_repeated_it_ends_as_if_nothing_had_happe
 
 
 @pytest.mark.parametrize("kind", ["drop-before", "drop-after"])
-def test_lost_connections_are_borne_within_patience(
-    hub: LoopbackHub, tmp_path: Path, kind: Any
-) -> None:
+def test_lost_connections_are_retried(hub: LoopbackHub, tmp_path: Path, kind: Any) -> None:
     """Every second request is lost; what went through unnoticed is not done twice."""
     hub.faults = [Fault(kind, where=lambda r: r.index % 2 == 0, times=1000)]
     published = target(hub).publish(publication(tmp_path, 50))
@@ -153,9 +149,7 @@ def test_lost_connections_are_borne_within_patience(
     assert len(hub.git(REPO).history("" + str(published.commit))) == 2, "one commit of ours"
 
 
-def test_a_publisher_that_is_killed_in_the_middle_of_an_upload_loses_nothing(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_a_publisher_killed_while_it_sends_loses_nothing(hub: LoopbackHub, tmp_path: Path) -> None:
     dying = publisher(hub, tmp_path, 50)
     died = threading.Event()
 
@@ -176,9 +170,7 @@ def test_a_publisher_that_is_killed_in_the_middle_of_an_upload_loses_nothing(
 
 
 @pytest.mark.parametrize(("first", "second"), [(50, 100), (100, 50), (50, 50)])
-def test_two_publishers_at_once_lose_nothing(
-    hub: LoopbackHub, tmp_path: Path, first: int, second: int
-) -> None:
+def test_two_publishers_may_race(hub: LoopbackHub, tmp_path: Path, first: int, second: int) -> None:
     """The second one does all of its work right before the first one's commit arrives."""
     target(hub).publish(publication(tmp_path, 25))
 
@@ -298,9 +290,7 @@ def test_a_token_that_will_not_do_is_refused_with_what_mends_it(
     target(hub).publish(publication(tmp_path, 50, repo_id=repo_id))
 
 
-def test_a_refusal_on_the_way_is_resumed_with_what_was_sent(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_a_refused_upload_is_resumed(hub: LoopbackHub, tmp_path: Path) -> None:
     hub.api.quota = 10
     with pytest.raises(HubRefused, match="has no room for me/model"):
         target(hub).publish(publication(tmp_path, 50))
@@ -313,9 +303,7 @@ def test_a_refusal_on_the_way_is_resumed_with_what_was_sent(
     assert hub.large_bytes(before) == 0, "weights are not sent again"
 
 
-def test_no_answer_of_the_hub_brings_a_token_into_an_error(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_no_error_holds_a_token(hub: LoopbackHub, tmp_path: Path) -> None:
     """Canary: a Hub (or a proxy before it) that repeats what it was sent."""
     echo = f"bad request with Bearer {hub.token} to https://x.example/?X-Amz-Signature=5ecre7"
     for status in (400, 401, 409, 500):
@@ -361,9 +349,7 @@ def test_before_a_run_the_repository_is_looked_at(
     assert "stays private" in check("me/private", private=False)[0]
 
 
-def test_a_hub_that_cannot_be_reached_before_a_run_is_a_warning(
-    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_hub_is_a_warning(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infra.hub.target._PATIENCE_S", 0.1)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     publish = PublishConfig(target="hub", repo_id="me/model")

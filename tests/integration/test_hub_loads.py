@@ -57,9 +57,7 @@ def exported(folder: Path) -> tuple[Publication, str, list[int]]:
     return wanted, weight.hexdigest(), tokenizer("a question")["input_ids"]
 
 
-def test_plain_transformers_loads_a_published_step_and_its_tag_can_be_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_loads_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, weights, tokens = exported(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with LoopbackHub(tmp_path / "hub") as hub:

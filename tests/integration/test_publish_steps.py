@@ -85,7 +85,7 @@ def test_every_save_is_published_with_its_card(published: Finished, workspace: P
     assert "step 12" in last, "its card has the progress of training"
 
 
-def test_an_export_has_the_bytes_that_training_would_have_left(
+def test_an_export_is_the_trained_model(
     published: Finished, workspace: Path, tmp_path: Path
 ) -> None:
     grpo = Stage(workspace, "grpo")
@@ -136,9 +136,7 @@ def test_by_hand_what_is_published_is_not_published_again(
 # ---------------------------------------------------------------- when something is in the way
 
 
-def test_of_a_run_that_died_a_step_is_published_by_hand_and_it_goes_on_all_the_same(
-    hub: LoopbackHub, small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_dead_run_is_published(hub: LoopbackHub, small: tuple[str, ...], tmp_path: Path) -> None:
     workspace = tmp_path / "runs"
     arguments = ("run", "tiny", f"workspace={workspace}", *small, *STEPS, "stages=[data,grpo]")
     run = start(*arguments, "--no-server")

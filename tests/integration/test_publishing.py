@@ -50,9 +50,7 @@ def run_with_steps(root: Path, *overrides: str) -> RecordedRun:
     return run
 
 
-def test_every_step_has_its_tag_its_numbers_and_a_card_that_can_be_checked(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_every_step_has_its_tag_and_its_card(hub: LoopbackHub, tmp_path: Path) -> None:
     run = run_with_steps(tmp_path / "runs")
     assert "No evaluation of this checkpoint" in text(hub, "step-2")
     for model in ("base", "sft", "grpo"):
@@ -75,9 +73,7 @@ def test_every_step_has_its_tag_its_numbers_and_a_card_that_can_be_checked(
     assert text(hub, "main") == text(hub, "step-6"), "main ends at the last step"
 
 
-def test_a_stage_that_is_repeated_late_brings_no_older_card_back(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_a_repeated_stage_keeps_the_newer_card(hub: LoopbackHub, tmp_path: Path) -> None:
     """The workspace has lost the record of `publish-step2`; it is carried out again at the end."""
     run = run_with_steps(tmp_path / "runs")
     run.evaluate("evaluate-base")
@@ -94,9 +90,7 @@ def test_a_stage_that_is_repeated_late_brings_no_older_card_back(
     assert hub.refs(REPO) == refs, "nothing was committed"
 
 
-def test_a_recipe_of_ones_own_lies_beside_the_card_and_plans_to_the_fingerprint_on_it(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_a_published_recipe_plans_the_same_run(hub: LoopbackHub, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         f"include: tiny\nworkspace: {tmp_path}/runs\n"

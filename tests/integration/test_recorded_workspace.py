@@ -96,9 +96,7 @@ def test_rows_from_python_still_have_their_fields_as_attributes(place: Path) -> 
         ("report-sweep", ("report", "sweep", "--out", "sweep-page")),
     ],
 )
-def test_scripts_find_the_keys_that_they_know(
-    show: Callable[..., str], name: str, args: Any
-) -> None:
+def test_scripts_find_known_keys(show: Callable[..., str], name: str, args: Any) -> None:
     printed = json.loads(show(*args, "workspace=runs", "--json"))
     assert goldens.shape(printed) == goldens.read(name)
     if name == "report-run":

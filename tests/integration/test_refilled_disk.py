@@ -130,7 +130,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
     raise AssertionError(f"waited {PATIENCE_S} s for {what}")
 
 
-def test_a_worker_that_dies_while_the_disk_is_full_was_not_killed_however_often_that_is(
+def test_a_worker_that_dies_on_a_full_disk_costs_no_retry(
     workspace: Workspace,
 ) -> None:
     going = Going(workspace)
@@ -152,9 +152,7 @@ def test_a_worker_that_dies_while_the_disk_is_full_was_not_killed_however_often_
     assert len(said) < 20, "it says what changes, and not over and over how it stands"
 
 
-def test_a_file_system_that_is_read_only_for_a_while_is_waited_for_like_a_full_one(
-    workspace: Workspace, quota: QuotaFolder
-) -> None:
+def test_a_read_only_file_system_is_waited_for(workspace: Workspace, quota: QuotaFolder) -> None:
     going = Going(workspace)
     until(lambda: going.attempts and going.attempts[0].started_at, "a worker")
     quota.set_read_only(True)

@@ -141,9 +141,7 @@ def refused(everywhere: Path, hub: LoopbackHub, canaries: Canaries) -> Finished:
         )
 
 
-def test_a_refused_run_says_whose_fault_it_is_and_none_of_our_secrets(
-    refused: Finished, canaries: Canaries, everywhere: Path
-) -> None:
+def test_a_refused_run_is_clean(refused: Finished, canaries: Canaries, everywhere: Path) -> None:
     assert refused.code in (2, 9), refused.stderr
     assert "hf auth login" in refused.stderr, "it says what mends it"
     assert "judge.api_key_env names the variable" in refused.stderr, "so it does of the judge's key"
@@ -202,9 +200,7 @@ def messages(hub: LoopbackHub) -> list[bytes]:
 
 
 @pytest.mark.slurm
-def test_a_slurm_job_has_the_token_in_its_environment_and_nowhere_else(
-    slurm: Cluster, canaries: Canaries, tmp_path: Path
-) -> None:
+def test_a_slurm_job_hides_the_token(slurm: Cluster, canaries: Canaries, tmp_path: Path) -> None:
     profile = Profile(name="test", cpu_stages="slurm", env={"OMP_NUM_THREADS": "1"})
     campaign = Campaign(tmp_path / "w", profile)
     try:

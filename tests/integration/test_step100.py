@@ -69,9 +69,7 @@ def test_a_neighbour_that_takes_every_freed_byte_costs_no_retries_and_changes_no
 
 
 @pytest.mark.slurm
-def test_a_run_whose_quota_fills_up_pauses_makes_room_and_ends_with_the_same_weights(
-    cluster: Cluster, trained: Path, tmp_path: Path
-) -> None:
+def test_a_full_quota_changes_no_weights(cluster: Cluster, trained: Path, tmp_path: Path) -> None:
     overrides = (
         *(o for o in SMALL if not o.startswith("grpo.")),
         *("grpo.num_training_steps=40", "grpo.num_unique_prompts_rollout=2"),

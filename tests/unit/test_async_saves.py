@@ -144,9 +144,7 @@ def test_the_next_save_waits_for_the_one_that_is_under_way(training: Training) -
 
 
 @pytest.mark.parametrize("error", [OSError("the node went away"), AttemptClosed("too late")])
-def test_an_error_of_a_save_is_raised_at_the_next_step_or_the_end(
-    training: Training, error: Exception
-) -> None:
+def test_an_error_of_a_save_is_raised_later(training: Training, error: Exception) -> None:
     training.io.errors += [error, error]
     training.io.go_on.set()
     training.go(2)
@@ -158,7 +156,7 @@ def test_an_error_of_a_save_is_raised_at_the_next_step_or_the_end(
         training.go()
 
 
-def test_a_full_disk_costs_a_wait_beside_training_and_the_same_state_is_written_again(
+def test_a_save_to_a_full_disk_is_repeated(
     training: Training,
 ) -> None:
     training.io.errors += [NoSpaceError("full"), NoSpaceError("full")]
@@ -280,9 +278,7 @@ def synchronous(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return all_files(io), report, (root / "out/model/model.safetensors").read_bytes()
 
 
-def test_checkpoints_and_weights_are_those_of_synchronous_saves_to_the_bit(
-    inputs: Path, tmp_path: Path, synchronous: Any
-) -> None:
+def test_async_saves_change_no_bit(inputs: Path, tmp_path: Path, synchronous: Any) -> None:
     io, report = run_sft(inputs, tmp_path, async_save=True)
     weights = (tmp_path / "out/model/model.safetensors").read_bytes()
     files, *rest = synchronous

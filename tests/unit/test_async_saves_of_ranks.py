@@ -60,9 +60,7 @@ def told(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fault", ["slow", "full"])
-def test_a_checkpoint_of_both_is_complete_and_of_one_moment(
-    told: dict[str, Any], fault: str
-) -> None:
+def test_both_ranks_save_one_moment(told: dict[str, Any], fault: str) -> None:
     found = told[fault]
     assert (found["steps"], found["error"]) == ([4, 8, 9], "")
     assert found["kept"] == {"state-0": STATE_OF_STEP_4, "state-1": STATE_OF_STEP_4}
@@ -72,9 +70,7 @@ def test_a_checkpoint_of_both_is_complete_and_of_one_moment(
     assert saved[9] == 9
 
 
-def test_what_one_cannot_write_is_an_error_of_both_at_the_same_step(
-    told: dict[str, Any], folder: Path
-) -> None:
+def test_an_error_of_one_rank_is_one_of_both(told: dict[str, Any], folder: Path) -> None:
     assert "the second rank cannot write" in told["error"]["error"]
     assert told["error"]["steps"] == []
     assert list((folder / "error" / "data" / "checkpoints").iterdir()) == []

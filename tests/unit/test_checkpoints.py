@@ -74,9 +74,7 @@ def test_what_a_killed_attempt_left_half_written_is_swept_away(folder: Path) -> 
 
 
 @pytest.mark.parametrize("damage", ["no marker", "cut marker", "cut file", "file gone"])
-def test_a_damaged_newest_is_passed_over_with_a_warning(
-    folder: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damage_is_found(folder: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(folder, 1)
     save(store, 1)
     save(store, 2)
@@ -202,9 +200,7 @@ def test_a_write_error_with_room_on_the_disk_stays_what_it_is(folder: Path) -> N
 
 
 @pytest.mark.parametrize("call", ["fsync", "open"])
-def test_no_room_for_the_marker_leaves_the_previous_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_marker_may_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     store = CheckpointStore(folder, 1)
     save(store, 1)
     store = CheckpointStore(folder, 1, before_commit=lambda: monkeypatch.setattr(os, call, full))
@@ -217,9 +213,7 @@ def test_no_room_for_the_marker_leaves_the_previous_one(
     assert steps(store) == [1, 2]
 
 
-def test_all_of_a_checkpoint_is_on_the_disk_before_it_can_be_seen(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_synced_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a power cut would leave one that looks complete and is empty."""
     synced, sync = set[int](), os.fsync
 
@@ -261,7 +255,7 @@ def test_space_is_reserved_after_retention_and_before_a_write(folder: Path) -> N
     assert step_name(4) not in [p.name for p in folder.iterdir()]
 
 
-def test_a_save_is_measured_and_the_longest_is_known_to_who_plans_the_next_job(
+def test_the_longest_save_is_known(
     tmp_path: Path,
 ) -> None:
     workspace, plan = Workspace.open(tmp_path / "ws"), small_plan()

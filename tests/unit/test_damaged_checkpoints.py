@@ -128,9 +128,7 @@ def test_the_one_before_is_gone_on_from_and_the_damaged_one_is_named(
 
 
 @pytest.mark.parametrize("step", [4, 6])
-def test_a_save_beside_a_damaged_checkpoint_keeps_the_good_one(
-    workspace: Workspace, stage: PlannedStage, step: int
-) -> None:
+def test_a_save_keeps_the_good_one(workspace: Workspace, stage: PlannedStage, step: int) -> None:
     train(make_io(workspace, stage, 1), 4)
     checkpoints = workspace.layout.stage(stage.id).checkpoints
     flip_a_bit(checkpoints / step_name(4))
@@ -160,9 +158,7 @@ def test_no_older_one_goes_before_a_save_while_the_newest_is_damaged(
     assert found.step == 2
 
 
-def test_where_room_is_short_no_older_one_goes_while_the_newest_is_damaged(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
+def test_a_reclaim_keeps_the_good_one(workspace: Workspace, stage: PlannedStage) -> None:
     train(make_io(workspace, stage, 1), 4)
     checkpoints = workspace.layout.stage(stage.id).checkpoints
     plan = plan_reclaim(read_stock(workspace), None)
@@ -173,9 +169,7 @@ def test_where_room_is_short_no_older_one_goes_while_the_newest_is_damaged(
     assert found.step == 2
 
 
-def test_a_marker_without_hashes_is_valid_and_one_of_another_step_is_not(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
+def test_a_marker_needs_no_hashes(workspace: Workspace, stage: PlannedStage) -> None:
     """Older versions wrote no hashes."""
     train(make_io(workspace, stage, 1), 4)
     newest = workspace.layout.stage(stage.id).checkpoints / step_name(4)
@@ -210,9 +204,7 @@ def test_logs_after_a_skipped_checkpoint_are_dropped(
     assert make_io(workspace, stage, 3).latest_checkpoint() is None
 
 
-def test_an_export_reads_weights_that_are_what_was_saved_and_does_not_mind_the_rest(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
+def test_an_export_checks_its_weights_only(workspace: Workspace, stage: PlannedStage) -> None:
     train(make_io(workspace, stage, 1), 2)
     checkpoints = workspace.layout.stage(stage.id).checkpoints
     flip_a_bit(checkpoints / step_name(2))

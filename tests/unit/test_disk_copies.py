@@ -124,9 +124,7 @@ def reclaim(workspace: Workspace) -> tuple[str, ...]:
 # ---------------------------------------------------------------- published on a Hub
 
 
-def test_exported_weights_go_once_the_hub_has_them_and_the_way_back_is_told(
-    workspace: Workspace, hub: LoopbackHub, exported: Exported
-) -> None:
+def test_weights_on_a_hub_go(workspace: Workspace, hub: LoopbackHub, exported: Exported) -> None:
     before, where = len(hub.log), f"workspace={workspace.root}"
     (row,) = json.loads(CliRunner().invoke(disk_command, [where, "--json"]).stdout)["published"]
     assert (row["where"], row["revision"], row["commit"]) == ("hub", "step-2", exported.commit)
@@ -159,9 +157,7 @@ def test_exported_weights_go_once_the_hub_has_them_and_the_way_back_is_told(
     assert workspace.output_damage(exported.export) is None
 
 
-def test_only_a_verified_copy_with_a_commit_counts_and_one_is_enough(
-    workspace: Workspace, exported: Exported
-) -> None:
+def test_one_verified_copy_is_enough(workspace: Workspace, exported: Exported) -> None:
     for change in ({"verified": False}, {"verified": True, "commit": None}):
         finish_again(workspace, exported, **change)
         assert not weights_go(workspace), change
@@ -223,7 +219,7 @@ def test_our_token_goes_to_no_hub_but_the_one_that_is_configured(
 
 
 @pytest.mark.parametrize("unfinished", ["publish-step2", "evaluate-grpo-step2"])
-def test_an_export_stays_until_all_that_read_it_are_done(
+def test_an_export_waits_for_reads(
     workspace: Workspace, exported: Exported, unfinished: str
 ) -> None:
     run = run_record(workspace, exported.plan)
@@ -235,7 +231,7 @@ def test_an_export_stays_until_all_that_read_it_are_done(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_call_about_a_publication_alone_protects_the_weights_that_it_will_read(
+def test_a_publication_protects_input(
     workspace: Workspace, exported: Exported, known: bool
 ) -> None:
     config = exported.plan.config
@@ -249,9 +245,7 @@ def test_a_call_about_a_publication_alone_protects_the_weights_that_it_will_read
 
 
 @pytest.mark.parametrize("who", ["pin", "run", "attempt", "unreadable run"])
-def test_who_comes_between_the_plan_and_the_deletion_is_seen(
-    workspace: Workspace, exported: Exported, who: str
-) -> None:
+def test_late_readers_are_respected(workspace: Workspace, exported: Exported, who: str) -> None:
     keeper = DiskKeeper(workspace, DiskConfig())
     candidates = [c for c in keeper.candidates() if c.rank is Rank.WEIGHTS]
     assert candidates
@@ -300,9 +294,7 @@ def test_a_held_checkpoint_stays(workspace: Workspace, trained: bool) -> None:
     assert [h.idle for h in read_holds(workspace)] == [""], "a run that cannot be read may"
 
 
-def test_a_hold_that_comes_between_the_plan_and_the_deletion_is_seen(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_hold_is_respected(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, grpo = holding(workspace, 2)
     keeper = DiskKeeper(workspace, DiskConfig())
     candidates = keeper.candidates()
@@ -321,7 +313,7 @@ def test_a_hold_that_comes_between_the_plan_and_the_deletion_is_seen(
     assert holds.there(()) == {(grpo, 2)}
 
 
-def test_a_cancelled_run_s_holds_go_with_a_reclaim_and_another_run_s_stay(
+def test_a_reclaim_drops_the_holds_of_a_cancelled_run(
     workspace: Workspace,
 ) -> None:
     plan, grpo = holding(workspace, 1, 2)

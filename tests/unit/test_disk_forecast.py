@@ -140,7 +140,7 @@ def test_shared_stages_count_once_and_finished_ones_not_at_all(workspace: Worksp
     assert left.unknown == ("grpo",)
 
 
-def test_reclaiming_finished_checkpoints_makes_room_for_the_next_trial(
+def test_a_reclaim_makes_space_for_the_next_trial(
     workspace: Workspace,
 ) -> None:
     plans = [plan_of(beta=b) for b in (0.0, 0.1, 0.2)]
@@ -289,7 +289,7 @@ def publishing_plan(which: str = "every-save", target: str = "folder", **grpo: A
     return make_plan(replace(config, grpo=settings, publish=publish, model=model), SOURCES)
 
 
-def test_each_exported_step_is_one_more_set_of_weights_and_a_folder_one_more_copy(
+def test_each_published_step_takes_space(
     workspace: Workspace,
 ) -> None:
     known, weights = Knowledge(workspace, lambda _: FOUR_B), 4 * 10**9 * 2

@@ -106,7 +106,7 @@ def test_usage_by_run_and_kind_adds_up(workspace: Workspace) -> None:
     assert 0 <= measure(workspace.layout).bytes - counted <= 64 * KIB, "except for some folders"
 
 
-def test_the_oldest_judgements_are_reclaimed_where_nothing_else_can_be(
+def test_the_oldest_judgements_are_reclaimed_as_a_last_resort(
     workspace: Workspace,
 ) -> None:
     folder = workspace.layout.judgements
@@ -127,7 +127,7 @@ def test_the_oldest_judgements_are_reclaimed_where_nothing_else_can_be(
 # ---------------------------------------------------------------- reservations
 
 
-def test_reservations_of_others_count_until_written(
+def test_reservations_of_others_count(
     workspace: Workspace, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = small_plan("data", "sft")
@@ -150,9 +150,7 @@ def test_reservations_of_others_count_until_written(
 
 
 @pytest.mark.parametrize("end", ["closed", "superseded", "done", "gone"])
-def test_the_reservation_of_an_ended_attempt_counts_for_nothing(
-    workspace: Workspace, end: str
-) -> None:
+def test_an_ended_attempt_has_no_reservation(workspace: Workspace, end: str) -> None:
     plan = small_plan("data")
     ref = AttemptRef(claim(workspace, plan, "data").id, 1)
     ledger = Ledger(workspace)
@@ -208,9 +206,7 @@ def test_shortage_counts_margin_and_what_others_reserved(workspace: Workspace) -
     assert (whole.shortage(free), whole.shortage(free + 1)) == (0, 1)
 
 
-def test_inodes_reserved_by_others_are_missing_too(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inodes_can_be_reserved(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
     keeper = DiskKeeper(workspace, DiskConfig())
     room = Room(free_bytes=GIB, free_inodes=SAVE_INODES)
@@ -220,7 +216,7 @@ def test_inodes_reserved_by_others_are_missing_too(
     assert keeper.lacking(MIB, ref) == "1.0 MiB", "an attempt may use its own reservation"
 
 
-def test_a_failed_write_overrides_the_reported_free_space(
+def test_a_failed_write_means_no_space(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = DiskKeeper(workspace, DiskConfig())
@@ -324,9 +320,7 @@ def test_a_size_has_a_unit_that_fits(size: int, text: str) -> None:
     assert gib(size) == text
 
 
-def test_a_successful_write_is_trusted_for_two_seconds_up_to_its_size(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_counts_two_seconds(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     keeper = DiskKeeper(workspace, DiskConfig(), clock=lambda: clock[0])
     written: list[int] = []
@@ -364,7 +358,7 @@ def test_reclaiming_takes_older_checkpoints_and_leaves_the_newest(workspace: Wor
     assert steps_of(workspace, stage.id) == [100]
 
 
-def test_what_dead_attempts_left_goes_and_what_a_live_one_writes_stays(
+def test_remains_of_dead_attempts_are_deleted_and_no_others(
     workspace: Workspace,
 ) -> None:
     plan = small_plan("data")
@@ -400,7 +394,7 @@ def test_the_trainer_may_delete_checkpoints_during_a_reclaim(
     assert not caplog.records
 
 
-def test_the_output_of_an_attempt_that_finishes_during_a_reclaim_stays(
+def test_an_output_that_is_finished_during_a_reclaim_stays(
     workspace: Workspace,
 ) -> None:
     """Its outcome is written after its result: an earlier plan takes it for a dead attempt."""
@@ -441,7 +435,7 @@ def runs_of_code(workspace: Workspace, plan: Plan, *names: str) -> None:
         workspace.write_run(replace(run, run=f"20261121-12000{index}-small-0000"))
 
 
-def test_code_is_deleted_only_when_all_its_runs_are_done_and_newer_ones_exist(
+def test_only_code_without_unfinished_runs_is_deleted(
     workspace: Workspace,
 ) -> None:
     plan = small_plan("data")
@@ -592,7 +586,7 @@ def test_older_checkpoints_of_a_foreign_trainer_are_reclaimed(workspace: Workspa
     assert steps_in(work) == [40, 100]
 
 
-def test_the_newest_checkpoint_of_a_running_trainer_does_not_count_as_saved(
+def test_the_newest_checkpoint_of_a_running_trainer_stays(
     workspace: Workspace,
 ) -> None:
     """It may look whole while it is still written."""
@@ -602,7 +596,7 @@ def test_the_newest_checkpoint_of_a_running_trainer_does_not_count_as_saved(
     assert room_for(workspace, MIB).make_room(8 * MIB) is None
 
 
-def test_a_save_that_was_cut_off_is_deleted_once_its_trainer_has_ended(
+def test_a_half_save_is_deleted_once_its_trainer_has_ended(
     workspace: Workspace,
 ) -> None:
     stage_id, work = own_trainer(workspace, 10, 20)
@@ -621,7 +615,7 @@ def test_a_save_that_was_cut_off_is_deleted_once_its_trainer_has_ended(
 # ---------------------------------------------------------------- the rest
 
 
-def test_a_save_needs_what_saves_took_and_the_first_what_the_model_size_implies(
+def test_the_space_for_a_save_is_measured_or_computed(
     workspace: Workspace,
 ) -> None:
     stage = claim(workspace, small_plan("data"), "data")
@@ -635,9 +629,7 @@ def test_a_save_needs_what_saves_took_and_the_first_what_the_model_size_implies(
     assert keeper.need_of(sft.id) == 4 * 10**9 * 14
 
 
-def test_caches_on_the_same_quota_are_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_of_the_quota_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     for name in ("hf/hub", "compile"):
         (tmp_path / name).mkdir(parents=True)

@@ -117,9 +117,7 @@ def test_every_single_write_may_go_wrong(
             raise
 
 
-def test_a_process_that_is_killed_at_any_write_loses_only_what_was_since(
-    tmp_path: Path, undisturbed: tuple[Story, list[str]]
-) -> None:
+def test_a_kill_at_any_write(tmp_path: Path, undisturbed: tuple[Story, list[str]]) -> None:
     expected, operations = undisturbed
     sampled = random.Random(20261121).sample(range(1, len(operations) + 1), 20)
     for batch in (sampled[i : i + 4] for i in range(0, 20, 4)):

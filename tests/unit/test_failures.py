@@ -96,16 +96,12 @@ class OutOfMemoryError(RuntimeError):
         (ValueError("x"), "bug", "resume", 70),
     ],
 )
-def test_exceptions_become_outcomes(
-    error: BaseException, failure: str, decision: str, code: int
-) -> None:
+def test_errors_have_outcomes(error: BaseException, failure: str, decision: str, code: int) -> None:
     outcome = classify(error)
     assert (outcome.failure, outcome.decision, outcome.exit_code) == (failure, decision, code)
 
 
-def test_a_full_disk_is_found_behind_other_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_may_be_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = RuntimeError("saving failed")
     hidden.__cause__ = OSError(errno.EDQUOT, "Disk quota exceeded")
     outcome = detailed(classify(hidden), hidden, 100)
@@ -155,9 +151,7 @@ EXIT_1 = "subprocess.CalledProcessError: Command '['env']' returned non-zero exi
         (True, "SafetensorError: I/O error: Input/output error (os error 5)", "system_outage"),
     ],
 )
-def test_a_job_that_left_no_word_is_judged_by_what_it_printed(
-    started: bool, printed: str, failure: str
-) -> None:
+def test_a_silent_job_is_judged_by_its_output(started: bool, printed: str, failure: str) -> None:
     outcome = classify_silent_end(started, printed)
     assert outcome.failure == failure
     if printed == IMPORT_ERROR:

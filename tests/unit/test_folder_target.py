@@ -60,7 +60,7 @@ def test_main_and_its_step_share_their_bytes(root: Path, tmp_path: Path) -> None
     assert inode(root / REPO / "model.safetensors") == inode(step / "model.safetensors")
 
 
-def test_a_stop_or_a_full_disk_leaves_what_was_published(
+def test_a_failure_keeps_the_old(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = FolderTarget(root, FINAL)
@@ -103,9 +103,7 @@ def test_what_was_published_is_back_where_the_new_one_cannot_take_its_place(
     assert names(root / "me") == {"model"}
 
 
-def test_a_publisher_killed_between_two_renames_loses_nothing(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_loses_nothing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the files that others have put there."""
     publish = FolderTarget(root, FINAL).publish
     publish(publication(tmp_path, 100, final=True, says="old"))
@@ -132,9 +130,7 @@ def test_a_publisher_killed_between_two_renames_loses_nothing(
     assert (root / REPO / "notes.txt").read_text() == "mine"
 
 
-def test_another_runs_weights_are_replaced_only_where_that_is_asked_for(
-    root: Path, tmp_path: Path
-) -> None:
+def test_another_run_is_replaced_only_on_request(root: Path, tmp_path: Path) -> None:
     FolderTarget(root, FINAL).publish(publication(tmp_path, 100, final=True))
     other = publication(tmp_path, 40, final=True, run=OTHER_RUN)
     with pytest.raises(ConfigurationError, match=r"another run .*publish\.replace=true"):
@@ -143,9 +139,7 @@ def test_another_runs_weights_are_replaced_only_where_that_is_asked_for(
     assert b"step 40" in (root / REPO / "model.safetensors").read_bytes()
 
 
-def test_a_place_where_nothing_can_be_made_is_named_with_its_field(
-    root: Path, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(root: Path, tmp_path: Path) -> None:
     root.mkdir()
     (root / "me").touch()
     with pytest.raises(ConfigurationError, match=r"cannot be written.*`publish.path=`"):

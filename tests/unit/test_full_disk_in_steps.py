@@ -92,9 +92,7 @@ class OnlyProgress:
 @pytest.mark.parametrize(
     ("full", "comes_back", "saved"), [(2, True, 50), (1, False, 0), (SAVE_TRIES, True, 0)]
 )
-def test_a_save_that_does_not_fit_is_tried_again_at_the_same_step(
-    tmp_path: Path, full: int, comes_back: bool, saved: int
-) -> None:
+def test_a_save_is_tried_again(tmp_path: Path, full: int, comes_back: bool, saved: int) -> None:
     io, engine = SometimesFull(tmp_path, full, comes_back), OnlyProgress()
     edge = Boundary(io, engine, "grpo", total_steps=100, save_freq=50)
     with contextlib.nullcontext() if saved else pytest.raises(NoSpaceError, match="full"):

@@ -93,9 +93,7 @@ def test_a_stop_ends_a_wait() -> None:
         (501, "not implemented", HubOutage, "501: not"),
     ],
 )
-def test_each_answer_has_a_class_and_a_fix(
-    status: int, said: str, kind: type[Exception], says: str
-) -> None:
+def test_each_answer_has_a_class(status: int, said: str, kind: type[Exception], says: str) -> None:
     error = refused(status, said, "sending files", "lab/model")
     assert type(error) is kind
     assert says in str(error)
@@ -138,9 +136,7 @@ class XetError(Exception):
         (ValueError("Invalid metadata in README.md: ?"), HubRefused, "Invalid metadata"),
     ],
 )
-def test_errors_of_the_client_become_our_classes(
-    error: Exception, kind: type[Exception], says: str
-) -> None:
+def test_client_errors_are_translated(error: Exception, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind) as caught, in_our_words("sending files", "lab/model"):
         raise error
     assert type(caught.value) is kind
@@ -182,9 +178,7 @@ def test_other_errors_pass_through() -> None:
         ("POST", "/api/models/lab/model/commit/main", set()),
     ],
 )
-def test_only_refusals_of_the_storage_are_repeated(
-    method: str, path: str, statuses: set[int]
-) -> None:
+def test_only_storage_refusals_are_retried(method: str, path: str, statuses: set[int]) -> None:
     for status in (*range(400, 424), 429, 500, 503):
         said = rejection(following(answer(status, method, path)))
         assert said == ("the Hub's" if status in statuses else None)

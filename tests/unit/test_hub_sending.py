@@ -23,9 +23,7 @@ def never() -> bool:
     return False
 
 
-def test_what_the_client_reads_to_send_it_is_counted_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_sent_bytes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "READ_BYTES", 8)
     monkeypatch.setattr(client, "_TELL_BYTES", 10)
     told: list[Progress] = []

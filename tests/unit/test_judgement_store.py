@@ -114,9 +114,7 @@ def test_a_failed_judgement_cannot_be_kept_and_a_reader_writes_nothing(folder: P
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=80), st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_table_knows_what_a_dictionary_knows(
-    puts: list[tuple[int, int]], data: st.DataObject
-) -> None:
+def test_a_table_is_a_dictionary(puts: list[tuple[int, int]], data: st.DataObject) -> None:
     """Keys that share their first half, many small batches, the same key again."""
     keys = [struct.pack("<QQ", a, b) for a, b in puts]
     values = {k: StoredJudgement(b / 3, a, b) for k, (a, b) in zip(keys, puts, strict=True)}
@@ -161,9 +159,7 @@ def test_a_file_that_ends_anywhere_gives_what_is_whole(
 
 @given(bit=st.integers(0, 5 * RECORD_BYTES * 8 - 1))
 @settings(max_examples=60, deadline=None)
-def test_a_flipped_bit_costs_one_judgement(
-    tmp_path_factory: pytest.TempPathFactory, bit: int
-) -> None:
+def test_a_flipped_bit_costs_one(tmp_path_factory: pytest.TempPathFactory, bit: int) -> None:
     folder = tmp_path_factory.mktemp("flip") / "judgements"
     path = one_file(folder, 5)
     data = bytearray(path.read_bytes())
@@ -175,9 +171,7 @@ def test_a_flipped_bit_costs_one_judgement(
     assert found == [None if n == damaged else YES for n in range(5)]
 
 
-def test_a_file_of_a_newer_version_is_left_alone(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_newer_file_is_left_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = one_file(folder, 2)
     newer = bytearray(path.read_bytes())
     struct.pack_into("<H", newer, 8, 2)
@@ -279,9 +273,7 @@ def test_the_oldest_judgements_go_when_the_store_is_full(folder: Path) -> None:
     assert known(folder, range(1000), limit) == 0
 
 
-def test_thousands_of_short_jobs_leave_few_files(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_jobs_leave_few_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MOST_SEGMENTS", 20)
     for job in range(60):
         with opened(folder) as one:

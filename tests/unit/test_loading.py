@@ -173,9 +173,7 @@ def test_a_recipe_of_ones_own_may_include_a_shipped_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "empty", ["grpo:\n  # beta: 0.25\n", "grpo:\n  resources:\n    # cpus: 9\n"]
 )
-def test_a_section_that_says_nothing_keeps_what_is_included(
-    tmp_path: Path, empty: str, override: tuple[str, ...]
-) -> None:
+def test_an_empty_section_is_ignored(tmp_path: Path, empty: str, override: tuple[str, ...]) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"include: tiny-zero3\n{empty}")
     assert load_recipe(str(mine), override).grpo == load_recipe("tiny-zero3").grpo

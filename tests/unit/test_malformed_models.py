@@ -53,9 +53,7 @@ def test_an_evaluation_counts_too_and_one_answer_is_enough(tmp_path: Path) -> No
     run.carry_out("publish")
 
 
-def test_terminal_status_and_report_say_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_terminal_and_report_warn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(tmp_path, **NOTHING)
     rows = {row.name: row for row in Watcher(run.workspace, run.run, ask=False).look().stages}
     assert (rows["grpo"].state, rows["sft"].reason) == ("done", "")

@@ -40,7 +40,7 @@ def test_a_step_of_the_clock_makes_no_process_another(
     assert str(ProcessId.of(sleeper.pid)) == before
 
 
-def test_a_number_that_is_used_again_and_another_boot_are_other_processes(
+def test_a_reused_pid_is_another_process(
     sleeper: subprocess.Popen[bytes],
 ) -> None:
     found = ProcessId.of(sleeper.pid)
@@ -82,7 +82,7 @@ def test_a_process_that_cannot_be_looked_at_is_not_gone(
     assert found.alive
 
 
-def test_one_that_ends_while_it_is_to_be_killed_is_no_error(
+def test_an_ended_process_can_be_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process = subprocess.Popen(["sleep", "60"])
@@ -93,9 +93,7 @@ def test_one_that_ends_while_it_is_to_be_killed_is_no_error(
     found.kill_group()
 
 
-def test_a_local_job_is_seen_and_killed_only_where_it_ran(
-    sleeper: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
+def test_a_local_job_belongs_to_its_host(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "ws")
     stage = claim(workspace, small_plan("data"), "data")
     attempt, ref = workspace.read_attempt(stage.id, 1), AttemptRef(stage.id, 1)

@@ -94,9 +94,7 @@ def test_the_best_is_one_publication_that_knows_every_candidate_and_its_numbers(
         ((), {"which": "every-save", "per_step": "repository"}, "{step}"),
     ],
 )
-def test_what_cannot_be_published_is_refused_before_anything_runs(
-    stages: tuple[str, ...], publish: dict[str, Any], words: str
-) -> None:
+def test_wrong_steps_refused(stages: tuple[str, ...], publish: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         make_plan(check_config(config(*stages, **publish)), {})
     assert words in str(refused.value)

@@ -80,7 +80,7 @@ def test_the_same_records_give_the_same_card(tmp_path: Path) -> None:
     assert "4711" in card_of(run, "card", copy)
 
 
-def test_a_proof_of_the_stage_is_told_in_its_card_and_one_of_another_stage_is_not(
+def test_a_card_tells_the_resume_proof_of_its_own_stage(
     tmp_path: Path,
 ) -> None:
     run = finished_run(tmp_path / "runs")
@@ -131,7 +131,7 @@ def test_published_evidence_makes_the_card_and_holds_nothing_private(tmp_path: P
 # ---------------------------------------------------------------- while training goes on
 
 
-def test_the_card_of_a_step_tells_what_came_before_its_checkpoint_and_nothing_later(
+def test_a_card_of_a_step_tells_only_what_came_before(
     tmp_path: Path,
 ) -> None:
     """However the training ends, the card of step 2 that was published in between is the same."""
@@ -156,7 +156,7 @@ def test_the_card_of_a_step_tells_what_came_before_its_checkpoint_and_nothing_la
     assert card_of(run, "publish-step2") == before == run.report("publish-step2")["card"]
 
 
-def test_the_card_of_a_step_tells_that_training_had_died_when_it_was_published(
+def test_a_card_of_a_step_tells_that_training_had_died(
     tmp_path: Path,
 ) -> None:
     """Published by hand, of a run that a full quota had ended."""
@@ -202,7 +202,7 @@ def test_each_step_has_numbers_of_its_own_and_the_last_one_tells_of_all(tmp_path
 # ---------------------------------------------------------------- costs, tracking, sources
 
 
-def test_hours_are_counted_over_all_attempts_and_those_that_were_repeated_apart(
+def test_repeated_hours_are_counted_apart(
     tmp_path: Path,
 ) -> None:
     run = trained_run(
@@ -255,7 +255,7 @@ def test_there_is_no_total_where_nobody_knows_how_long_an_attempt_had_run(tmp_pa
     assert "all attempts together" not in card
 
 
-def test_an_online_runs_address_stands_in_the_card_and_an_offline_one_has_none(
+def test_the_card_links_an_online_tracker(
     tmp_path: Path,
 ) -> None:
     run = trained_run(tmp_path / "runs")
@@ -319,7 +319,7 @@ def test_the_best_checkpoint_is_published_and_the_card_says_against_which(tmp_pa
 
 
 @pytest.mark.parametrize(("qualities", "best"), [((0.5, 0.5, 0.5), 2), ((0.0, 0.5, 1.0), 6)])
-def test_of_equals_the_earlier_step_is_the_best(
+def test_the_earlier_of_equals_wins(
     tmp_path: Path, qualities: tuple[float, ...], best: int
 ) -> None:
     names = ("grpo-step2", "grpo-step4", "grpo")
@@ -357,9 +357,7 @@ def test_a_template_that_leaves_the_licence_out_publishes_nothing(tmp_path: Path
     ("content", "said"),
     [(b"# {{ name }}\n{% if %}\n", "fails at line 2"), (b"\xff\xfe", "not text in UTF-8")],
 )
-def test_a_template_that_cannot_be_parsed_is_refused_before_anything_is_trained(
-    tmp_path: Path, content: bytes, said: str
-) -> None:
+def test_a_broken_template_is_refused_early(tmp_path: Path, content: bytes, said: str) -> None:
     template = tmp_path / "card.jinja"
     template.write_bytes(content)
     config = replace_fields(RecipeConfig(), {"publish.card_template": str(template)})

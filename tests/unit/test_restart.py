@@ -84,9 +84,7 @@ def outcome(workspace: Workspace, stage: PlannedStage, number: int) -> FailureCl
 # ---------------------------------------------------------------- which attempt
 
 
-def test_a_restart_closes_what_was_cut_short_and_claims_the_next(
-    workspace: Workspace, stage: PlannedStage, plan: Plan
-) -> None:
+def test_a_restart_claims_an_attempt(workspace: Workspace, stage: PlannedStage, plan: Plan) -> None:
     workspace.note_scheduler(stage.id, 1, FACTS)
     assert attempt_to_run(workspace, stage.id, 1, job(restart=1), silent) == 2
     record = workspace.read_record(stage.id)
@@ -101,9 +99,7 @@ def test_a_restart_closes_what_was_cut_short_and_claims_the_next(
     assert noted == {"job_id": "7", "comment": "c", "restart": 1}, "it is the same job"
 
 
-def test_the_original_command_leads_to_the_newest_attempt_however_often_it_is_run(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
+def test_each_restart_leads_to_a_new_attempt(workspace: Workspace, stage: PlannedStage) -> None:
     for restart in (1, 2, 3):
         assert attempt_to_run(workspace, stage.id, 1, job(restart), silent) == restart + 1
         started(workspace, stage, restart + 1, restart)
@@ -111,9 +107,7 @@ def test_the_original_command_leads_to_the_newest_attempt_however_often_it_is_ru
     assert [a.restart for a in record.attempts] == [0, 1, 2, 3]
 
 
-def test_a_restart_that_was_killed_before_it_started_leaves_its_claim_to_the_next(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
+def test_a_restart_takes_over_a_killed_restart(workspace: Workspace, stage: PlannedStage) -> None:
     assert attempt_to_run(workspace, stage.id, 1, job(1), silent) == 2
     assert attempt_to_run(workspace, stage.id, 1, job(2), silent) == 2
 
@@ -140,9 +134,7 @@ def test_what_an_orchestrator_has_to_decide_is_left_to_one(
     assert workspace.layout.stage(stage.id).attempt_numbers() == [1]
 
 
-def test_what_an_orchestrator_decides_while_slurm_is_asked_holds(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
+def test_an_orchestrator_decides_first(workspace: Workspace, stage: PlannedStage) -> None:
     def cancelled_meanwhile(_command: Sequence[str]) -> str:
         workspace.close_attempt(stage.id, 1, Outcome("cancelled", "stop"))
         return ""
@@ -161,9 +153,7 @@ def test_what_an_orchestrator_decides_while_slurm_is_asked_holds(
         ("given up", "gave it up"),
     ],
 )
-def test_a_requeue_leaves_a_stage_alone_that_is_not_its_own_any_more(
-    workspace: Workspace, plan: Plan, before: str, message: str
-) -> None:
+def test_a_requeue_may_be_over(workspace: Workspace, plan: Plan, before: str, message: str) -> None:
     stage = plan.by_name["data"]
     workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
     submitted(workspace, stage, 1, job_id="7")
@@ -185,9 +175,7 @@ def test_a_requeue_leaves_a_stage_alone_that_is_not_its_own_any_more(
         attempt_to_run(workspace, stage.id, 1, job(1), silent)
 
 
-def test_a_second_process_of_one_start_does_not_take_the_work_from_the_first(
-    workspace: Workspace, plan: Plan
-) -> None:
+def test_a_second_process_of_one_start_does_nothing(workspace: Workspace, plan: Plan) -> None:
     stage = plan.by_name["data"]
     workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
     submitted(workspace, stage, 1, job_id="7")
@@ -197,9 +185,7 @@ def test_a_second_process_of_one_start_does_not_take_the_work_from_the_first(
     assert outcome(workspace, stage, 1) is None
 
 
-def test_of_a_restart_and_an_orchestrator_at_the_same_moment_exactly_one_wins(
-    workspace: Workspace, stage: PlannedStage, plan: Plan
-) -> None:
+def test_of_two_claims_one_wins(workspace: Workspace, stage: PlannedStage, plan: Plan) -> None:
     workspace.close_attempt(stage.id, 1, Outcome("preempted", "resume"))
     won: list[str] = []
     barrier = threading.Barrier(6)
@@ -241,9 +227,7 @@ def test_a_local_worker_inside_an_allocation_is_no_job_of_its_own(
 # ---------------------------------------------------------------- a copy that is still dying
 
 
-def test_a_copy_that_is_still_dying_makes_no_write_visible(
-    workspace: Workspace, plan: Plan
-) -> None:
+def test_a_dying_copy_makes_no_write_visible(workspace: Workspace, plan: Plan) -> None:
     stage = plan.by_name["data"]
     workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
     submitted(workspace, stage, 1, job_id="7")
@@ -279,9 +263,7 @@ def work(attempt: AttemptRun, until: int) -> None:
             (folder / "state").write_text("x")
 
 
-def test_an_attempt_that_was_closed_before_it_started_does_not_start(
-    workspace: Workspace, plan: Plan
-) -> None:
+def test_a_closed_attempt_does_not_start(workspace: Workspace, plan: Plan) -> None:
     stage = plan.by_name["data"]
     workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
     workspace.close_attempt(stage.id, 1, Outcome("launch_failure", "resume"))
@@ -387,9 +369,7 @@ def run(workspace: Workspace, plan: Plan) -> Callable[[], AttemptRun]:
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2], ids=str
 )
-def test_every_signal_that_asks_for_the_end_only_raises_a_flag(
-    run: Callable[[], AttemptRun], number: int
-) -> None:
+def test_each_signal_only_raises_a_flag(run: Callable[[], AttemptRun], number: int) -> None:
     before = signal.getsignal(number)
     with run() as attempt:
         assert not attempt.io.should_stop()
@@ -398,9 +378,7 @@ def test_every_signal_that_asks_for_the_end_only_raises_a_flag(
     assert signal.getsignal(number) is before
 
 
-def test_the_last_word_names_class_step_and_who_asked(
-    run: Callable[[], AttemptRun], workspace: Workspace
-) -> None:
+def test_the_outcome_names_the_request(run: Callable[[], AttemptRun], workspace: Workspace) -> None:
     with run() as attempt:
         attempt.io.progress(Progress(4, 9, "train"))
         workspace.ask_stop(attempt.stage_id, 1, "cancelled", "refiner cancel by ana")
@@ -428,9 +406,7 @@ def test_a_note_beside_the_attempt_stops_it_without_a_signal(
     assert "data worker" in found.message
 
 
-def test_the_same_bug_has_the_same_signature_and_another_line_another(
-    run: Callable[[], AttemptRun], workspace: Workspace
-) -> None:
+def test_a_bug_has_a_signature(run: Callable[[], AttemptRun], workspace: Workspace) -> None:
     def broken(divisor: int) -> float:
         return 1 / divisor
 

@@ -98,9 +98,7 @@ def test_a_process_that_took_over_the_number_is_left_alone(env: dict[str, str]) 
         stranger.wait()
 
 
-def test_one_that_ends_at_once_is_given_up(
-    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_may_not_start(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_command", lambda port: [sys.executable, "-c", "0"])
     with pytest.raises(ServerError, match=r"see .*server\.log"):
         ensure_server(20, env=env)
@@ -191,7 +189,7 @@ def test_what_cannot_be_used_is_refused_with_its_cause(
     assert refused.value.fix
 
 
-def test_a_server_that_is_down_is_refused_and_its_password_is_not_said(
+def test_a_server_that_is_down_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:9/api")

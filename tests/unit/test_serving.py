@@ -188,7 +188,7 @@ def test_an_engine_without_keys_is_refused_where_all_of_a_cluster_would_reach_it
         make_plan(cluster, SOURCES)
 
 
-def test_a_plan_says_for_whom_a_server_would_be_started_or_that_nobody_needs_it(
+def test_a_plan_names_the_stages_that_need_a_server(
     workspace: Workspace,
 ) -> None:
     plan = make_plan(replace(recipe(), workspace=str(workspace.root)), SOURCES)
@@ -209,9 +209,7 @@ def test_a_plan_says_for_whom_a_server_would_be_started_or_that_nobody_needs_it(
 # ---------------------------------------------------------------- keys
 
 
-def test_a_key_is_made_once_for_its_owner_and_a_shared_one_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_private_to_their_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"REFINER_SERVER_KEY": " shared-key\n"}
     assert service_key(tmp_path, given) == ("shared-key", "environment")
     assert list(tmp_path.iterdir()) == []
@@ -227,9 +225,7 @@ def test_a_key_is_made_once_for_its_owner_and_a_shared_one_is_not_written(
     assert known_key(tmp_path, "file") == key
 
 
-def test_the_key_of_the_users_own_judge_goes_to_no_server_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_key_goes_to_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be worth money, and whoever gets hold of a local port would have it."""
     variable = JudgeConfig().api_key_env
     monkeypatch.setenv(variable, "sk-worth-money")
@@ -277,9 +273,7 @@ def test_a_server_is_needed_while_a_holder_moves_its_counter(workspace: Workspac
     assert watch.idle_s > 7
 
 
-def test_a_lease_that_is_given_back_while_it_is_renewed_stays_given_back(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_returned_lease_stays_away(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or nobody would hold the server, and it would be kept until the lease counts as lost."""
     monkeypatch.setattr(leases_module, "RENEW_S", 0.01)
     service = workspace.layout.service("serve-1")
@@ -301,9 +295,7 @@ def test_a_lease_that_is_given_back_while_it_is_renewed_stays_given_back(
 
 
 @pytest.mark.parametrize("text", ["", '{"coun', "[1]", '{"counter": "one"}'])
-def test_a_lease_without_a_counter_keeps_the_server_until_it_is_lost(
-    workspace: Workspace, text: str
-) -> None:
+def test_a_damaged_lease_counts_until_it_is_lost(workspace: Workspace, text: str) -> None:
     """A power cut leaves an empty file, and nobody of that name comes back to renew it."""
     clock = Clock()
     folder = workspace.layout.service("serve-1") / "leases"
@@ -434,9 +426,7 @@ def test_a_port_is_ours_if_what_we_started_listens_there(tmp_path: Path) -> None
             child.wait()
 
 
-def test_a_full_disk_under_the_log_does_not_end_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who reads its output goes on reading: else its pipe closes, and it dies at its next line."""
     lines = tmp_path / "lines"
     text = f"for i in 1 2 3; do echo $i >> {lines}; echo line $i; sleep 0.1; done; sleep 60"

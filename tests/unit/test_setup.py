@@ -46,9 +46,7 @@ def test_without_a_gpu_torch_is_a_cpu_build(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_with_a_gpu_or_no_cpu_build_torch_is_the_one_of_the_index(
-    tmp_path: Path, gpu: bool
-) -> None:
+def test_with_a_gpu_torch_is_the_one_of_the_index(tmp_path: Path, gpu: bool) -> None:
     nvidia = f"NVIDIA={tmp_path if gpu else '/nonexistent'}"
     asked, printed = setup(tmp_path, nvidia, no_cpu_build=not gpu)
     assert "--constraint constraints.txt torch" in asked[:2]

@@ -59,9 +59,7 @@ def train(io: AttemptIO, until: int, save_every: int = 2) -> None:
 # ---------------------------------------------------------------- metrics and rollouts
 
 
-def test_a_resumed_attempt_tells_the_whole_story_without_a_step_twice(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
+def test_a_resumed_attempt_repeats_no_step(workspace: Workspace, stage: PlannedStage) -> None:
     train(make_io(workspace, stage.id, 1), 5)  # killed after step 5, saved at 4
     train(make_io(workspace, stage.id, 2), 7)  # goes on from 4, saved at 6
     train(make_io(workspace, stage.id, 3), 9)
@@ -75,9 +73,7 @@ def test_a_resumed_attempt_tells_the_whole_story_without_a_step_twice(
     assert json.loads(paths.started.read_text())["resumed"] == {"step": 6, "from_attempt": 2}
 
 
-def test_the_maker_of_the_checkpoint_is_asked_and_not_the_attempt_before(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
+def test_logs_come_from_the_checkpoint_maker(workspace: Workspace, stage: PlannedStage) -> None:
     train(make_io(workspace, stage.id, 1), 4)
     interrupted = make_io(workspace, stage.id, 2)
     interrupted.latest_checkpoint()
@@ -87,9 +83,7 @@ def test_the_maker_of_the_checkpoint_is_asked_and_not_the_attempt_before(
     assert [(m.step, m.metrics["attempt"]) for m in lines[3:]] == [(4, 1), (5, 3), (6, 3)]
 
 
-def test_a_line_cut_by_a_kill_is_skipped_and_a_damaged_one_is_an_error(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
+def test_only_a_last_cut_line_is_skipped(workspace: Workspace, stage: PlannedStage) -> None:
     train(make_io(workspace, stage.id, 1), 3)
     path = workspace.layout.attempt(stage.id, 1).metrics
     whole = path.read_bytes()
@@ -102,9 +96,7 @@ def test_a_line_cut_by_a_kill_is_skipped_and_a_damaged_one_is_an_error(
         read_metrics(path)
 
 
-def test_steps_never_go_back_and_numbers_that_are_not_finite_are_missing(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
+def test_metrics_are_finite_and_ordered(workspace: Workspace, stage: PlannedStage) -> None:
     io = make_io(workspace, stage.id, 1)
     io.log_metrics(2, {"loss": math.nan, "kl": math.inf, "lr": 0.1})
     io.log_metrics(2, {"validation_loss": 1})

@@ -83,9 +83,7 @@ def run(workspace: Workspace) -> RunRecord:
     return run
 
 
-def test_logs_and_status_reach_a_terminal_without_sequences_and_a_pipe_as_they_are(
-    workspace: Workspace, run: RunRecord
-) -> None:
+def test_a_terminal_gets_no_sequences(workspace: Workspace, run: RunRecord) -> None:
     where = f"workspace={workspace.root}"
     for words in (("logs", "sft"), ("status",), ("status", "--json")):
         said = on_terminal(*words, where)
@@ -125,7 +123,7 @@ def test_a_log_larger_than_the_memory_is_read_a_piece_at_a_time(tmp_path: Path) 
     assert list(log_pieces(tmp_path / "none")) == []
 
 
-def test_logs_of_a_stage_that_never_began_have_a_reason(
+def test_missing_logs_have_a_reason(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = small_plan()

@@ -51,7 +51,7 @@ def test_a_call_that_finds_everything_done_is_not_the_newest(tmp_path: Path) -> 
         _run_with_model(Workspace.open(tmp_path / "none"), None)
 
 
-def test_a_repeat_that_only_waits_for_what_another_call_has_begun_is_not_the_newest(
+def test_a_call_that_only_waits_is_not_the_newest(
     tmp_path: Path,
 ) -> None:
     """After kill -9 the same command takes up what still runs, and has a record of its own."""

@@ -69,9 +69,7 @@ def open_it(root: str) -> str:
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
-def test_a_workspace_that_a_stranger_has_made_is_refused_though_he_calls_it_shared(
-    common: Path, mode: int
-) -> None:
+def test_a_workspace_that_a_stranger_made_is_refused(common: Path, mode: int) -> None:
     def lay_a_trap(root: str) -> None:
         workspace = Workspace.open(root)
         workspace.layout.format_file.write_text('{"format": 1, "shared": true}')
@@ -86,9 +84,7 @@ def test_a_workspace_that_a_stranger_has_made_is_refused_though_he_calls_it_shar
     assert not list((common / "ws" / "runs").iterdir())
 
 
-def test_a_workspace_of_another_user_can_be_read_and_runs_no_program(
-    common: Path, package: str
-) -> None:
+def test_reading_runs_no_program_of_other_users(common: Path, package: str) -> None:
     """`refiner disk` and `refiner report` follow the configuration that is recorded there."""
 
     def make(root: str) -> None:
@@ -240,7 +236,7 @@ def test_a_job_whose_code_is_gone_runs_no_other(tmp_path: Path) -> None:
     assert done.returncode == WorkspaceError("").exit_code
 
 
-def test_a_run_goes_on_with_its_own_code_or_is_told_before_a_job_is_submitted(
+def test_a_run_needs_the_code_that_it_began_with(
     tmp_path: Path,
 ) -> None:
     workspace, plan = Workspace.open(tmp_path / "ws"), small_plan("data")
@@ -257,9 +253,7 @@ def test_a_run_goes_on_with_its_own_code_or_is_told_before_a_job_is_submitted(
 # ---------------------------------------------------------------- colleagues
 
 
-def test_two_users_work_in_a_workspace_that_both_call_shared(
-    common: Path, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_users_can_share(common: Path, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One begins a stage, the other reads it and takes the next attempt."""
     monkeypatch.setenv(SHARED, str(common / "ws"))
 
@@ -284,7 +278,7 @@ def test_two_users_work_in_a_workspace_that_both_call_shared(
     assert told == ["gone", "open", code]
 
 
-def test_code_is_never_the_groups_to_change(
+def test_no_group_writes_code(
     tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SHARED, str(tmp_path))

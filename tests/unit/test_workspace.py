@@ -104,9 +104,7 @@ def test_a_folder_that_cannot_be_written_is_no_crash(
         Workspace.open(tmp_path / "ws")
 
 
-def test_files_follow_the_umask_so_that_a_group_can_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_follow_the_umask_of_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARED, str(tmp_path / "ws"))
     before = os.umask(0o002)
     try:
@@ -206,9 +204,7 @@ def test_only_the_newest_attempt_counts(workspace: Workspace, plan: Plan) -> Non
         assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "local", seen)) is None
 
 
-def test_a_stage_with_a_result_is_done_and_is_not_run_again(
-    workspace: Workspace, plan: Plan
-) -> None:
+def test_a_stage_with_a_result_is_not_run_again(workspace: Workspace, plan: Plan) -> None:
     """Also after a kill between result and outcome."""
     stage = claim(workspace, plan, "data")
     assert workspace.publish_result(stage.id, result_of(1))
@@ -274,9 +270,7 @@ def test_a_damaged_stage_record_is_refused_with_its_file(workspace: Workspace, p
         ("workspace.json", "another folder with `workspace=DIR`$"),
     ],
 )
-def test_the_fix_of_a_damaged_file_costs_as_little_as_possible(
-    workspace: Workspace, file: str, way_out: str
-) -> None:
+def test_a_damaged_file_has_a_cheap_fix(workspace: Workspace, file: str, way_out: str) -> None:
     path = workspace.root / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{")
@@ -358,7 +352,7 @@ def test_runs_sort_by_time_and_a_damaged_one_hides_no_other(
 
 
 @pytest.mark.parametrize(("left", "says"), [(None, "is gone"), ("ab", "has 2 bytes instead of 3")])
-def test_a_missing_output_is_found_where_it_is_needed_and_in_a_plan(
+def test_a_lost_output_is_found(
     workspace: Workspace, plan: Plan, left: str | None, says: str
 ) -> None:
     stage = claim(workspace, plan, "data")
@@ -377,9 +371,7 @@ def test_a_missing_output_is_found_where_it_is_needed_and_in_a_plan(
     assert says in observe_actions(plan, workspace)[0].reason
 
 
-def test_an_attempt_is_read_from_worker_scheduler_and_heartbeat(
-    workspace: Workspace, plan: Plan
-) -> None:
+def test_an_attempt_is_read_from_all_its_files(workspace: Workspace, plan: Plan) -> None:
     stage = claim(workspace, plan, "data")
     token = {"process": "n1:1:1", "started_at": "then", "node": "n1", "restart": 2}
     workspace.start_attempt(stage.id, 1, token)
@@ -412,9 +404,7 @@ def test_files_of_an_earlier_version_are_read(workspace: Workspace, plan: Plan) 
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_job_of_earlier_code_finds_the_files_that_it_reads(
-    workspace: Workspace, plan: Plan, apart: bool
-) -> None:
+def test_a_job_of_earlier_code_finds_files(workspace: Workspace, plan: Plan, apart: bool) -> None:
     """A run keeps the code that it began with, whatever was installed since."""
     code = workspace.layout.code / "abc" / "infra" / "store"
     code.mkdir(parents=True)
@@ -433,9 +423,7 @@ def test_a_job_of_earlier_code_finds_the_files_that_it_reads(
 # ---------------------------------------------------------------- atomic files
 
 
-def test_a_link_that_was_made_by_a_repeated_request_is_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_link_request_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS reports the second try; a backup may hold a link of its own besides."""
     real = os.link
 
@@ -448,9 +436,7 @@ def test_a_link_that_was_made_by_a_repeated_request_is_ours(
     assert atomic.create_json(tmp_path / "a.json", {"v": 1})
 
 
-def test_an_exclusive_write_works_without_hard_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exclusive_writes_need_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object, **__: object) -> None:
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
@@ -497,7 +483,7 @@ def test_secrets_in_a_command_line_are_masked() -> None:
     assert "seed=1" in text
 
 
-def test_provenance_names_machine_and_versions_but_no_environment(
+def test_provenance_holds_versions_and_no_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SOME_TOKEN", "very-secret-value")
@@ -547,9 +533,7 @@ def test_only_a_checkout_of_refiner_itself_is_recorded(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["data", "grpo"])
-def test_a_newer_stage_version_is_the_first_reason_to_run_again(
-    workspace: Workspace, kind: str
-) -> None:
+def test_a_newer_stage_version_is_the_first_reason(workspace: Workspace, kind: str) -> None:
     plan = make_plan(small_config("data", "grpo"), SOURCES)
     stage = plan.by_name[kind]
     assert stage.version == 2
@@ -562,9 +546,7 @@ def test_a_newer_stage_version_is_the_first_reason_to_run_again(
     assert (found[kind].action, found[kind].reason) == ("run", f"changed: {first}")
 
 
-def test_a_run_of_an_older_version_can_be_read_but_not_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_run_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To continue it would mix the rules of two versions."""
     with monkeypatch.context() as before:
         for name, kind in KINDS.items():
