@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import subprocess
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
 
 from infra.hub import client
 from infra.hub.target import HubTarget
@@ -28,12 +26,10 @@ ALL = ["README.md", "config.json", "model.safetensors", "refiner.json"]
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    with LoopbackHub(tmp_path / "hub") as found:
-        monkeypatch.setenv("HF_TOKEN", found.token)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(client, "READ_BYTES", 8)  # so that weights are large files here, too
-        yield found
+def hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> LoopbackHub:
+    """Small weights count as large files."""
+    monkeypatch.setattr(client, "READ_BYTES", 8)
+    return hub
 
 
 def target(hub: LoopbackHub, **settings: Any) -> HubTarget:

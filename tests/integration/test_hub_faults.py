@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,11 @@ HubTarget(config).publish(publication(Path(sys.argv[1]), int(sys.argv[2])))
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+def hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> LoopbackHub:
+    """Small weights count as large files; the first retry comes at once."""
     monkeypatch.setattr(patience, "FIRST_S", 0.01)
     monkeypatch.setattr(client, "READ_BYTES", 8)
-    with LoopbackHub(tmp_path / "hub") as found:
-        monkeypatch.setenv("HF_TOKEN", found.token)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        yield found
+    return hub
 
 
 def target(hub: LoopbackHub, **settings: Any) -> HubTarget:

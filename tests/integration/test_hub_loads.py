@@ -9,9 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from huggingface_hub import constants
-
 from infra.hub.target import HubTarget
 from infra.publishing import Publication
 from refiner_core.contract.config import PublishConfig
@@ -57,24 +54,21 @@ def exported(folder: Path) -> tuple[Publication, str, list[int]]:
     return wanted, weight.hexdigest(), tokenizer("a question")["input_ids"]
 
 
-def test_transformers_loads_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_loads_a_published_step(hub: LoopbackHub, tmp_path: Path) -> None:
     wanted, weights, tokens = exported(tmp_path)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with LoopbackHub(tmp_path / "hub") as hub:
-        monkeypatch.setenv("HF_TOKEN", hub.token)
-        config = PublishConfig(target="hub", which="every-save")
-        published = HubTarget(config, hub.url).publish(wanted)
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
-        env |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_DISABLE_XET": "1"}
-        env |= {"HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", READER, REPO, "step-50"],
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
+    config = PublishConfig(target="hub", which="every-save")
+    published = HubTarget(config, hub.url).publish(wanted)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
+    env |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_DISABLE_XET": "1"}
+    env |= {"HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", READER, REPO, "step-50"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     read = json.loads(done.stdout.splitlines()[-1])
     assert (read["weights"], read["tokens"]) == (weights, tokens)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,6 @@ STEPS = (
 )
 CLAIM = ("claim", "export-step12")
 HUB = ("publish.target=hub", "publish.repo_id=me/refiner", "publish.private=false")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    """A Hub that `refiner` of this test talks to."""
-    with LoopbackHub(tmp_path / "hub") as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_TOKEN", hub.token)
-        yield hub
 
 
 def events_of(workspace: Path) -> list[dict[str, Any]]:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
-from huggingface_hub import constants
 
 from flows.publishing import facts_of_stage
 from flows.running.calls import make_recipe_plan
@@ -21,15 +17,6 @@ from tests.support.recorded_run import RecordedRun
 
 REPO = "me/refiner"
 HUB = ("publish.target=hub", f"publish.repo_id={REPO}", "publish.which=every-save")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    with LoopbackHub(tmp_path / "hub") as found:
-        monkeypatch.setenv("HF_TOKEN", found.token)
-        monkeypatch.setenv("HF_ENDPOINT", found.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        yield found
 
 
 def text(hub: LoopbackHub, revision: str, name: str = "README.md") -> str:
@@ -60,6 +47,9 @@ def test_every_step_has_its_tag_and_its_card(hub: LoopbackHub, tmp_path: Path) -
         report = run.carry_out(f"card-step{step}")
         assert report["changed"] == ["README.md", "refiner.json"]
     run.carry_out("card")
+    for name, model in (("card-step2", "grpo-step2"), ("card", "grpo")):
+        found = {e["stage"] for e in facts_of_stage(run.workspace, run.stage(name).id).evaluations}
+        assert found == {"base", "sft", model, "random_copier"}, "numbers of its own"
     assert {f"tags/step-{s}" for s in (2, 4, 6)} | {"heads/main"} == set(hub.refs(REPO))
     for step, name in ((2, "card-step2"), (4, "card-step4"), (6, "card")):
         files = hub.contents(REPO, f"step-{step}")
@@ -71,6 +61,10 @@ def test_every_step_has_its_tag_and_its_card(hub: LoopbackHub, tmp_path: Path) -
         for file in load_evidence(evidence).files:
             assert hashlib.sha256(files[file.path]).hexdigest() == file.sha256
     assert text(hub, "main") == text(hub, "step-6"), "main ends at the last step"
+    run.carry_out("card-progression")
+    last = facts_of_stage(run.workspace, run.stage("card-progression").id)
+    assert {"grpo-step2", "grpo-step4", "grpo"} <= {e["stage"] for e in last.evaluations}
+    assert (last.final, last.revision) == (True, "step-6")
 
 
 def test_a_repeated_stage_keeps_the_newer_card(hub: LoopbackHub, tmp_path: Path) -> None:

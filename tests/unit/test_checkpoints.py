@@ -73,27 +73,6 @@ def test_what_a_killed_attempt_left_half_written_is_swept_away(folder: Path) -> 
     assert not left.exists()
 
 
-@pytest.mark.parametrize("damage", ["no marker", "cut marker", "cut file", "file gone"])
-def test_damage_is_found(folder: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    store = CheckpointStore(folder, 1)
-    save(store, 1)
-    save(store, 2)
-    newest = folder / step_name(2)
-    if damage == "no marker":
-        (newest / MARKER).unlink()
-    elif damage == "cut marker":
-        (newest / MARKER).write_text('{"step": 2, "fil')
-    elif damage == "cut file":
-        (newest / "sub" / "state.bin").write_text("st")
-    else:
-        (newest / "sub" / "state.bin").unlink()
-    latest = CheckpointStore(folder, 2).latest()
-    assert latest.step == 1
-    assert step_name(2) in caplog.text
-    save(CheckpointStore(folder, 2), 2, "state again")
-    assert (newest / "sub" / "state.bin").read_text() == "state again"
-
-
 # ---------------------------------------------------------------- retention
 
 

@@ -33,11 +33,6 @@ WEIGHTS, STATE = "model.safetensors", "state-rank00000-of-00001.safetensors"
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "ws")
-
-
-@pytest.fixture
 def stage(workspace: Workspace) -> PlannedStage:
     return claim(workspace, small_plan(), "data")
 
@@ -86,6 +81,10 @@ def delete_half(folder: Path) -> None:
     (folder / STATE).unlink()
 
 
+def cut_the_marker(folder: Path) -> None:
+    (folder / MARKER).write_text('{"step": 2, "fil')
+
+
 def replace_the_marker(folder: Path) -> None:
     (folder / MARKER).write_text('{"step": "x", "files": [], "sha256": 3}')
 
@@ -96,7 +95,8 @@ def swap_two_files(folder: Path) -> None:
 
 
 DAMAGES = [
-    *(flip_a_bit, cut_off, lose_a_file, delete_half, replace_the_marker, swap_two_files),
+    *(flip_a_bit, cut_off, lose_a_file, delete_half, cut_the_marker, replace_the_marker),
+    swap_two_files,
 ]
 
 

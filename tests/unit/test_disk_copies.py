@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -42,20 +41,6 @@ def stepwise_plan(*steps: int) -> Plan:
     publish = PublishConfig(which="listed", steps=steps)
     grpo = replace(config.grpo, num_training_steps=4, save_freq=1, keep=2)
     return make_plan(replace(config, publish=publish, grpo=grpo), SOURCES)
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "ws")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    with LoopbackHub(tmp_path / "hub") as found:
-        monkeypatch.setenv("HF_ENDPOINT", found.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", found.token)
-        yield found
 
 
 class Exported(NamedTuple):

@@ -42,11 +42,6 @@ MIB, GIB = 1 << 20, 1 << 30
 FOUR_B = ModelSize(4 * 10**9, "from the name")
 
 
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "ws")
-
-
 def plan_of(**grpo: Any) -> Plan:
     settings = GrpoConfig(num_training_steps=200, save_freq=50, **grpo)
     config = replace(small_config("data", "grpo"), grpo=settings)

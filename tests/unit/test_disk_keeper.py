@@ -42,7 +42,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig, DiskConfig, RecipeConfig
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.records import Outcome, from_json, to_json
+from refiner_core.contract.records import Outcome, from_json
 from refiner_core.contract.types import StoredJudgement
 from tests.support.disk import finish, foreign_checkpoint, published, save, weights_go
 from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
@@ -50,11 +50,6 @@ from tests.support.probing import ProbingKeeper
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FULL = Outcome("disk_full", "resume")
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "ws")
 
 
 def room_for(workspace: Workspace, more: int, **config: object) -> DiskKeeper:
@@ -358,26 +353,6 @@ def test_reclaiming_takes_older_checkpoints_and_leaves_the_newest(workspace: Wor
     assert steps_of(workspace, stage.id) == [100]
 
 
-def test_remains_of_dead_attempts_are_deleted_and_no_others(
-    workspace: Workspace,
-) -> None:
-    plan = small_plan("data")
-    stage = claim(workspace, plan, "data")
-    checkpoints = workspace.layout.stage(stage.id).checkpoints
-    workspace.close_attempt(stage.id, 1, FULL)
-    claim(workspace, plan, "data", after=1)
-    for attempt in (1, 2):
-        (checkpoints / f".tmp-step-00000009-a{attempt}").mkdir(parents=True)
-        output = workspace.layout.attempt(stage.id, attempt).output
-        output.mkdir(parents=True)
-        (output / "half").write_bytes(os.urandom(KIB))
-    keeper = DiskKeeper(workspace, DiskConfig())
-    keeper.carry_out(keeper.candidates())
-    assert [p.name for p in checkpoints.iterdir()] == [".tmp-step-00000009-a2"]
-    assert not workspace.layout.attempt(stage.id, 1).output.exists()
-    assert workspace.layout.attempt(stage.id, 2).output.exists()
-
-
 @pytest.mark.parametrize(("deleted", "left"), [(2, 1), (1, 2)])
 def test_the_trainer_may_delete_checkpoints_during_a_reclaim(
     workspace: Workspace, caplog: pytest.LogCaptureFixture, deleted: int, left: int
@@ -513,23 +488,6 @@ def test_published_weights_are_deleted_with_a_note_of_where_they_are(
     assert note["copy"] == str(target)
     assert [f["path"] for f in note["files"]] == ["model/model.safetensors"]
     assert str(target) in (reclaimed_text(workspace.layout.stage(sft)) or "")
-    assert not weights_go(workspace)
-
-
-@pytest.mark.parametrize("reader", ["unfinished run", "running attempt"])
-def test_weights_that_a_stage_will_read_stay(
-    workspace: Workspace, tmp_path: Path, elsewhere: Callable[[bool], None], reader: str
-) -> None:
-    elsewhere(True)
-    published(workspace, tmp_path, PUBLISHED)
-    assert weights_go(workspace)
-    longer = small_plan("data", "sft", "publish", "evaluate")
-    assert PUBLISHED.by_name["sft"].id == longer.by_name["sft"].id
-    if reader == "running attempt":
-        claim(workspace, longer, "evaluate-sft")
-    else:
-        run = run_record(workspace, longer)
-        workspace.write_run(replace(run, config=to_json(longer.config)))
     assert not weights_go(workspace)
 
 

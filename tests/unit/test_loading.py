@@ -28,49 +28,19 @@ def test_every_shipped_recipe_loads_checks_and_plans(name: str) -> None:
     assert make_plan(config, {}).stages
 
 
-def test_the_seed_recipe_has_every_value_of_its_card() -> None:
+def test_values_of_published_recipes_that_no_card_shows() -> None:
+    """The values that their cards show: test_card_facts."""
     c = load_recipe("refiner-gpt54")
-    assert c.model.name_or_path == "lihaoxin2020/qwen3-4b-refiner-gpt54-ep2"
-    assert c.model.attn_implementation == "flash_attention_2"
-    assert (c.data.rl_path, c.data.rl_split) == (
-        "lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric",
-        "train",
-    )
-    exports = c.publish.resources  # 4B weights of 2 bytes, twice in memory
-    assert (exports.gpus, exports.memory_gb) == (0, 32)
-    assert c.reward.rubric_source == "instance+static"
-    assert c.reward.static_rubrics == "v3"
-    assert c.reward.verification_reward == 10.0
-    assert c.reward.non_stop_penalty is False
-    assert c.reward.gate_judge_score_with_format_bonus is False
-    assert c.reward.apply_paper_citation_reward is True
-    assert c.reward.paper_citation_weight == 0.2
-    assert c.reward.instance_rubrics_only is False
-    assert c.judge.kind == "openai"
-    assert c.judge.model == "Qwen/Qwen3.5-35B-A3B"
-    assert c.judge.serve.engine == "vllm"
+    assert (c.publish.resources.gpus, c.publish.resources.memory_gb) == (0, 32)
+    assert (c.reward.rubric_source, c.reward.instance_rubrics_only) == ("instance+static", False)
+    assert (c.judge.kind, c.judge.serve.engine) == ("openai", "vllm")
     assert "--tensor-parallel-size 2" in c.judge.serve.args
-    g = c.grpo
-    assert (g.kl_estimator, g.beta) == ("kl3", 0.001)
-    assert (g.learning_rate, g.lr_scheduler_type) == (5e-6, "constant")
-    assert (g.per_device_train_batch_size, g.deepspeed_stage, g.offload_optimizer) == (1, 3, False)
-    assert (g.num_unique_prompts_rollout, g.num_samples_per_prompt_rollout) == (32, 8)
-    assert g.temperature == 1.0
-    assert (c.data.max_prompt_token_length, g.response_length) == (6144, 1024)
-    assert (g.max_token_length, g.pack_length) == (8192, 8192)
-    assert g.resources.gpus == 8
-    assert c.seed == 42
-
-
-def test_the_answer_only_recipe_has_every_value_of_its_card() -> None:
+    assert c.grpo.resources.gpus == 8
     c = load_recipe("refiner-answer-only")
     assert c.model.name_or_path == "lihaoxin2020/qwen3-4B-refiner-sft-step-3201"
     assert c.data.refiner_mode == "answer_only"
     assert c.reward.rubric_source == "instance"
-    assert (c.reward.verification_reward, c.reward.paper_citation_weight) == (10.0, 0.2)
     assert (c.grpo.deepspeed_stage, c.grpo.learning_rate, c.grpo.beta) == (3, 5e-6, 0.001)
-    assert c.grpo.lr_scheduler_type == "constant"
-    assert (c.data.max_prompt_token_length, c.grpo.max_token_length) == (6144, 8192)
 
 
 def test_the_successor_differs_from_the_seed_in_the_static_rubrics_only() -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -42,11 +41,6 @@ def job(restart: int = 0, number: str = "7") -> SlurmJob:
 
 def silent(_command: Sequence[str]) -> str:
     return ""
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "ws")
 
 
 @pytest.fixture

@@ -21,11 +21,9 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from flows.running.status import is_finished
 from infra.foreign.process import MARK
 from infra.host.processes import free_port, holder_of, node_address
 from infra.jobs.failures import classify
-from infra.orchestrator.observe import observe_actions
 from infra.services.judges import (
     Refuses,
     Server,
@@ -55,14 +53,14 @@ from refiner_core.contract.config import JudgeConfig, RecipeConfig, ServeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.plan_builder import judge_service
-from refiner_core.contract.records import Outcome, StageResult
+from refiner_core.contract.records import Outcome
 from refiner_core.contract.types import Endpoint, JudgeRequest
 from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.judges.surroundings import Surroundings
 from refiner_core.models import tiny_model_dir
 from tests.support.command import wait_until
 from tests.support.judge_server import JudgeServer, score
-from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
+from tests.support.plans import SOURCES, claim, small_config, small_plan
 from tests.support.port_thief import thief
 from tests.support.require import require
 from tests.support.users import needs_users
@@ -188,24 +186,6 @@ def test_an_engine_without_keys_is_refused_where_all_of_a_cluster_would_reach_it
         make_plan(cluster, SOURCES)
 
 
-def test_a_plan_names_the_stages_that_need_a_server(
-    workspace: Workspace,
-) -> None:
-    plan = make_plan(replace(recipe(), workspace=str(workspace.root)), SOURCES)
-    before = {f.stage.name: f for f in observe_actions(plan, workspace)}
-    assert before["judge"].action == "run"
-    assert before["judge"].reason == "serves org/judge to grpo, evaluate-base, evaluate-grpo"
-    for stage in plan.stages:
-        if stage.kind != "serve":
-            claim(workspace, plan, stage.name)
-            done = StageResult(1, 1, "attempts/0001/output", (), {}, {}, 1.0, "2026-11-21T00:00:00")
-            workspace.publish_result(stage.id, done)
-    after = {f.stage.name: f.action for f in observe_actions(plan, workspace)}
-    assert set(after.values()) == {"skip"}
-    own = run_record(workspace, plan).stages.values()
-    assert is_finished(workspace, own), "a server is never done, and keeps no run from being so"
-
-
 # ---------------------------------------------------------------- keys
 
 
@@ -250,11 +230,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "runs")
 
 
 def test_a_server_is_needed_while_a_holder_moves_its_counter(workspace: Workspace) -> None:

@@ -28,11 +28,6 @@ from tests.support.plans import claim, small_plan
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "ws")
-
-
-@pytest.fixture
 def stage(workspace: Workspace) -> PlannedStage:
     return claim(workspace, small_plan(), "data")
 

@@ -64,11 +64,6 @@ def on_terminal(*words: str) -> bytes:
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "runs")
-
-
-@pytest.fixture
 def run(workspace: Workspace) -> RunRecord:
     """Its attempt at SFT has printed and said what is hostile."""
     plan = small_plan()

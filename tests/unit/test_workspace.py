@@ -43,11 +43,6 @@ from tests.support.recorded_run import RecordedRun
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "ws")
-
-
-@pytest.fixture
 def plan() -> Plan:
     return small_plan()
 
