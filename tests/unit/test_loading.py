@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from refiner_core.contract.checks.recipe import check_config
-from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import (
-    apply_overrides,
     load_recipe,
     parse_config,
 )
@@ -100,6 +98,9 @@ def test_every_value_that_does_not_fit_is_named_at_once() -> None:
         ("grpo.beta=.nan", "a finite number"),
         ("sft.save_freq=0", "at least 1"),
         ("judge.kind=openai", "judge.base_url"),
+        ("judge.model=gpt-9", r"lexical-1.*judge\.kind=openai"),
+        ("judge.extra_body={messages: []}", "refiner sets itself"),
+        ("judge.extra_body={temperature: 1}", "refiner sets itself"),
         ("judge.base_url=localhost:8000", "http:// or https://"),
         ("judge.base_url='http://[::1'", "no address of a server"),
         ("judge.base_url='http://me:secret@host/v1'", "judge.api_key_env"),
@@ -149,14 +150,6 @@ def test_an_empty_section_is_ignored(tmp_path: Path, empty: str, override: tuple
     assert load_recipe(str(mine), override).grpo == load_recipe("tiny-zero3").grpo
 
 
-def test_the_word_off_which_is_false_to_yaml_is_a_policy(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("include: tiny\nsft:\n  health: {loss_spike: off}\n")
-    config = load_recipe(str(mine), ["grpo.health.kl_blow_up=off"])
-    assert (config.sft.health.loss_spike, config.grpo.health.kl_blow_up) == ("off", "off")
-    assert parse_config(to_json(config)) == config
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -184,28 +177,9 @@ def test_recipe_files_that_cannot_be_read(tmp_path: Path, text: str, says: str) 
         """judge.extra_body='{"chat_template_kwargs": {"enable_thinking": false}}'""",
     ],
 )
-def test_fields_for_a_judges_server_may_be_written_as_json_or_yaml(text: str) -> None:
+def test_fields_for_a_judges_server_are_json_or_yaml(text: str) -> None:
     """A shell takes the quotes away; what is left is a mapping."""
-    config = load_recipe("tiny", [text])
+    config = load_recipe("tiny", [text, "sft.health.loss_spike=off"])
     assert config.judge.extra_body == '{"chat_template_kwargs": {"enable_thinking": false}}'
-    assert apply_overrides(RecipeConfig(), [text]).judge.extra_body == config.judge.extra_body
-
-
-@pytest.mark.parametrize("own", ["messages: []", "model: x", "temperature: 1", "stream: true"])
-def test_fields_for_a_judges_server_are_none_that_refiner_sets(own: str) -> None:
-    """Records would name another model or temperature than was asked, or no reply be readable."""
-    with pytest.raises(ConfigurationError, match=r"without .*messages.*refiner sets itself"):
-        check_config(load_recipe("tiny", [f"judge.extra_body={{{own}}}"]))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["judge.model=gpt-9"], r"is 'gpt-9'.*lexical-1.*judge\.kind=openai"),
-        (["judge.kind=openai", "judge.base_url=http://a/v1"], r"set judge\.model=NAME"),
-    ],
-)
-def test_word_overlap_never_goes_under_a_models_name(overrides: list[str], says: str) -> None:
-    """Who forgets one of the two fields would publish numbers of a judge that was never asked."""
-    with pytest.raises(ConfigurationError, match=says):
-        check_config(load_recipe("tiny", overrides))
+    assert config.sft.health.loss_spike == "off", "false in YAML, a word here"
+    assert parse_config(to_json(config)) == config

@@ -398,22 +398,3 @@ def test_a_note_beside_the_attempt_stops_it_without_a_signal(
         found = attempt.fail(RuntimeError("a data worker was killed by signal: Terminated"))
     assert (found.failure, found.decision) == ("interrupted", "resume"), "no bug"
     assert "data worker" in found.message
-
-
-def test_a_bug_has_a_signature(run: Callable[[], AttemptRun], workspace: Workspace) -> None:
-    def broken(divisor: int) -> float:
-        return 1 / divisor
-
-    signatures = []
-    with run() as attempt:
-        attempt.io.progress(Progress(3, 9, "train"))
-        for _ in range(2):
-            try:
-                broken(0)
-            except ZeroDivisionError as error:
-                signatures.append(attempt.fail(error).signature)
-        try:
-            _ = 1 / 0
-        except ZeroDivisionError as error:
-            signatures.append(attempt.fail(error).signature)
-    assert signatures[0] == signatures[1] != signatures[2]

@@ -457,24 +457,13 @@ def test_the_death_of_a_running_server_is_reported(tmp_path: Path) -> None:
     assert classify(caught.value).failure == "killed"
 
 
-@pytest.mark.parametrize(
-    ("lines", "line"),
-    [
-        (["loading", "ready soon"], "ready soon"),
-        (
-            [
-                "(EngineCore pid=7) ERROR 01-01 Traceback (most recent call last):",
-                "(EngineCore pid=7) ValueError: Free memory on device (1 GiB) is too small",
-                "RuntimeError: Engine core initialization failed. See root cause above.",
-                "bye",
-            ],
-            "(EngineCore pid=7) ValueError: Free memory on device (1 GiB) is too small",
-        ),
-        (["OSError: [Errno 98] address already in use", "INFO: done"], "OSError: [Errno 98] "),
-    ],
-)
-def test_the_line_that_names_the_error_is_found_among_many(lines: list[str], line: str) -> None:
-    assert error_line(lines).startswith(line)
+def test_the_line_that_names_the_error_is_found_among_many() -> None:
+    cause = "(EngineCore pid=7) ValueError: Free memory on device (1 GiB) is too small"
+    traceback = "(EngineCore pid=7) ERROR 01-01 Traceback (most recent call last):"
+    last = "RuntimeError: Engine core initialization failed. See root cause above."
+    assert error_line([traceback, cause, last, "bye"]) == cause
+    assert error_line(["OSError: [Errno 98] in use", "INFO: done"]) == "OSError: [Errno 98] in use"
+    assert error_line(["loading", "ready soon"]) == "ready soon"
 
 
 # ---------------------------------------------------------------- real engines
