@@ -13,15 +13,7 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from tests.support.command import (
-    ROOT,
-    SMALL,
-    Stage,
-    kill_orchestrator,
-    refiner,
-    start,
-    wait_until,
-)
+from tests.support.command import ROOT, SMALL, Stage, kill_orchestrator, refiner, start, wait_until
 
 TRAINER = ROOT / "tests" / "support" / "foreign_trainer.py"
 TINY = ROOT / "refiner_core" / "models" / "tiny"

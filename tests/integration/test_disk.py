@@ -68,9 +68,7 @@ def test_nobody_needs_to_be_root_to_see_it() -> None:
     assert done.stdout.strip() == str(64 * MIB), done.stderr
 
 
-def test_a_reclaim_frees_space_on_a_quota(
-    quota: QuotaFolder,
-) -> None:
+def test_a_reclaim_frees_space_on_a_quota(quota: QuotaFolder) -> None:
     workspace = Workspace.open(quota.folder / "ws")
     stage = claim(workspace, small_plan("data"), "data")
     ref = AttemptRef(stage.id, 1)
@@ -158,9 +156,7 @@ def test_weights_go_only_when_their_copy_is_on_another_file_system(tmp_path: Pat
         assert (target / "model.safetensors").exists()
 
 
-def test_a_run_that_can_never_fit_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_can_never_fit_is_refused(tmp_path: Path) -> None:
     """It would wait for ever, which `disk.too_small=wait` allows."""
     with small_tmpfs(tmp_path / "t", mib=3) as folder:
         words = ("run", "tiny", f"workspace={folder / 'ws'}", "--no-server")

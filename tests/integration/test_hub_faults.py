@@ -20,12 +20,7 @@ from infra.hub import errors as patience
 from infra.hub.target import HubTarget, check_hub
 from infra.publishing import Publication
 from refiner_core.contract.config import PublishConfig, RecipeConfig
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    HubOutage,
-    HubRefused,
-    RefinerError,
-)
+from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, RefinerError
 from tests.support.git_hub import EXPIRED, READ_ONLY, STRANGER, Fault, LoopbackHub, Request
 from tests.support.publications import REPO, publication
 

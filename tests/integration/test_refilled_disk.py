@@ -130,9 +130,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
     raise AssertionError(f"waited {PATIENCE_S} s for {what}")
 
 
-def test_a_worker_that_dies_on_a_full_disk_costs_no_retry(
-    workspace: Workspace,
-) -> None:
+def test_a_worker_that_dies_on_a_full_disk_costs_no_retry(workspace: Workspace) -> None:
     going = Going(workspace)
     for number in (1, 2):
         with neighbour(workspace):

@@ -48,11 +48,7 @@ def undisturbed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Tell
     "where", ["local", pytest.param("slurm", marks=[pytest.mark.slurm, pytest.mark.slow])]
 )
 def test_a_neighbour_that_takes_every_freed_byte_costs_no_retries_and_changes_no_weights(
-    where: str,
-    undisturbed: Telling,
-    trained: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    where: str, undisturbed: Telling, trained: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     cluster = request.getfixturevalue("cluster") if where == "slurm" else None
     with quota_folder(tmp_path / "q", 64) as disk:

@@ -156,9 +156,7 @@ def test_an_error_of_a_save_is_raised_later(training: Training, error: Exception
         training.go()
 
 
-def test_a_save_to_a_full_disk_is_repeated(
-    training: Training,
-) -> None:
+def test_a_save_to_a_full_disk_is_repeated(training: Training) -> None:
     training.io.errors += [NoSpaceError("full"), NoSpaceError("full")]
     training.go(3)
     training.io.go_on.set()

@@ -234,9 +234,7 @@ def test_space_is_reserved_after_retention_and_before_a_write(folder: Path) -> N
     assert step_name(4) not in [p.name for p in folder.iterdir()]
 
 
-def test_the_longest_save_is_known(
-    tmp_path: Path,
-) -> None:
+def test_the_longest_save_is_known(tmp_path: Path) -> None:
     workspace, plan = Workspace.open(tmp_path / "ws"), small_plan()
     stage = claim(workspace, plan, "data")
     assert workspace.longest_save_s(stage.id) == 0.0

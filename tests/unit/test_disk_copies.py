@@ -298,9 +298,7 @@ def test_a_late_hold_is_respected(workspace: Workspace, monkeypatch: pytest.Monk
     assert holds.there(()) == {(grpo, 2)}
 
 
-def test_a_reclaim_drops_the_holds_of_a_cancelled_run(
-    workspace: Workspace,
-) -> None:
+def test_a_reclaim_drops_the_holds_of_a_cancelled_run(workspace: Workspace) -> None:
     plan, grpo = holding(workspace, 1, 2)
     Holds(plan, workspace.layout).keep(())
     run = replace(run_record(workspace, plan), config=to_json(plan.config))

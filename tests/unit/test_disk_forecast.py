@@ -135,9 +135,7 @@ def test_shared_stages_count_once_and_finished_ones_not_at_all(workspace: Worksp
     assert left.unknown == ("grpo",)
 
 
-def test_a_reclaim_makes_space_for_the_next_trial(
-    workspace: Workspace,
-) -> None:
+def test_a_reclaim_makes_space_for_the_next_trial(workspace: Workspace) -> None:
     plans = [plan_of(beta=b) for b in (0.0, 0.1, 0.2)]
     found = forecast_disk(plans, Knowledge(workspace, lambda _: FOUR_B))
     one = replace(found, parallel=1)
@@ -284,9 +282,7 @@ def publishing_plan(which: str = "every-save", target: str = "folder", **grpo: A
     return make_plan(replace(config, grpo=settings, publish=publish, model=model), SOURCES)
 
 
-def test_each_published_step_takes_space(
-    workspace: Workspace,
-) -> None:
+def test_each_published_step_takes_space(workspace: Workspace) -> None:
     known, weights = Knowledge(workspace, lambda _: FOUR_B), 4 * 10**9 * 2
     final = forecast_disk([publishing_plan("final")], known).final_bytes
     every = forecast_disk([publishing_plan()], known).final_bytes

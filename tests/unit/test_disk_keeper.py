@@ -101,9 +101,7 @@ def test_usage_by_run_and_kind_adds_up(workspace: Workspace) -> None:
     assert 0 <= measure(workspace.layout).bytes - counted <= 64 * KIB, "except for some folders"
 
 
-def test_the_oldest_judgements_are_reclaimed_as_a_last_resort(
-    workspace: Workspace,
-) -> None:
+def test_the_oldest_judgements_are_reclaimed_as_a_last_resort(workspace: Workspace) -> None:
     folder = workspace.layout.judgements
     for name, age_s in (("b", 30), ("a", 10), ("c", 20)):
         with WorkspaceStore(folder, writer=name, limit_bytes=MIB) as store:
@@ -369,9 +367,7 @@ def test_the_trainer_may_delete_checkpoints_during_a_reclaim(
     assert not caplog.records
 
 
-def test_an_output_that_is_finished_during_a_reclaim_stays(
-    workspace: Workspace,
-) -> None:
+def test_an_output_that_is_finished_during_a_reclaim_stays(workspace: Workspace) -> None:
     """Its outcome is written after its result: an earlier plan takes it for a dead attempt."""
     plan = small_plan("data")
     stage = claim(workspace, plan, "data")
@@ -410,9 +406,7 @@ def runs_of_code(workspace: Workspace, plan: Plan, *names: str) -> None:
         workspace.write_run(replace(run, run=f"20261121-12000{index}-small-0000"))
 
 
-def test_only_code_without_unfinished_runs_is_deleted(
-    workspace: Workspace,
-) -> None:
+def test_only_code_without_unfinished_runs_is_deleted(workspace: Workspace) -> None:
     plan = small_plan("data")
     stage = claim(workspace, plan, "data")
     runs_of_code(workspace, plan, "old", "new")
@@ -544,9 +538,7 @@ def test_older_checkpoints_of_a_foreign_trainer_are_reclaimed(workspace: Workspa
     assert steps_in(work) == [40, 100]
 
 
-def test_the_newest_checkpoint_of_a_running_trainer_stays(
-    workspace: Workspace,
-) -> None:
+def test_the_newest_checkpoint_of_a_running_trainer_stays(workspace: Workspace) -> None:
     """It may look whole while it is still written."""
     _, work = own_trainer(workspace, 10, 20, 30, 40)
     assert room_for(workspace, MIB).make_room(8 * MIB) is not None
@@ -554,9 +546,7 @@ def test_the_newest_checkpoint_of_a_running_trainer_stays(
     assert room_for(workspace, MIB).make_room(8 * MIB) is None
 
 
-def test_a_half_save_is_deleted_once_its_trainer_has_ended(
-    workspace: Workspace,
-) -> None:
+def test_a_half_save_is_deleted_once_its_trainer_has_ended(workspace: Workspace) -> None:
     stage_id, work = own_trainer(workspace, 10, 20)
     foreign_checkpoint(work, 30, saved=False)
     keeper = room_for(workspace, MIB)
@@ -573,9 +563,7 @@ def test_a_half_save_is_deleted_once_its_trainer_has_ended(
 # ---------------------------------------------------------------- the rest
 
 
-def test_the_space_for_a_save_is_measured_or_computed(
-    workspace: Workspace,
-) -> None:
+def test_the_space_for_a_save_is_measured_or_computed(workspace: Workspace) -> None:
     stage = claim(workspace, small_plan("data"), "data")
     keeper = DiskKeeper(workspace, DiskConfig())
     assert keeper.need_of(stage.id) == FLOOR_BYTES

@@ -13,11 +13,7 @@ import pytest
 from infra.publishing import FolderTarget, Published, report_of
 from infra.store.stage_records import target_damage
 from refiner_core.contract.config import PublishConfig
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    Interrupted,
-    NoSpaceError,
-)
+from refiner_core.contract.errors import ConfigurationError, Interrupted, NoSpaceError
 from refiner_core.contract.types import Progress
 from tests.support.publications import OTHER_RUN, REPO, card, publication
 

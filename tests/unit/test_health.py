@@ -84,9 +84,7 @@ def test_the_loss_spikes_in_sft_and_not_in_grpo_where_it_has_either_sign() -> No
 
 
 @pytest.mark.parametrize("numbers", [{"loss": math.nan}, {"grad_norm": math.inf}, {"kl": math.nan}])
-def test_a_number_that_is_not_finite_stops_training(
-    numbers: dict[str, float],
-) -> None:
+def test_a_number_that_is_not_finite_stops_training(numbers: dict[str, float]) -> None:
     health = monitor()
     with pytest.raises(NotFiniteError, match=r"grpo step 1: the .* is (nan|inf)") as caught:
         updates(health, [1.0], **numbers)

@@ -9,10 +9,7 @@ import pytest
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import replace_fields
-from refiner_core.contract.loading import (
-    load_recipe,
-    parse_config,
-)
+from refiner_core.contract.loading import load_recipe, parse_config
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.records import to_json

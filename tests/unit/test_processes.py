@@ -40,9 +40,7 @@ def test_a_step_of_the_clock_makes_no_process_another(
     assert str(ProcessId.of(sleeper.pid)) == before
 
 
-def test_a_reused_pid_is_another_process(
-    sleeper: subprocess.Popen[bytes],
-) -> None:
+def test_a_reused_pid_is_another_process(sleeper: subprocess.Popen[bytes]) -> None:
     found = ProcessId.of(sleeper.pid)
     assert found == ProcessId.parse(str(found))
     assert not ProcessId(found.host, found.pid, found.started + 1, found.boot).alive
@@ -82,9 +80,7 @@ def test_a_process_that_cannot_be_looked_at_is_not_gone(
     assert found.alive
 
 
-def test_an_ended_process_can_be_killed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_ended_process_can_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     process = subprocess.Popen(["sleep", "60"])
     found = ProcessId.of(process.pid)
     process.send_signal(signal.SIGKILL)

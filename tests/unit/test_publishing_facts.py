@@ -79,9 +79,7 @@ def test_the_same_records_give_the_same_card(tmp_path: Path) -> None:
     assert "4711" in card_of(run, "card", copy)
 
 
-def test_a_card_tells_the_resume_proof_of_its_own_stage(
-    tmp_path: Path,
-) -> None:
+def test_a_card_tells_the_resume_proof_of_its_own_stage(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "runs")
     before, stage = card_of(run, "card"), run.stage("grpo")
     known: dict[str, Any] = {
@@ -130,9 +128,7 @@ def test_published_evidence_makes_the_card_and_holds_nothing_private(tmp_path: P
 # ---------------------------------------------------------------- while training goes on
 
 
-def test_a_card_of_a_step_tells_only_what_came_before(
-    tmp_path: Path,
-) -> None:
+def test_a_card_of_a_step_tells_only_what_came_before(tmp_path: Path) -> None:
     """However the training ends, the card of step 2 that was published in between is the same."""
     run = trained_run(tmp_path / "runs", *EVERY)
     first = Outcome("preempted", "resume", step=1)
@@ -155,9 +151,7 @@ def test_a_card_of_a_step_tells_only_what_came_before(
     assert card_of(run, "publish-step2") == before == run.report("publish-step2")["card"]
 
 
-def test_a_card_of_a_step_tells_that_training_had_died(
-    tmp_path: Path,
-) -> None:
+def test_a_card_of_a_step_tells_that_training_had_died(tmp_path: Path) -> None:
     """Published by hand, of a run that a full quota had ended."""
     run = trained_run(tmp_path / "runs", *EVERY)
     run.fail("grpo", Outcome("disk_full", "resume", step=5, errno=122), seconds=60.0)
@@ -175,9 +169,7 @@ def test_a_card_of_a_step_tells_that_training_had_died(
 # ---------------------------------------------------------------- costs, tracking, sources
 
 
-def test_repeated_hours_are_counted_apart(
-    tmp_path: Path,
-) -> None:
+def test_repeated_hours_are_counted_apart(tmp_path: Path) -> None:
     run = trained_run(
         tmp_path / "runs",
         *("grpo.resources.gpus=2", "grpo.resources.cpus=8"),
@@ -228,9 +220,7 @@ def test_there_is_no_total_where_nobody_knows_how_long_an_attempt_had_run(tmp_pa
     assert "all attempts together" not in card
 
 
-def test_the_card_links_an_online_tracker(
-    tmp_path: Path,
-) -> None:
+def test_the_card_links_an_online_tracker(tmp_path: Path) -> None:
     run = trained_run(tmp_path / "runs")
     run.train("grpo")
     folder = run.workspace.layout.attempt(run.stage("grpo").id, 1).tracker

@@ -146,9 +146,7 @@ def test_masking_is_linear_whatever_the_text(piece: str) -> None:
     list(given_secrets(text))
 
 
-def test_the_environment_is_read_while_it_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environment_is_read_while_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Submitting takes a job's own settings out of it for a moment, in a thread."""
     monkeypatch.setenv("SOME_TOKEN", VALUE)
     stop = threading.Event()

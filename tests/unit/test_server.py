@@ -189,9 +189,7 @@ def test_what_cannot_be_used_is_refused_with_its_cause(
     assert refused.value.fix
 
 
-def test_a_server_that_is_down_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_that_is_down_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:9/api")
     with pytest.raises(ServerError, match="does not answer") as refused:
         usable_server(1)

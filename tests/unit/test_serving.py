@@ -24,19 +24,8 @@ import pytest
 from infra.foreign.process import MARK
 from infra.host.processes import free_port, holder_of, node_address
 from infra.jobs.failures import classify
-from infra.services.judges import (
-    Refuses,
-    Server,
-    check_chat,
-    known_key,
-    service_key,
-)
-from infra.services.process import (
-    Listening,
-    error_line,
-    server_environment,
-    server_text,
-)
+from infra.services.judges import Refuses, Server, check_chat, known_key, service_key
+from infra.services.process import Listening, error_line, server_environment, server_text
 from infra.store import orchestrators as leases_module
 from infra.store.orchestrators import (
     LOST_AFTER_S,
@@ -437,10 +426,7 @@ def test_a_stop_is_heard_while_weights_are_loaded(tmp_path: Path) -> None:
     slow = replace(own(), serve_command="sleep 60")
     asked = threading.Event()
     threading.Timer(0.3, asked.set).start()
-    with (
-        pytest.raises(Interrupted),
-        server_of(tmp_path, slow, should_stop=asked.is_set),
-    ):
+    with pytest.raises(Interrupted), server_of(tmp_path, slow, should_stop=asked.is_set):
         pass
 
 

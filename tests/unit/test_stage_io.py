@@ -223,10 +223,7 @@ def test_a_full_disk_deletes_half_an_output(running: AttemptRun) -> None:
 
 
 def test_a_full_disk_after_the_result_does_not_undo_a_finished_stage(
-    workspace: Workspace,
-    stage: PlannedStage,
-    running: AttemptRun,
-    monkeypatch: pytest.MonkeyPatch,
+    workspace: Workspace, stage: PlannedStage, running: AttemptRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (running.output_dir / "rows.txt").write_text("rows")
 

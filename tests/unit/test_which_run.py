@@ -51,9 +51,7 @@ def test_a_call_that_finds_everything_done_is_not_the_newest(tmp_path: Path) -> 
         _run_with_model(Workspace.open(tmp_path / "none"), None)
 
 
-def test_a_call_that_only_waits_is_not_the_newest(
-    tmp_path: Path,
-) -> None:
+def test_a_call_that_only_waits_is_not_the_newest(tmp_path: Path) -> None:
     """After kill -9 the same command takes up what still runs, and has a record of its own."""
     first = RecordedRun(tmp_path / "runs", TRAINS)
     first.data()

@@ -236,9 +236,7 @@ def test_a_job_whose_code_is_gone_runs_no_other(tmp_path: Path) -> None:
     assert done.returncode == WorkspaceError("").exit_code
 
 
-def test_a_run_needs_the_code_that_it_began_with(
-    tmp_path: Path,
-) -> None:
+def test_a_run_needs_the_code_that_it_began_with(tmp_path: Path) -> None:
     workspace, plan = Workspace.open(tmp_path / "ws"), small_plan("data")
     run = replace(run_record(workspace, plan), code="0123456789abcdef")
     with pytest.raises(WorkspaceError, match="is gone"):

@@ -30,11 +30,7 @@ from infra.store.provenance import (
 )
 from infra.store.records import Part
 from infra.store.workspace import FORMAT, SHARED, Claim, Workspace
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    NoSpaceError,
-    WorkspaceError,
-)
+from refiner_core.contract.errors import ConfigurationError, NoSpaceError, WorkspaceError
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import Outcome, OutputFile, StageResult, to_json
@@ -82,11 +78,7 @@ def test_a_newer_format_is_refused_before_anything_is_written(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [
-        (errno.EACCES, WorkspaceError),
-        (errno.ENOSPC, NoSpaceError),
-        (errno.EDQUOT, NoSpaceError),
-    ],
+    [(errno.EACCES, WorkspaceError), (errno.ENOSPC, NoSpaceError), (errno.EDQUOT, NoSpaceError)],
 )
 def test_a_folder_that_cannot_be_written_is_no_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
@@ -478,9 +470,7 @@ def test_secrets_in_a_command_line_are_masked() -> None:
     assert "seed=1" in text
 
 
-def test_provenance_holds_versions_and_no_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_provenance_holds_versions_and_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", "very-secret-value")
     found = run_provenance(["refiner", "run"], "0123", checkout_of())
     assert "very-secret-value" not in json.dumps(found)
