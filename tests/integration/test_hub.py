@@ -241,9 +241,7 @@ def test_each_step_can_have_a_branch(hub: LoopbackHub, tmp_path: Path) -> None:
         assert branches.read_text(REPO, revision, "README.md") == card(f"{step}!")
 
 
-def test_a_large_file_is_sent_in_parts_and_hashed_once(
-    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hashed(*_: object) -> bytes:
         raise AssertionError("the client hashes a file whose hash is known")
 
@@ -284,7 +282,7 @@ def test_an_equal_card_beside_other_weights_is_no_update(hub: LoopbackHub, tmp_p
         target(hub).publish(card_alone)
 
 
-def test_private_weights_are_not_published_in_a_public_repository(
+def test_private_weights(
     hub: LoopbackHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub.create(REPO, private=False)
@@ -315,9 +313,7 @@ def test_two_publications_in_one_process_take_turns(hub: LoopbackHub, tmp_path: 
     assert other[0].commit == hub.refs(REPO)["heads/main"] == hub.refs(REPO)["tags/step-100"]
 
 
-def test_a_transfer_that_checks_no_hashes_is_checked_by_what_it_has_read(
-    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_xet_transfers(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The storage of the Xet transfer believes the hashes that it gets; large files take the LFS
     way here, one after the other, hashed as they are read."""
     monkeypatch.setattr("infra.hub.client.is_xet_available", lambda: True)

@@ -184,9 +184,7 @@ def test_two_publishers_may_race(hub: LoopbackHub, tmp_path: Path, first: int, s
     assert [r.status for r in hub.log if "/commit/" in r.path].count(412) == 1
 
 
-def test_others_that_never_let_one_through_are_an_outage(
-    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_races_end(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target(hub).publish(publication(tmp_path, 50))
     number = iter(range(1000))
     fault = Fault(
@@ -315,7 +313,7 @@ def test_no_error_holds_a_token(hub: LoopbackHub, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- before a run
 
 
-def test_before_a_run_the_repository_is_looked_at(
+def test_check_before_run(
     hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", hub.url)

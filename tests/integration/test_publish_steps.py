@@ -75,9 +75,7 @@ def test_every_save_is_published_with_its_card(published: Finished, workspace: P
     assert "step 12" in last, "its card has the progress of training"
 
 
-def test_an_export_is_the_trained_model(
-    published: Finished, workspace: Path, tmp_path: Path
-) -> None:
+def test_an_export_equals_training(published: Finished, workspace: Path, tmp_path: Path) -> None:
     grpo = Stage(workspace, "grpo")
     config = from_json(
         RecipeConfig, json.loads((grpo.attempts[-1] / "intent.json").read_text())["config"]

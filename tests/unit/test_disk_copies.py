@@ -204,9 +204,7 @@ def test_our_token_goes_to_no_hub_but_the_one_that_is_configured(
 
 
 @pytest.mark.parametrize("unfinished", ["publish-step2", "evaluate-grpo-step2"])
-def test_an_export_waits_for_reads(
-    workspace: Workspace, exported: Exported, unfinished: str
-) -> None:
+def test_exports_wait_for_reads(workspace: Workspace, exported: Exported, unfinished: str) -> None:
     run = run_record(workspace, exported.plan)
     workspace.write_run(replace(run, config=to_json(exported.plan.config)))
     assert weights_go(workspace), "GRPO and its publication go on, and read nothing of it"
@@ -216,9 +214,7 @@ def test_an_export_waits_for_reads(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_publication_protects_input(
-    workspace: Workspace, exported: Exported, known: bool
-) -> None:
+def test_publications_protect_input(workspace: Workspace, exported: Exported, known: bool) -> None:
     config = exported.plan.config
     config = replace(config, only=("evaluate-grpo-step2",))
     config = replace(config, evaluate=replace(config.evaluate, num_samples=9))

@@ -120,9 +120,7 @@ def test_the_oldest_judgements_are_reclaimed_as_a_last_resort(workspace: Workspa
 # ---------------------------------------------------------------- reservations
 
 
-def test_reservations_of_others_count(
-    workspace: Workspace, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_others_reserve_space(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
     plan = small_plan("data", "sft")
     ref = AttemptRef(claim(workspace, plan, "sft").id, 1)
     other = AttemptRef(claim(workspace, plan, "data").id, 1)
@@ -209,9 +207,7 @@ def test_inodes_can_be_reserved(workspace: Workspace, monkeypatch: pytest.Monkey
     assert keeper.lacking(MIB, ref) == "1.0 MiB", "an attempt may use its own reservation"
 
 
-def test_a_failed_write_means_no_space(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_writes_mean_no_space(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = DiskKeeper(workspace, DiskConfig())
     assert keeper.shortage(MIB) == 0
 
@@ -420,9 +416,7 @@ def test_only_code_without_unfinished_runs_is_deleted(workspace: Workspace) -> N
 
 
 @pytest.mark.parametrize("moment", ["after the plan", "at the deletion"])
-def test_code_that_a_new_run_uses_during_a_reclaim_stays(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_new_code_stays(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """Else its jobs would import whatever is installed."""
     plan = small_plan("data")
     finish(workspace, claim(workspace, plan, "data").id)

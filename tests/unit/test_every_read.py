@@ -114,7 +114,7 @@ def test_every_read_of_an_attempt_may_fail_once(
     assert wrong == [], "\n".join(wrong)
 
 
-def test_an_attempt_whose_reads_keep_failing_is_resumed(
+def test_reads_keep_failing(
     begun: Path, tmp_path: Path, undisturbed: tuple[Story, list[str]]
 ) -> None:
     expected, operations = undisturbed
@@ -132,9 +132,7 @@ def test_an_attempt_whose_reads_keep_failing_is_resumed(
     assert wrong == [], "\n".join(wrong)
 
 
-def test_the_heartbeat_goes_on(
-    begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_heartbeat_goes_on(begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a heartbeat, a healthy training is killed as hung minutes later."""
     workspace, run = claimed(begun, tmp_path)
     monkeypatch.setattr("infra.attempt.stage_io.INTERVAL_S", 0.005)

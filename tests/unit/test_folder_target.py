@@ -56,9 +56,7 @@ def test_main_and_its_step_share_their_bytes(root: Path, tmp_path: Path) -> None
     assert inode(root / REPO / "model.safetensors") == inode(step / "model.safetensors")
 
 
-def test_a_failure_keeps_the_old(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_keep_files(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = FolderTarget(root, FINAL)
     target.publish(publication(tmp_path, 100, final=True))
     other = publication(tmp_path, 100, final=True, files={"model.safetensors": b"new"})

@@ -141,9 +141,7 @@ def one_file(folder: Path, count: int) -> Path:
 
 @given(cut=st.integers(0, HEADER_BYTES + 5 * RECORD_BYTES), live=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_a_file_that_ends_anywhere_gives_what_is_whole(
-    tmp_path_factory: pytest.TempPathFactory, cut: int, live: bool
-) -> None:
+def test_cut_files_are_read(tmp_path_factory: pytest.TempPathFactory, cut: int, live: bool) -> None:
     folder = tmp_path_factory.mktemp("cut") / "judgements"
     path = one_file(folder, 5)
     path.write_bytes(path.read_bytes()[:cut])
@@ -212,9 +210,7 @@ def test_files_that_are_closed_to_this_user_are_skipped(
 
 @pytest.mark.parametrize("at", range(1, 12))
 @pytest.mark.parametrize("fault", ["refused once", "full from then on"])
-def test_a_full_disk_fails_no_step_wherever_it_comes(
-    folder: Path, at: int, fault: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk(folder: Path, at: int, fault: Any, caplog: pytest.LogCaptureFixture) -> None:
     filled(folder, range(3))
     disk = FaultyDisk(folder.parent, at, fault)
     with disk.mounted():

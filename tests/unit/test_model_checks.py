@@ -121,9 +121,7 @@ def in_pickles(folder: Path) -> None:
         (config(logits_scaling=8.0), {}, r"scale of logits \(8\.0\)"),
     ],
 )
-def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
-    tmp_path: Path, edit: Edit | None, fields: dict[str, Any], says: str
-) -> None:
+def test_wrong_models(tmp_path: Path, edit: Edit | None, fields: dict[str, Any], says: str) -> None:
     folder = copied(tmp_path / "model")
     if edit is not None:
         edit(folder)
@@ -184,9 +182,7 @@ def cached(home: Path, complete: bool) -> Path:
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_model_in_the_hubs_cache_is_checked_as_far_as_it_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool
-) -> None:
+def test_a_cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     wanted = recipe("somebody/model")
     check_model_files(wanted)  # nothing is here yet

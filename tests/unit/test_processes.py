@@ -64,9 +64,7 @@ def test_without_a_boot_id_the_clock_identifies_a_process(
     assert found.alive
 
 
-def test_a_process_that_cannot_be_looked_at_is_not_gone(
-    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hidden_process(sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """No file may be opened just now (EMFILE), or the kernel hides it."""
     found = ProcessId.of(sleeper.pid)
     real = Path.read_text

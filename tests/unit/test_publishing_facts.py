@@ -282,9 +282,7 @@ def test_the_best_checkpoint_is_published_and_the_card_says_against_which(tmp_pa
 
 
 @pytest.mark.parametrize(("qualities", "best"), [((0.5, 0.5, 0.5), 2), ((0.0, 0.5, 1.0), 6)])
-def test_the_earlier_of_equals_wins(
-    tmp_path: Path, qualities: tuple[float, ...], best: int
-) -> None:
+def test_the_earlier_equal_wins(tmp_path: Path, qualities: tuple[float, ...], best: int) -> None:
     names = ("grpo-step2", "grpo-step4", "grpo")
     run = ready_to_choose(tmp_path / "runs", dict(zip(names, qualities, strict=True)))
     report = run.carry_out("publish-best")

@@ -107,7 +107,7 @@ def test_a_restart_takes_over_a_killed_restart(workspace: Workspace, stage: Plan
 
 
 @pytest.mark.parametrize("failure", ["preempted", "time_limit", "node_failure", "interrupted"])
-def test_a_goodbye_that_says_resume_is_followed(
+def test_resume_is_followed(
     workspace: Workspace, stage: PlannedStage, failure: FailureClass
 ) -> None:
     workspace.close_attempt(stage.id, 1, Outcome(failure, "resume"))

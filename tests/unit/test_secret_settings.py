@@ -68,9 +68,7 @@ def test_a_secret_in_a_setting_is_refused(override: str, field: str, mends: str)
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])
-def test_a_command_with_a_secret_writes_nothing(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_refuse(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     override = f"judge.serve.args=[--api-key,{VALUE}]"
     judge = ("judge.kind=openai", "judge.model=x", "judge.base_url=http://127.0.0.1:9/v1")
     assert main([command, "tiny", f"workspace={tmp_path / 'runs'}", *judge, override]) == 2

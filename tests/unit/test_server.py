@@ -177,7 +177,7 @@ def keyed(key: str | None) -> tuple[int, str]:
         (lambda key: (503, ""), ServerError, "answers 503"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_its_cause(
+def test_unusable_servers(
     serve: Serve, answer: Answer, kind: type[RefinerError], what: str
 ) -> None:
     info = serve(answer)

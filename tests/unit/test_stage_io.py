@@ -161,9 +161,7 @@ def running(workspace: Workspace, stage: PlannedStage) -> Iterator[AttemptRun]:
         yield attempt
 
 
-def test_a_finished_attempt_leaves_hashed_outputs_a_report_and_an_outcome(
-    workspace: Workspace, stage: PlannedStage, running: AttemptRun
-) -> None:
+def test_a_finished_attempt(workspace: Workspace, stage: PlannedStage, running: AttemptRun) -> None:
     (running.output_dir / "rows").mkdir()
     (running.output_dir / "rows" / "a.txt").write_text("hello")
     running.io.progress(Progress(1, 1, "writing"))
@@ -180,7 +178,7 @@ def test_a_finished_attempt_leaves_hashed_outputs_a_report_and_an_outcome(
     assert beat["progress"] == {"done": 1, "total": 1, "phase": "writing", "values": {}}
 
 
-def test_the_next_stage_reads_finished_inputs_only(
+def test_inputs_must_be_done(
     workspace: Workspace, stage: PlannedStage, running: AttemptRun
 ) -> None:
     following = claim(workspace, small_plan(), "sft")
@@ -194,9 +192,7 @@ def test_the_next_stage_reads_finished_inputs_only(
     assert run.config == small_plan().config
 
 
-def test_a_stale_attempt_publishes_nothing(
-    workspace: Workspace, stage: PlannedStage, running: AttemptRun
-) -> None:
+def test_a_stale_attempt(workspace: Workspace, stage: PlannedStage, running: AttemptRun) -> None:
     claim(workspace, small_plan(), "data", after=1)
     with pytest.raises(AttemptClosed), running.io.new_checkpoint(1):
         pass
@@ -208,9 +204,7 @@ def test_a_stale_attempt_publishes_nothing(
     assert all(a.outcome is None for a in record.attempts), "its outcome is for others to write"
 
 
-def test_an_attempt_runs_once(
-    workspace: Workspace, stage: PlannedStage, running: AttemptRun
-) -> None:
+def test_attempts_run_once(workspace: Workspace, stage: PlannedStage, running: AttemptRun) -> None:
     second = AttemptRun(workspace, stage.id, 1, own_log=False)
     with pytest.raises(AttemptClosed, match="given up before it started"):
         second.__enter__()

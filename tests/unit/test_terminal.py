@@ -118,9 +118,7 @@ def test_a_log_larger_than_the_memory_is_read_a_piece_at_a_time(tmp_path: Path) 
     assert list(log_pieces(tmp_path / "none")) == []
 
 
-def test_missing_logs_have_a_reason(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_may_be_missing(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     plan = small_plan()
     run = replace(run_record(workspace, plan), config=to_json(plan.config))
     workspace.write_run(run)

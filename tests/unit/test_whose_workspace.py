@@ -276,9 +276,7 @@ def test_two_users_can_share(common: Path, package: str, monkeypatch: pytest.Mon
     assert told == ["gone", "open", code]
 
 
-def test_no_group_writes_code(
-    tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_is_read_only(tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARED, str(tmp_path))
     before = os.umask(0)
     try:

@@ -306,9 +306,7 @@ def test_a_damaged_file_of_an_attempt_is_set_aside_and_the_rest_is_used(
     assert (record.state == "claimed") == (name == "outcome"), "an end that is lost is looked for"
 
 
-def test_an_attempt_with_a_lost_claim_is_given_up(
-    workspace: Workspace, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_is_lost(workspace: Workspace, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_files, "_STILL_S", 0.0)
     stage = claim(workspace, plan, "data")
     workspace.start_attempt(stage.id, 1, {"process": OWNER})
@@ -339,9 +337,7 @@ def test_runs_sort_by_time_and_a_damaged_one_hides_no_other(
 
 
 @pytest.mark.parametrize(("left", "says"), [(None, "is gone"), ("ab", "has 2 bytes instead of 3")])
-def test_a_lost_output_is_found(
-    workspace: Workspace, plan: Plan, left: str | None, says: str
-) -> None:
+def test_an_output_is_lost(workspace: Workspace, plan: Plan, left: str | None, says: str) -> None:
     stage = claim(workspace, plan, "data")
     weights = workspace.layout.attempt(stage.id, 1).output / "model.safetensors"
     weights.parent.mkdir(parents=True)
