@@ -1,9 +1,15 @@
-"""Saves beside training: the state of their moment, one at a time, errors reported."""
+"""Saves beside training, of one or two ranks, and on a full disk: no state and no error is lost."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent import futures
@@ -18,14 +24,16 @@ import torch
 from infra.attempt.stage_io import AttemptIO
 from infra.jobs.signals import AttemptClosed
 from infra.store.checkpoints import CheckpointStore, step_name
-from infra.store.traces import read_metrics
+from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import DamagedCheckpoint, Interrupted, NoSpaceError
 from refiner_core.training.engines.plain import open_engine
-from refiner_core.training.ranks import Ranks
+from refiner_core.training.ranks import TALK, Ranks
 from refiner_core.training.sft import train_sft
-from refiner_core.training.steps.boundary import Boundary
+from refiner_core.training.steps.boundary import SAVE_TRIES, Boundary
+from tests.support.command import ROOT
 from tests.support.plans import claim, small_plan
+from tests.support.quota import fill, small_tmpfs
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import recipe, save_data, save_tiny_model
 
@@ -39,7 +47,7 @@ class SlowIO(FolderStageIO):
         super().__init__(root)
         self.go_on, self.inside = threading.Event(), threading.Event()
         self.at_once = self.most_at_once = 0
-        self.full, self.errors = 0, list[BaseException]()
+        self.full, self.errors, self.comes_back = 0, list[BaseException](), True
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
@@ -57,7 +65,7 @@ class SlowIO(FolderStageIO):
 
     def room_again(self, error: NoSpaceError) -> bool:
         self.full += 1
-        return True
+        return self.comes_back
 
 
 class OneNumber:
@@ -324,3 +332,116 @@ def test_an_engine_that_refuses_a_checkpoint_is_as_it_was(inputs: Path, tmp_path
         engine.restore(tmp_path)
     for name, parameter in engine.model.named_parameters():
         assert torch.equal(parameter, before[name] + 1), "nothing was changed"
+
+
+# ---------------------------------------------------------------- two ranks
+
+
+FAULTS = ("slow", "full", "error")
+STATE_OF_STEP_4 = '{"stage": "sft", "step": 4}'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> dict[str, Any]:
+    """What rank 0 has to say in the end of each training."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.two_savers", folder, *FAULTS],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                **{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", TALK: "5a" * 32},
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        answers = [process.communicate(timeout=80) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [p.returncode for p in started] == [0, 0], answers[0][1] + answers[1][1]
+    lines = [json.loads(line) for line in answers[0][0].splitlines() if line.startswith("{")]
+    return dict(zip(FAULTS, lines, strict=True))
+
+
+@pytest.mark.parametrize("fault", ["slow", "full"])
+def test_both_ranks_save_one_moment(told: dict[str, Any], fault: str) -> None:
+    found = told[fault]
+    assert (found["steps"], found["error"]) == ([4, 8, 9], "")
+    assert found["kept"] == {"state-0": STATE_OF_STEP_4, "state-1": STATE_OF_STEP_4}
+    assert found["waited"] == (1 if fault == "full" else 0)
+    saved = dict(found["seen"])
+    assert saved[4] == 0, "training goes on before it is complete"
+    assert saved[9] == 9
+
+
+def test_an_error_of_one_rank_is_one_of_both(told: dict[str, Any], folder: Path) -> None:
+    assert "the second rank cannot write" in told["error"]["error"]
+    assert told["error"]["steps"] == []
+    assert list((folder / "error" / "data" / "checkpoints").iterdir()) == []
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+@pytest.mark.quota
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_metrics_and_rollouts_wait_for_room_and_are_whole(tmp_path: Path, comes_back: bool) -> None:
+    with small_tmpfs(tmp_path / "disk", mib=4) as disk:
+        workspace = Workspace.open(disk / "ws")
+        stage = claim(workspace, small_plan(), "data")
+        filler, waited = disk / "filler", []
+
+        def wait() -> bool:
+            waited.append(1)
+            filler.unlink(missing_ok=True)
+            return comes_back
+
+        paths = workspace.layout.stage(stage.id)
+        io = AttemptIO(paths, 1, CheckpointStore(paths.checkpoints, 1), wait_for_room=wait)
+        io.log_metrics(1, {"loss": 1.0})
+        fill(filler)
+        long = {f"metric/{n}": 0.5 for n in range(4000)}  # not even the half of it fits
+        if comes_back:
+            io.log_metrics(2, long)
+            fill(filler)
+            io.save_rollouts(2, [{"text": os.urandom(50_000).hex()}])
+            assert len(waited) == 2
+            assert len(read_rollouts(paths.attempt(1).rollouts / "step-00000002.parquet")) == 1
+        else:
+            with pytest.raises(NoSpaceError):
+                io.log_metrics(2, long)
+        io.log_metrics(3, {"loss": 0.3})
+        steps = [line.step for line in read_metrics(paths.attempt(1).metrics)]
+        assert steps == ([1, 2, 3] if comes_back else [1, 3])
+        io.close()
+
+
+@pytest.mark.parametrize(
+    ("full", "comes_back", "saved"), [(2, True, 50), (1, False, 0), (SAVE_TRIES, True, 0)]
+)
+def test_a_save_is_tried_again(tmp_path: Path, full: int, comes_back: bool, saved: int) -> None:
+    io = SlowIO(tmp_path)
+    io.go_on.set()
+    io.errors += [NoSpaceError("full")] * full
+    io.comes_back = comes_back
+    edge = Boundary(io, OneNumber(), "grpo", total_steps=100, save_freq=50)
+    with contextlib.nullcontext() if saved else pytest.raises(NoSpaceError, match="full"):
+        edge.save(50, {"step": 50})
+    assert edge.saved_step == saved
+    assert io.checkpoint_steps() == ([saved] if saved else [])
+    assert not saved or io.full == full

@@ -3,7 +3,9 @@ says what a secret is, for settings, profiles, command lines and masks."""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import re
 import shlex
@@ -16,6 +18,7 @@ import pytest
 import infra
 from flows.cards.reproduction import recipe_text, said_again
 from flows.cli.main import main
+from infra.attempt.stage_io import MaskingFormatter
 from infra.host.processes import environment
 from infra.host.secrets import mask_keys_of, masked, without_secrets
 from infra.slurm.profiles import load_profile
@@ -201,3 +204,34 @@ def test_no_card_recipe_or_evidence_has_such_a_text() -> None:
         assert "hunter2" not in text
         assert '"plain"' not in text
     assert "(text with SHA-256" in build_card(told)
+
+
+# ---------------------------------------------------------------- logs
+
+
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch) -> logging.Handler:
+    monkeypatch.setenv("MY_JUDGE_API_KEY", "correct-horse-battery")
+    monkeypatch.setenv("HF_TOKEN", "not-shaped-like-one")
+    monkeypatch.setenv("MAX_TOKEN_LENGTH", "4096-4096")
+    handler = logging.StreamHandler(io.StringIO())
+    handler.setFormatter(MaskingFormatter("%(message)s"))
+    return handler
+
+
+def said(handler: logging.Handler, text: str, error: BaseException | None = None) -> str:
+    info = None if error is None else (type(error), error, error.__traceback__)
+    return handler.format(logging.LogRecord("x", logging.INFO, __file__, 1, "%s", (text,), info))
+
+
+def test_lines_and_tracebacks_are_logged_without_secrets(line: logging.Handler) -> None:
+    """All known forms: test_hub_errors and test_secret_settings."""
+    for secret in ("correct-horse-battery", "not-shaped-like-one", "hf_abcdefghijkl"):
+        assert secret not in said(line, f"the key is {secret}.")
+        assert "***" in said(line, f"the key is {secret}.")
+        assert secret not in said(line, "it failed", RuntimeError(secret))
+
+
+def test_ordinary_lines_stay_as_they_are(line: logging.Handler) -> None:
+    text = "step 12 of 50: 4096-4096 tokens, loss 1.25, see runs/stages/sft-0123456789ab"
+    assert said(line, text) == text

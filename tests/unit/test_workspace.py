@@ -1,4 +1,4 @@
-"""A workspace: opening, the data root, claims, damaged records, atomic files, provenance."""
+"""A workspace: opening, the data root, claims, records, atomic files, provenance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,16 @@ from infra.store.workspace import FORMAT, SHARED, Claim, Workspace
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError, WorkspaceError
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.records import Outcome, OutputFile, StageResult, to_json
+from refiner_core.contract.records import (
+    Attempt,
+    Outcome,
+    OutputFile,
+    StageRecord,
+    StageResult,
+    StageSpec,
+    from_json,
+    to_json,
+)
 from tests.support.plans import OWNER, SOURCES, claim, run_record, small_config, small_plan
 from tests.support.recorded_run import RecordedRun
 
@@ -544,3 +553,44 @@ def test_an_older_run_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ConfigurationError, match=r"this version of refiner does .*grpo otherwise \(a"
     ):
         plan_of_run(workspace, older.run)
+
+
+# ---------------------------------------------------------------- records
+
+
+SPEC = StageSpec(1, "sft", "sft", "f" * 64, "sft", 1, {"seed": 1}, {}, {"data": "d" * 64})
+ATTEMPT = Attempt(1, "refiner-x", "local", "host:1:2", "2026-01-01T00:00:00Z")
+RESULT = StageResult(
+    1, 1, "attempts/0001/output", (OutputFile("a", 1, "b"),), {"x": 1}, {}, 2.5, "2026-01-01"
+)
+
+
+def test_round_trip() -> None:
+    outcome = Outcome("killed", "resume", "gone", 1)
+    record = StageRecord(SPEC, (ATTEMPT, Attempt(**{**vars(ATTEMPT), "outcome": outcome})), RESULT)
+    assert from_json(StageRecord, json.loads(json.dumps(to_json(record)))) == record
+
+
+def test_keys_of_a_newer_version_are_ignored_and_missing_ones_are_not() -> None:
+    data = to_json(ATTEMPT)
+    assert from_json(Attempt, {**data, "mood": "good"}) == ATTEMPT
+    assert from_json(Attempt, {**data, "seconds": 3}).seconds == 3, "a whole number is a number"
+    del data["comment"]
+    with pytest.raises(TypeError, match="comment"):
+        from_json(Attempt, data)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("number", "one"),
+        ("number", True),
+        ("executor", None),
+        ("outcome", "gone"),
+        ("outcome", {"failure": 3, "decision": "stop"}),
+    ],
+)
+def test_a_value_of_another_type_is_named_where_it_is_read(key: str, value: object) -> None:
+    """And not where somebody works with it, in another process, hours later."""
+    with pytest.raises(TypeError, match=f"Attempt.{key}"):
+        from_json(Attempt, {**to_json(ATTEMPT), key: value})
