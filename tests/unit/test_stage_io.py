@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 
 from infra.attempt.attempt import AttemptRun
-from infra.attempt.stage_io import AttemptIO
 from infra.jobs.signals import AttemptClosed
-from infra.store.checkpoints import CheckpointStore
 from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from infra.tracking import TrackedRun, Tracker
@@ -25,6 +23,7 @@ from refiner_core.contract.errors import NoSpaceError, WorkspaceError
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.types import Progress
 from tests.support.plans import claim, small_plan
+from tests.unit.test_damaged_checkpoints import make_io, train
 
 
 @pytest.fixture
@@ -32,32 +31,13 @@ def stage(workspace: Workspace) -> PlannedStage:
     return claim(workspace, small_plan(), "data")
 
 
-def make_io(workspace: Workspace, stage_id: str, attempt: int) -> AttemptIO:
-    paths = workspace.layout.stage(stage_id)
-    store = CheckpointStore(paths.checkpoints, attempt, keep=2, before_commit=lambda: io.flush())
-    io = AttemptIO(paths, attempt, store)
-    return io
-
-
-def train(io: AttemptIO, until: int, save_every: int = 2) -> None:
-    """As a training stage does: go on, log, store, save."""
-    latest = io.latest_checkpoint()
-    for step in range(1 if latest is None else latest.step + 1, until + 1):
-        io.log_metrics(step, {"loss": 1 / step, "attempt": io.checkpoints.attempt})
-        io.save_rollouts(step, [{"text": f"{step}", "reward": 0.5}])
-        if step % save_every == 0:
-            with io.new_checkpoint(step) as folder:
-                (folder / "state").write_text(str(step))
-    io.close()
-
-
 # ---------------------------------------------------------------- metrics and rollouts
 
 
 def test_a_resumed_attempt_repeats_no_step(workspace: Workspace, stage: PlannedStage) -> None:
-    train(make_io(workspace, stage.id, 1), 5)  # killed after step 5, saved at 4
-    train(make_io(workspace, stage.id, 2), 7)  # goes on from 4, saved at 6
-    train(make_io(workspace, stage.id, 3), 9)
+    train(make_io(workspace, stage, 1), 5)  # killed after step 5, saved at 4
+    train(make_io(workspace, stage, 2), 7)  # goes on from 4, saved at 6
+    train(make_io(workspace, stage, 3), 9)
     paths = workspace.layout.attempt(stage.id, 3)
     lines = read_metrics(paths.metrics)
     assert [m.step for m in lines] == list(range(1, 10))
@@ -69,22 +49,22 @@ def test_a_resumed_attempt_repeats_no_step(workspace: Workspace, stage: PlannedS
 
 
 def test_logs_come_from_the_checkpoint_maker(workspace: Workspace, stage: PlannedStage) -> None:
-    train(make_io(workspace, stage.id, 1), 4)
-    interrupted = make_io(workspace, stage.id, 2)
+    train(make_io(workspace, stage, 1), 4)
+    interrupted = make_io(workspace, stage, 2)
     interrupted.latest_checkpoint()
     interrupted.log_metrics(5, {"attempt": 2})  # killed before it saved anything
-    train(make_io(workspace, stage.id, 3), 6)
+    train(make_io(workspace, stage, 3), 6)
     lines = read_metrics(workspace.layout.attempt(stage.id, 3).metrics)
     assert [(m.step, m.metrics["attempt"]) for m in lines[3:]] == [(4, 1), (5, 3), (6, 3)]
 
 
 def test_only_a_last_cut_line_is_skipped(workspace: Workspace, stage: PlannedStage) -> None:
-    train(make_io(workspace, stage.id, 1), 3)
+    train(make_io(workspace, stage, 1), 3)
     path = workspace.layout.attempt(stage.id, 1).metrics
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"step": 4, "metr')
     assert [m.step for m in read_metrics(path)] == [1, 2, 3]
-    train(make_io(workspace, stage.id, 2), 4)
+    train(make_io(workspace, stage, 2), 4)
     assert len(read_metrics(workspace.layout.attempt(stage.id, 2).metrics)) == 4
     path.write_bytes(whole + b"\xff\0\n")
     with pytest.raises(WorkspaceError, match=r"Line 4 of .*metrics\.jsonl"):
@@ -92,7 +72,7 @@ def test_only_a_last_cut_line_is_skipped(workspace: Workspace, stage: PlannedSta
 
 
 def test_metrics_are_finite_and_ordered(workspace: Workspace, stage: PlannedStage) -> None:
-    io = make_io(workspace, stage.id, 1)
+    io = make_io(workspace, stage, 1)
     io.log_metrics(2, {"loss": math.nan, "kl": math.inf, "lr": 0.1})
     io.log_metrics(2, {"validation_loss": 1})
     with pytest.raises(ValueError, match="step 1 after those of step 2"):
@@ -106,7 +86,7 @@ def test_rollouts_come_back_as_they_went_in(workspace: Workspace, stage: Planned
         {"text": "a", "ids": [1, 2], "reward": None, "components": {"x": 0.5}, "empty": {}},
         {"text": "b", "ids": [], "reward": 1.0, "components": {"y": 1}, "mixed": [1, "a"]},
     ]
-    make_io(workspace, stage.id, 1).save_rollouts(3, rows)
+    make_io(workspace, stage, 1).save_rollouts(3, rows)
     back = read_rollouts(list_rollouts(workspace.layout.attempt(stage.id, 1).rollouts)[0])
     assert back[0] == {**rows[0], "mixed": None}
     assert back[1] == {**rows[1], "empty": None}
