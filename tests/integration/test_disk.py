@@ -50,7 +50,7 @@ def test_the_room_is_the_quota_s_and_not_the_disk_s(quota: QuotaFolder) -> None:
     assert 46 * MIB < Prober(quota.folder, DiskConfig()).look().free_bytes < 49 * MIB
 
 
-def test_nobody_needs_to_be_root_to_see_it() -> None:
+def test_a_quota_is_seen_without_root() -> None:
     script = (
         "import os, sys\n"
         "from pathlib import Path\n"

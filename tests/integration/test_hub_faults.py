@@ -125,7 +125,7 @@ def test_an_interruption_changes_no_result(hub: LoopbackHub, tmp_path: Path, sto
             last = begin(f"me/{kind}-{index}")
             start = len(hub.log)
             hub.faults = [Fault(kind, at=start + index)]
-            with pytest.raises(HubOutage, match="goes on with what is not there yet"):
+            with pytest.raises(HubOutage):
                 hasty.publish(last)
             assert len(hub.log) == start + index + 1, "the client tries nothing behind our back"
             published = sure.publish(last)

@@ -36,7 +36,7 @@ def events_of(workspace: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# ---------------------------------------------------------------- while training goes on
+# ---------------------------------------------------------------- during training
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def text(hub: LoopbackHub, revision: str, name: str = "README.md") -> str:
 
 
 def run_with_steps(root: Path, *overrides: str) -> RecordedRun:
-    """Steps 2 and 4 are published while training goes on, then the end."""
+    """Steps 2 and 4 are published during training, then the end."""
     run = RecordedRun(root, *HUB, *overrides)
     run.data()
     run.train("sft")
@@ -109,7 +109,7 @@ def test_a_published_recipe_plans_the_same_run(hub: LoopbackHub, tmp_path: Path)
     made = json.loads(text(hub, "main", "refiner.json"))["fingerprint"]
     assert make_recipe_plan(str(downloaded)).by_name["grpo"].fingerprint == made
     assert "refiner run recipe.yaml" in text(hub, "main")
-    assert REPO not in downloaded.read_text(), "nobody else is told to publish there"
+    assert REPO not in downloaded.read_text(), "no other user publishes there"
 
 
 # ---------------------------------------------------------------- tools of others

@@ -1,7 +1,7 @@
 """A neighbour on the same quota that takes every freed byte, at the same save again and again.
 
-Whoever waits for room says so without writing anything, and what ends meanwhile in silence has not
-been killed: it goes on when there is room, however often that happens.
+A worker that waits for space reports it without a write. One that dies meanwhile counts as stopped
+by the full disk, not as killed: it continues when there is space, however often that happens.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_a_worker_that_dies_on_a_full_disk_costs_no_retry(workspace: Workspace) 
     for number in (1, 2):
         with neighbour(workspace):
             going.until_it_waits(number)
-            until(lambda: going.view[0] == "paused", "an orchestrator that says so")
+            until(lambda: going.view[0] == "paused", "a paused stage")
             assert "the disk is full" in going.view[1]
             assert going.status == going.view
             going.kill_worker()

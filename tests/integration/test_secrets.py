@@ -32,7 +32,7 @@ TINY = (
 class Canaries:
     """Values that must be found nowhere, and what was searched for them.
 
-    ``seen`` are findings in command lines, which a thread looks at all the while.
+    ``seen`` are findings in command lines, which a thread watches.
     """
 
     values: dict[str, str]
@@ -143,7 +143,7 @@ def refused(everywhere: Path, hub: LoopbackHub, canaries: Canaries) -> Finished:
 
 def test_a_refused_run_is_clean(refused: Finished, canaries: Canaries, everywhere: Path) -> None:
     assert refused.code in (2, 9), refused.stderr
-    assert "hf auth login" in refused.stderr, "it says what mends it"
+    assert "hf auth login" in refused.stderr, "the fix"
     assert "judge.api_key_env names the variable" in refused.stderr, "so it does of the judge's key"
     assert canaries.told(refused) == []
     home = Path(os.environ["HF_HOME"]).parent

@@ -121,7 +121,7 @@ class LoopbackHub:
         return self.api.create(repo_id, private=private)
 
     def add(self, repo_id: str, files: dict[str, bytes], branch: str = "main") -> str:
-        """A commit by somebody else on a branch of a repository; its id."""
+        """A commit of another user on a branch of a repository; its id."""
         return self.api.add(repo_id, files, branch)
 
     def add_folder(self, repo_id: str, folder: Path, *, private: bool = False) -> str:

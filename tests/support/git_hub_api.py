@@ -117,7 +117,7 @@ class HubApi:
             git = self.repos[repo_id].git
             head = git.refs("heads")[branch]
             blobs = {name: git.blob(data) for name, data in files.items()}
-            commit = git.commit({**git.files(head), **blobs}, head, "by somebody else")
+            commit = git.commit({**git.files(head), **blobs}, head, "by another user")
             git.set_ref(f"heads/{branch}", commit)
             return commit
 

@@ -41,7 +41,7 @@ PATIENCE_S = 60.0
 
 
 class SlowIO(FolderStageIO):
-    """A disk on which a save ends when the test says so."""
+    """A disk on which a save ends when the test allows it."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -385,7 +385,7 @@ def test_both_ranks_save_one_moment(told: dict[str, Any], fault: str) -> None:
     assert found["kept"] == {"state-0": STATE_OF_STEP_4, "state-1": STATE_OF_STEP_4}
     assert found["waited"] == (1 if fault == "full" else 0)
     saved = dict(found["seen"])
-    assert saved[4] == 0, "training goes on before it is complete"
+    assert saved[4] == 0, "training continues before it is complete"
     assert saved[9] == 9
 
 

@@ -264,7 +264,7 @@ def test_a_deletion_that_was_cut_short_gives_its_room_back_later(folder: Path) -
 
 
 def test_an_older_attempt_leaves_alone_what_a_newer_one_is_writing(folder: Path) -> None:
-    """It may go on saving for a while before it hears that it has been replaced."""
+    """It may save for a while before it notices that it has been replaced."""
     with CheckpointStore(folder, 2).new(5) as newer:
         (newer / "state.bin").write_text("half")
         save(CheckpointStore(folder, 1), 4)
@@ -272,7 +272,7 @@ def test_an_older_attempt_leaves_alone_what_a_newer_one_is_writing(folder: Path)
     assert steps(CheckpointStore(folder, 3)) == [4, 5]
 
 
-def test_a_checkpoint_that_somebody_asks_for_at_the_last_moment_stays(folder: Path) -> None:
+def test_a_checkpoint_that_is_held_at_the_last_moment_stays(folder: Path) -> None:
     """Between the choice of what goes and its deletion, a publication may begin to wait."""
     asked: list[frozenset[int]] = []
 

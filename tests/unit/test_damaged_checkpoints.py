@@ -45,7 +45,7 @@ def make_io(workspace: Workspace, stage: PlannedStage, attempt: int) -> AttemptI
 
 
 def train(io: AttemptIO, until: int, *, save_every: int = 2) -> None:
-    """As a training stage does: go on, log, store, save."""
+    """A training stage: resume, log, store, save."""
     latest = io.latest_checkpoint()
     for step in range(1 if latest is None else latest.step + 1, until + 1):
         io.log_metrics(step, {"attempt": io.checkpoints.attempt})
@@ -117,7 +117,7 @@ def test_the_one_before_is_gone_on_from_and_the_damaged_one_is_named(
     assert str(newest) in caplog.text
     still = sorted(p.name for p in newest.iterdir() if p.name not in (MARKER, DAMAGED))
     assert still == left, "it is evidence, and stays"
-    # Its step is saved again, and at no moment is there none to go on from.
+    # Its step is saved again, and at each moment there is one to resume from.
     train(make_io(workspace, stage, 3), 4)
     again = make_io(workspace, stage, 4)
     found = again.latest_checkpoint()
@@ -146,7 +146,7 @@ def test_a_save_keeps_the_good_one(workspace: Workspace, stage: PlannedStage, st
 def test_no_older_one_goes_before_a_save_while_the_newest_is_damaged(
     workspace: Workspace, stage: PlannedStage, damage: Callable[[Path], None], attempt: int
 ) -> None:
-    """Its sizes may be right; a save that fails would then leave none to go on from."""
+    """Its sizes may be right; a save that fails would then leave none to resume from."""
     first = make_io(workspace, stage, 1)
     train(first, 4)
     checkpoints = workspace.layout.stage(stage.id).checkpoints

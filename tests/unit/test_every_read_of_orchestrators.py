@@ -205,7 +205,7 @@ def test_reads_of_a_sweep_may_fail_once_and_for_a_while(tmp_path: Path) -> None:
     states, jobs = swept(tmp_path / "sound")
     assert set(states.values()) == {"done"}
     every = range(1, len(jobs.reads.operations) + 1)
-    chosen = sorted(random.Random(17).sample(every, 30))
+    chosen = sorted(random.Random(17).sample(every, 20))
     found = [sweep_with(tmp_path, at, ERRORS[at % 5], "once") for at in chosen]
     found += [sweep_with(tmp_path, at, "EIO", "from then on") for at in chosen[::2]]
     assert not any(found), "\n".join(filter(None, found))

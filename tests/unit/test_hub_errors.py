@@ -236,7 +236,7 @@ def test_only_sent_bytes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [(p.done, p.values["sent_bytes"]) for p in told] == [(0, 10), (0, 25), (1, 25), (2, 25)]
 
 
-def test_a_hash_that_nobody_else_checks_is_computed_as_the_file_is_read(tmp_path: Path) -> None:
+def test_a_hash_that_only_we_check_is_computed_as_the_file_is_read(tmp_path: Path) -> None:
     """The Hub checks large files itself, unless the transfer is Xet; small ones are checked here,
     up to 10 MiB."""
     limit = 10 << 20

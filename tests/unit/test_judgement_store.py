@@ -33,7 +33,7 @@ YES, NO = StoredJudgement(1.0, 700, 9), StoredJudgement(0.0, 650, 9)
 
 @pytest.fixture(autouse=True)
 def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks looks at the files each time, not once a second."""
+    """Each question reads the files, not one a second."""
     monkeypatch.setattr(store, "_LOOK_EVERY_S", 0.0)
 
 

@@ -127,7 +127,7 @@ def test_wrong_models(tmp_path: Path, edit: Edit | None, fields: dict[str, Any],
         edit(folder)
     with pytest.raises(RefinerError, match=says) as refused:
         check_model_files(recipe(folder, **fields))
-    assert all((refused.value.expected, refused.value.fix)), "what is right, and how to mend it"
+    assert all((refused.value.expected, refused.value.fix)), "what is right, and the fix"
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_reused_pid_is_another_process(sleeper: subprocess.Popen[bytes]) -> No
     assert not ProcessId(found.host, found.pid, found.started, "another-boot").alive
     assert not ProcessId("elsewhere", found.pid, found.started, found.boot).alive
     sleeper.kill()
-    assert found.wait_gone(10), "also while nobody has asked for its exit code"
+    assert found.wait_gone(10), "its exit code need not be read"
 
 
 def test_without_a_boot_id_the_clock_identifies_a_process(

@@ -131,7 +131,7 @@ def test_published_evidence_makes_the_card_and_holds_nothing_private(tmp_path: P
         assert (run.workspace.root / path.partition("#")[0]).exists(), path
 
 
-# ---------------------------------------------------------------- while training goes on
+# ---------------------------------------------------------------- during training
 
 
 def test_a_card_of_a_step_tells_only_what_came_before(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_checkpoint_is_exported_though_the_weights_of_the_end_are_gone(tmp_pat
         last.check_inputs()
 
 
-def test_there_is_no_total_where_nobody_knows_how_long_an_attempt_had_run(tmp_path: Path) -> None:
+def test_there_is_no_total_where_the_time_of_an_attempt_is_unknown(tmp_path: Path) -> None:
     """Checkpoints of older versions do not say it; a sum without the training would look cheap."""
     run = trained_run(tmp_path / "runs", *EVERY, "publish.price_per_gpu_hour=2.5")
     run.begin("grpo")

@@ -38,7 +38,7 @@ TOKEN = "hf_" + "aB3dE6gH9j" * 3
 
 
 @pytest.mark.parametrize(
-    ("override", "field", "mends"),
+    ("override", "field", "fix"),
     [
         (f'judge.extra_body={{"api_key": "{VALUE}"}}', "judge.extra_body", "judge.api_key_env"),
         (f'judge.extra_body={{"a": {{"authToken": "{VALUE}"}}}}', "judge.extra_body", "export"),
@@ -59,13 +59,13 @@ TOKEN = "hf_" + "aB3dE6gH9j" * 3
         (f"disk.probe='quota --password {VALUE}'", "disk.probe", "export"),
     ],
 )
-def test_a_secret_in_a_setting_is_refused(override: str, field: str, mends: str) -> None:
+def test_a_secret_in_a_setting_is_refused(override: str, field: str, fix: str) -> None:
     config = apply_overrides(RecipeConfig(), [override])
     with pytest.raises(ConfigurationError) as refused:
         check_config(config)
     said = refused.value.paragraph()
     assert field in said
-    assert mends in said
+    assert fix in said
     assert VALUE not in said
     assert TOKEN not in said
 
@@ -170,7 +170,7 @@ def test_the_environment_is_read_while_it_changes(monkeypatch: pytest.MonkeyPatc
         thread.join()
 
 
-def test_nobody_reads_the_environment_in_a_way_that_such_a_thread_breaks() -> None:
+def test_no_module_reads_the_environment_in_a_way_that_can_fail() -> None:
     root = Path(infra.__file__).parent.parent
     spread = re.compile(r"\*\*os\.environ|os\.environ\.(?:items|copy|values)\(|dict\(os\.environ\)")
     files = [f for name in ("flows", "infra", "sweeps") for f in (root / name).rglob("*.py")]

@@ -139,7 +139,7 @@ Serve = Callable[[Answer], ServerInfo]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """A small server on loopback that answers every request as it is told."""
+    """A small server on loopback with given answers."""
     servers: list[ThreadingHTTPServer] = []
 
     def started(answer: Answer) -> ServerInfo:

@@ -195,7 +195,7 @@ def test_keys_are_private_to_their_owner(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_judge_key_goes_to_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be worth money, and whoever gets hold of a local port would have it."""
+    """It may be worth money, and any owner of a local port would get it."""
     variable = JudgeConfig().api_key_env
     monkeypatch.setenv(variable, "sk-worth-money")
     key, source = service_key(tmp_path, os.environ)
@@ -238,7 +238,7 @@ def test_a_server_is_needed_while_a_holder_moves_its_counter(workspace: Workspac
 
 
 def test_a_returned_lease_stays_away(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or nobody would hold the server, and it would be kept until the lease counts as lost."""
+    """Otherwise an unused server would be kept until the lease counts as lost."""
     monkeypatch.setattr(leases_module, "RENEW_S", 0.01)
     service = workspace.layout.service("serve-1")
     path = service / "leases" / f"{attempt_holder('sft-1', 1)}.json"
@@ -247,7 +247,7 @@ def test_a_returned_lease_stays_away(workspace: Workspace, monkeypatch: pytest.M
     def clock() -> float:
         if threading.current_thread() is not threading.main_thread():
             renewing.set()
-            given_back.wait(0.2)  # time enough to overtake it, if nobody waits for it
+            given_back.wait(0.2)  # time enough to overtake it, if nothing waits for it
         return time.monotonic()
 
     with Lease(service, attempt_holder("sft-1", 1), clock):
@@ -260,7 +260,7 @@ def test_a_returned_lease_stays_away(workspace: Workspace, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("text", ["", '{"coun', "[1]", '{"counter": "one"}'])
 def test_a_damaged_lease_counts_until_it_is_lost(workspace: Workspace, text: str) -> None:
-    """A power cut leaves an empty file, and nobody of that name comes back to renew it."""
+    """A power cut leaves an empty file, and its holder does not come back to renew it."""
     clock = Clock()
     folder = workspace.layout.service("serve-1") / "leases"
     folder.mkdir(parents=True)
@@ -371,7 +371,7 @@ def test_a_port_that_another_user_was_faster_to_take_gets_no_key_and_gives_no_sc
             assert urlsplit(server.endpoint.url).port != other.port
             check_chat(server.endpoint, "m")
     assert other.keys == []
-    assert f"Port {other.port} " in caplog.text, "it is told why there is another one"
+    assert f"Port {other.port} " in caplog.text, "the log has the reason"
 
 
 def test_a_port_is_ours_if_what_we_started_listens_there(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_a_port_is_ours_if_what_we_started_listens_there(tmp_path: Path) -> None
 
 
 def test_a_full_disk_ends_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who reads its output goes on reading: else its pipe closes, and it dies at its next line."""
+    """Its output is read all the same: else its pipe closes, and it dies at its next line."""
     lines = tmp_path / "lines"
     text = f"for i in 1 2 3; do echo $i >> {lines}; echo line $i; sleep 0.1; done; sleep 60"
     process = server_of(tmp_path, own())

@@ -36,7 +36,7 @@ def stage(workspace: Workspace) -> PlannedStage:
 
 def test_a_resumed_attempt_repeats_no_step(workspace: Workspace, stage: PlannedStage) -> None:
     train(make_io(workspace, stage, 1), 5)  # killed after step 5, saved at 4
-    train(make_io(workspace, stage, 2), 7)  # goes on from 4, saved at 6
+    train(make_io(workspace, stage, 2), 7)  # resumed from 4, saved at 6
     train(make_io(workspace, stage, 3), 9)
     paths = workspace.layout.attempt(stage.id, 3)
     lines = read_metrics(paths.metrics)

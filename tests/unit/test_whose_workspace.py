@@ -31,7 +31,7 @@ GROUP = 54_300
 
 @pytest.fixture
 def common() -> Iterator[Path]:
-    """A folder like /tmp: everybody may make files there, and nobody may touch another's."""
+    """A folder like /tmp: all users may make files there, and touch only their own."""
     folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="refiner-common-"))
     folder.chmod(0o1777)
     umask = os.umask(0o022)
@@ -136,7 +136,7 @@ def test_a_folder_that_others_may_write_to_is_refused_unless_it_is_shared(
         assert f"chmod go-w {tmp_path / 'ws' / inside}" in said
 
 
-def test_a_careless_umask_lets_nobody_in(common: Path, package: str) -> None:
+def test_a_careless_umask_lets_no_user_in(common: Path, package: str) -> None:
     """Else a stranger puts code or a pickle into a folder that a job reads."""
     run_as(COLLEAGUE, make_workspace, str(common / "ws"), package, umask=0)
 

@@ -591,6 +591,6 @@ def test_keys_of_a_newer_version_are_ignored_and_missing_ones_are_not() -> None:
     ],
 )
 def test_a_value_of_another_type_is_named_where_it_is_read(key: str, value: object) -> None:
-    """And not where somebody works with it, in another process, hours later."""
+    """Not where it is used, in another process, hours later."""
     with pytest.raises(TypeError, match=f"Attempt.{key}"):
         from_json(Attempt, {**to_json(ATTEMPT), key: value})
