@@ -62,7 +62,7 @@ class OnHub:
         return {name.partition("/")[2] for name in self.hub.refs(REPO)}
 
     def add(self, files: dict[str, bytes]) -> None:
-        if REPO not in self.hub.api.repos:
+        if REPO not in self.hub.repos:
             self.hub.create(REPO)
         self.hub.add(REPO, files)
 
@@ -188,7 +188,7 @@ def test_a_published_step_is_read_by_git(hub: LoopbackHub, tmp_path: Path) -> No
     told: list[Progress] = []
     published = target(hub).publish(publication(tmp_path, 50), told.append)
     assert hub.refs(REPO) == {"heads/main": published.commit, "tags/step-50": published.commit}
-    assert hub.api.repos[REPO].private
+    assert hub.repos[REPO].private
     assert published == Published(
         where="hub",
         target=f"{hub.url}/{REPO}/tree/step-50",
@@ -246,7 +246,7 @@ def test_large_files(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.Monke
         raise AssertionError("the client hashes a file whose hash is known")
 
     monkeypatch.setattr("huggingface_hub.lfs.sha_fileobj", hashed)
-    hub.api.multipart = 64
+    hub.multipart = 64
     files = {f"model-{n}.safetensors": bytes([n]) * (60 + 40 * n) for n in range(5)}
     target(hub).publish(publication(tmp_path, 50, files=files))
     held = hub.contents(REPO)
@@ -255,7 +255,7 @@ def test_large_files(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_stop_during_an_upload_publishes_nothing(hub: LoopbackHub, tmp_path: Path) -> None:
-    hub.api.multipart = 64
+    hub.multipart = 64
     files = {"model.safetensors": b"w" * 200, "b.safetensors": b"b"}
     wanted = publication(tmp_path, 50, files=files)
     sent: list[Progress] = []
@@ -291,7 +291,7 @@ def test_private_weights(
     assert not any(r.writes for r in hub.log)
     target(hub, private=False).publish(publication(tmp_path, 50))
     assert "stays private" not in caplog.text
-    hub.api.repos[REPO].private = True
+    hub.repos[REPO].private = True
     target(hub, private=False).publish(publication(tmp_path, 50))
     assert "stays private" in caplog.text
 

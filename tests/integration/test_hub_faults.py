@@ -111,7 +111,7 @@ def test_an_interruption_changes_no_result(hub: LoopbackHub, tmp_path: Path, sto
         sure.publish(each)
 
     def begin(repo_id: str) -> Publication:
-        if "me/before" in hub.api.repos:
+        if "me/before" in hub.repos:
             hub.copy("me/before", repo_id)
         return told(tmp_path, repo_id)[-1]
 
@@ -276,10 +276,10 @@ def test_wrong_tokens_are_refused(
 
 
 def test_a_refused_upload_is_resumed(hub: LoopbackHub, tmp_path: Path) -> None:
-    hub.api.quota = 10
+    hub.quota = 10
     with pytest.raises(HubRefused, match="has no room for me/model"):
         target(hub).publish(publication(tmp_path, 50))
-    hub.api.quota = None
+    hub.quota = None
     hub.faults = [Fault("answer", where=writes_to("/commit/"), status=401, says="token expired")]
     with pytest.raises(HubRefused, match="401: token expired"):
         target(hub).publish(publication(tmp_path, 50))

@@ -165,7 +165,7 @@ def test_transformers_loads_a_published_step(hub: LoopbackHub, tmp_path: Path) -
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     read = json.loads(done.stdout.splitlines()[-1])

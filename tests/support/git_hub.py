@@ -80,7 +80,7 @@ class Fault:
         return self.where(request)
 
 
-class LoopbackHub:
+class LoopbackHub(HubApi):
     """A Hub that serves the folder ``root`` until the end of the block.
 
     Attributes
@@ -95,14 +95,13 @@ class LoopbackHub:
     """
 
     def __init__(self, root: Path) -> None:
-        self.api = HubApi(root)
+        super().__init__(root)
         self.token = self.account(VALID, OWNER, orgs={ORG: "write"})
         self.account(READ_ONLY, OWNER, role="read")
         self.account(EXPIRED, OWNER, expired=True)
         self.account(STRANGER, "else")
         self.log: list[Request] = []
         self.faults: list[Fault] = []
-        self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
@@ -112,18 +111,6 @@ class LoopbackHub:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def account(self, token: str, name: str, **settings: Any) -> str:
-        """Let ``token`` be one of ``name``; settings are those of :class:`git_hub_api.Account`."""
-        return self.api.account(token, name, **settings)
-
-    def create(self, repo_id: str, *, private: bool = True) -> GitStore:
-        """A repository that is there already."""
-        return self.api.create(repo_id, private=private)
-
-    def add(self, repo_id: str, files: dict[str, bytes], branch: str = "main") -> str:
-        """A commit of another user on a branch of a repository; its id."""
-        return self.api.add(repo_id, files, branch)
-
     def add_folder(self, repo_id: str, folder: Path, *, private: bool = False) -> str:
         """A repository with the files of a folder; the commit's id."""
         self.create(repo_id, private=private)
@@ -132,12 +119,12 @@ class LoopbackHub:
 
     def copy(self, repo_id: str, other: str) -> None:
         """Another repository that has come as far as this one."""
-        shutil.copytree(self.git(repo_id).folder, self.api.root / f"{other}.git")
-        self.create(other, private=self.api.repos[repo_id].private)
+        shutil.copytree(self.git(repo_id).folder, self.root / f"{other}.git")
+        self.create(other, private=self.repos[repo_id].private)
 
     def git(self, repo_id: str) -> GitStore:
         """The repository behind an id."""
-        return self.api.repos[repo_id].git
+        return self.repos[repo_id].git
 
     def contents(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
         """Path -> bytes of a revision."""
@@ -220,7 +207,7 @@ def _handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
             if fault and kind == "answer":
                 answer = Answer.error(fault.status, fault.says, headers=fault.headers)
             else:
-                answer = hub.api.answer(request, f"http://{self.headers['Host']}")
+                answer = hub.answer(request, f"http://{self.headers['Host']}")
             if kind == "drop-after":
                 return self._drop()
             request.status = answer.status

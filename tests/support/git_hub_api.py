@@ -104,15 +104,18 @@ class HubApi:
         self._lock = threading.RLock()
 
     def account(self, token: str, name: str, **settings: Any) -> str:
+        """Let ``token`` be one of ``name``; settings are those of :class:`Account`."""
         self._accounts[token] = Account(name, **settings)
         return token
 
-    def create(self, repo_id: str, *, private: bool) -> GitStore:
+    def create(self, repo_id: str, *, private: bool = True) -> GitStore:
+        """A repository that is there already."""
         store = GitStore(self.root / f"{repo_id}.git")
         self.repos[repo_id] = Repo(store, private)
         return store
 
     def add(self, repo_id: str, files: dict[str, bytes], branch: str = "main") -> str:
+        """A commit of another user on a branch of a repository; its id."""
         with self._lock:
             git = self.repos[repo_id].git
             head = git.refs("heads")[branch]

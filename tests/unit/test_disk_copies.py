@@ -175,7 +175,7 @@ def test_weights_stay_while_the_hub_does_not_vouch_for_them(
         commit = hub.add(REPO, {"model.safetensors": b"other"})
         finish_again(workspace, exported, commit=commit)
     elif trouble == "repository gone":
-        del hub.api.repos[REPO]
+        del hub.repos[REPO]
     elif trouble == "no network":
         hub._server.shutdown()
         hub._server.server_close()

@@ -74,7 +74,7 @@ def in_process(hub: LoopbackHub, script: str, *args: str, **settings: str) -> li
     """The client reads the Hub's address when it is imported, so this takes another process."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     env |= {"PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
-    env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HOME": str(hub.api.root.parent / "cache")}
+    env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HOME": str(hub.root.parent / "cache")}
     done = subprocess.run(
         [sys.executable, "-c", script, *args],
         env=env | settings,
@@ -88,7 +88,7 @@ def in_process(hub: LoopbackHub, script: str, *args: str, **settings: str) -> li
 
 
 def fetch(hub: LoopbackHub, *calls: list[str]) -> list[Any]:
-    return in_process(hub, FETCH, str(hub.api.root.parent / "out"), json.dumps(calls))
+    return in_process(hub, FETCH, str(hub.root.parent / "out"), json.dumps(calls))
 
 
 def downloads(hub: LoopbackHub) -> list[str]:
