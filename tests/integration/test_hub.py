@@ -214,18 +214,6 @@ def test_a_published_step_is_read_by_git(hub: LoopbackHub, tmp_path: Path) -> No
     assert not any(r.writes for r in hub.log[before:])
 
 
-def test_tags_follow_cards_without_new_uploads(hub: LoopbackHub, tmp_path: Path) -> None:
-    for step in (100, 50):
-        published = target(hub).publish(publication(tmp_path, step, final=step == 100))
-        assert hub.refs(REPO)[f"tags/step-{step}"] == published.commit
-    before = len(hub.log)
-    for step in (100, 50):
-        published = target(hub).publish(publication(tmp_path, step, says="F1", only_card=True))
-        assert hub.refs(REPO)[f"tags/step-{step}"] == published.commit
-    assert hub.large_bytes(before) == 0
-    assert set(hub.refs(REPO)) == {"heads/main", "tags/step-50", "tags/step-100"}
-
-
 def test_each_step_can_have_a_branch(hub: LoopbackHub, tmp_path: Path) -> None:
     branches = target(hub, per_step="branch")
     hub.create(REPO)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import pytest
 
 from flows.cli.main import cli
 from refiner_core.contract import errors
@@ -150,16 +149,8 @@ def test_commands_and_fields_that_texts_name_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    ("line", "right"),
-    [
-        ("refiner plan tiny --json", True),
-        ("refiner evaluate", False),
-        ("refiner server start", False),
-        ("refiner status --al", False),
-        ("refiner nightly check FILE", True),
-    ],
-)
-def test_the_check_of_commands_can_fail(line: str, right: bool) -> None:
-    assert (wrong_command(line) is None) is right
+def test_the_check_of_commands_and_fields_can_fail() -> None:
+    assert wrong_command("refiner plan tiny --json") is None
+    for line in ("refiner evaluate", "refiner server start", "refiner status --al"):
+        assert wrong_command(line), line
     assert wrong_fields("set grpo.betta=1 or grpo.beta") == ["grpo.betta"]
