@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from infra.store.workspace import Workspace
 from tests.support.git_hub import LoopbackHub
@@ -24,5 +23,5 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub
     with LoopbackHub(tmp_path / "hub") as found:
         monkeypatch.setenv("HF_ENDPOINT", found.url)
         monkeypatch.setenv("HF_TOKEN", found.token)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         yield found
