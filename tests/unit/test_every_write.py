@@ -131,7 +131,7 @@ def test_a_kill_at_any_write(tmp_path: Path, undisturbed: tuple[Story, list[str]
             for at in batch
         }
         for at, process in started.items():
-            assert process.wait(60) == -signal.SIGKILL, operations[at - 1]
+            assert process.wait(240) == -signal.SIGKILL, operations[at - 1]
             check_what_is_left(tmp_path / str(at), killed=True, code=None)
             go_on(tmp_path / str(at))
             assert story(tmp_path / str(at)) == expected, operations[at - 1]
