@@ -369,7 +369,7 @@ def told(folder: Path) -> dict[str, Any]:
         for rank in range(2)
     ]
     try:
-        answers = [process.communicate(timeout=80) for process in started]
+        answers = [process.communicate(timeout=240) for process in started]
     finally:
         for process in started:
             process.kill()
