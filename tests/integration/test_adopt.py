@@ -1,4 +1,4 @@
-"""`refiner adopt`: a dead run of anybody's is published and evaluated, one of ours goes on."""
+"""`refiner adopt`: a dead run of any trainer is published and evaluated; one of ours continues."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.command import (
-    ROOT,
-    SMALL,
-    Stage,
-    kill_orchestrator,
-    refiner,
-    start,
-    wait_until,
-)
+from flows.cli.main import main
+from tests.support.command import ROOT, SMALL, Stage, kill_orchestrator, refiner, start, wait_until
 
 TRAINER = ROOT / "tests" / "support" / "foreign_trainer.py"
 TINY = ROOT / "refiner_core" / "models" / "tiny"
@@ -53,27 +47,32 @@ def dead_run(tmp_path: Path) -> Path:
     return out
 
 
-def test_a_dry_run_shows_every_checkpoint_and_changes_nothing(
-    dead_run: Path, tmp_path: Path
-) -> None:
-    workspace = tmp_path / "ws"
-    done = refiner("adopt", str(dead_run), f"workspace={workspace}", "--dry-run", "--json")
-    assert done.code == 0, done.stderr
-    assert [(c["step"], c["complete"]) for c in done.json["checkpoints"]] == [
+def test_adopting_twice(dead_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def adopt(*words: str) -> Any:
+        assert main(["adopt", str(dead_run), *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    here, there = f"workspace={tmp_path / 'ws'}", f"workspace={tmp_path / 'other'}"
+    dry = adopt(here, "--dry-run")
+    assert [(c["step"], c["complete"]) for c in dry["checkpoints"]] == [
         *((4, True), (8, True), (12, False))
     ]
-    assert "truncated" in done.json["checkpoints"][-1]["note"]
-    assert done.json["step"] == 8
-    assert "lacks config.json" in done.json["notes"][0]
-    assert "--companions" in done.json["next"]
-    assert not workspace.exists()
-    shown = refiner("adopt", str(dead_run), f"workspace={workspace}", "--dry-run").stdout
-    assert "damaged: model.safetensors: truncated" in shown
+    assert "truncated" in dry["checkpoints"][-1]["note"]
+    assert dry["step"] == 8
+    assert "lacks config.json" in dry["notes"][0]
+    assert "--companions" in dry["next"]
+    assert not (tmp_path / "ws").exists()
+    one, two = (adopt(here, "--copy", "--step", "4") for _ in range(2))
+    assert (one["adopted"]["new"], two["adopted"]["new"]) == (True, False)
+    assert one["adopted"]["id"] == two["adopted"]["id"]
+    assert one["step"] == 4
+    weights = Path(one["adopted"]["model"]) / "model.safetensors"
+    assert not weights.samefile(dead_run / "ckpt_4" / "model.safetensors")
+    linked = Path(adopt(there, "--in-place")["adopted"]["model"]) / "model.safetensors"
+    assert linked.resolve() == (dead_run / "ckpt_8" / "model.safetensors").resolve()
 
 
-def test_a_dead_run_of_anybodys_is_adopted_published_and_evaluated(
-    dead_run: Path, tmp_path: Path
-) -> None:
+def test_a_dead_run_is_adopted_and_published(dead_run: Path, tmp_path: Path) -> None:
     workspace = tmp_path / "ws"
     given = (f"workspace={workspace}", *EVALUATED, "--companions", str(TINY), "--json")
     done = refiner("adopt", str(dead_run), *given)
@@ -97,27 +96,10 @@ def test_a_dead_run_of_anybodys_is_adopted_published_and_evaluated(
     assert str(tmp_path) not in card
 
 
-def test_adopting_twice_changes_nothing_and_copies_stand_alone(
-    dead_run: Path, tmp_path: Path
-) -> None:
-    words = ("adopt", str(dead_run), f"workspace={tmp_path / 'ws'}", "--copy", "--json")
-    one, two = (refiner(*words, "--step", "4").json for _ in range(2))
-    assert (one["adopted"]["new"], two["adopted"]["new"]) == (True, False)
-    assert one["adopted"]["id"] == two["adopted"]["id"]
-    assert one["step"] == 4
-    weights = Path(one["adopted"]["model"]) / "model.safetensors"
-    assert not weights.samefile(dead_run / "ckpt_4" / "model.safetensors")
-    in_place = refiner(*words[:2], f"workspace={tmp_path / 'other'}", "--in-place", "--json").json
-    linked = Path(in_place["adopted"]["model"]) / "model.safetensors"
-    assert linked.resolve() == (dead_run / "ckpt_8" / "model.safetensors").resolve()
-
-
 # ---------------------------------------------------------------- refiner's own
 
 
-def test_a_dead_workspace_goes_on_where_it_was_moved_and_ends_with_the_same_weights(
-    tmp_path: Path,
-) -> None:
+def test_a_moved_workspace_and_a_copied_stage_continue_to_the_same_weights(tmp_path: Path) -> None:
     words = ("run", "tiny", *SMALL, "stages=[data,sft]", "sft.max_train_steps=60", "--no-server")
     control, old, new = (tmp_path / name for name in ("control", "old", "new"))
     assert refiner(*words, f"workspace={control}").code == 0
@@ -134,19 +116,14 @@ def test_a_dead_workspace_goes_on_where_it_was_moved_and_ends_with_the_same_weig
     assert here.trace() == there.trace()
     assert json.loads((here.attempts[-1] / "started.json").read_text())["resumed"]["step"] >= 1
 
-
-def test_a_stage_folder_that_was_copied_out_goes_on_in_any_workspace(tmp_path: Path) -> None:
-    words = ("run", "tiny", *SMALL, "stages=[data,sft]", "--no-server")
-    control = tmp_path / "control"
-    assert refiner(*words, f"workspace={control}").code == 0
-    folder = Stage(control, "sft").folder
-    assert folder is not None
-    copied = tmp_path / "new" / "stages" / folder.name
-    assert refiner("run", "tiny", *SMALL, "stages=[data]", "--no-server",
-                   f"workspace={tmp_path / 'new'}").code == 0  # fmt: skip
-    shutil.copytree(folder, copied)
+    copied = tmp_path / "third" / "stages" / there.folder.name
+    shutil.copytree(there.folder, copied)
+    shutil.copytree(
+        Stage(control, "data").folder, copied.parent / Stage(control, "data").folder.name
+    )
     (copied / "result.json").unlink()
     newest = sorted(copied.glob("checkpoints/step-*"))[-1]
     next(p for p in newest.iterdir() if p.stat().st_size > 1000).write_bytes(b"cut")
-    assert refiner(*words, f"workspace={tmp_path / 'new'}").code == 0
-    assert Stage(tmp_path / "new", "sft").hashes() == Stage(control, "sft").hashes()
+    third = refiner(*words, f"workspace={tmp_path / 'third'}")
+    assert third.code == 0, third.stderr
+    assert Stage(tmp_path / "third", "sft").hashes() == there.hashes()

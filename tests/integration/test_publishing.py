@@ -1,35 +1,31 @@
-"""What a run leaves on the Hub: each step with its own card, and never an older card again."""
+"""Publications of a run on the Hub: a card for each step, and what plain tools read of it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
-
-import pytest
-from huggingface_hub import constants
 
 from flows.publishing import facts_of_stage
 from flows.running.calls import make_recipe_plan
+from infra.hub.target import HubTarget
+from infra.publishing import Publication
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import load_evidence
 from refiner_core.cards.lint import lint_card
+from refiner_core.contract.config import PublishConfig
+from refiner_core.models import tiny_model_dir
+from refiner_core.training.model.loading import export
 from tests.support.git_hub import LoopbackHub
+from tests.support.publications import publication
 from tests.support.recorded_run import RecordedRun
 
 REPO = "me/refiner"
 HUB = ("publish.target=hub", f"publish.repo_id={REPO}", "publish.which=every-save")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    with LoopbackHub(tmp_path / "hub") as found:
-        monkeypatch.setenv("HF_TOKEN", found.token)
-        monkeypatch.setenv("HF_ENDPOINT", found.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        yield found
 
 
 def text(hub: LoopbackHub, revision: str, name: str = "README.md") -> str:
@@ -37,7 +33,7 @@ def text(hub: LoopbackHub, revision: str, name: str = "README.md") -> str:
 
 
 def run_with_steps(root: Path, *overrides: str) -> RecordedRun:
-    """Steps 2 and 4 are published while training goes on, then the end."""
+    """Steps 2 and 4 are published during training, then the end."""
     run = RecordedRun(root, *HUB, *overrides)
     run.data()
     run.train("sft")
@@ -50,9 +46,7 @@ def run_with_steps(root: Path, *overrides: str) -> RecordedRun:
     return run
 
 
-def test_every_step_has_its_tag_its_numbers_and_a_card_that_can_be_checked(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_every_step_has_its_tag_and_its_card(hub: LoopbackHub, tmp_path: Path) -> None:
     run = run_with_steps(tmp_path / "runs")
     assert "No evaluation of this checkpoint" in text(hub, "step-2")
     for model in ("base", "sft", "grpo"):
@@ -62,6 +56,9 @@ def test_every_step_has_its_tag_its_numbers_and_a_card_that_can_be_checked(
         report = run.carry_out(f"card-step{step}")
         assert report["changed"] == ["README.md", "refiner.json"]
     run.carry_out("card")
+    for name, model in (("card-step2", "grpo-step2"), ("card", "grpo")):
+        found = {e["stage"] for e in facts_of_stage(run.workspace, run.stage(name).id).evaluations}
+        assert found == {"base", "sft", model, "random_copier"}, "numbers of its own"
     assert {f"tags/step-{s}" for s in (2, 4, 6)} | {"heads/main"} == set(hub.refs(REPO))
     for step, name in ((2, "card-step2"), (4, "card-step4"), (6, "card")):
         files = hub.contents(REPO, f"step-{step}")
@@ -73,11 +70,13 @@ def test_every_step_has_its_tag_its_numbers_and_a_card_that_can_be_checked(
         for file in load_evidence(evidence).files:
             assert hashlib.sha256(files[file.path]).hexdigest() == file.sha256
     assert text(hub, "main") == text(hub, "step-6"), "main ends at the last step"
+    run.carry_out("card-progression")
+    last = facts_of_stage(run.workspace, run.stage("card-progression").id)
+    assert {"grpo-step2", "grpo-step4", "grpo"} <= {e["stage"] for e in last.evaluations}
+    assert (last.final, last.revision) == (True, "step-6")
 
 
-def test_a_stage_that_is_repeated_late_brings_no_older_card_back(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_a_repeated_stage_keeps_the_newer_card(hub: LoopbackHub, tmp_path: Path) -> None:
     """The workspace has lost the record of `publish-step2`; it is carried out again at the end."""
     run = run_with_steps(tmp_path / "runs")
     run.evaluate("evaluate-base")
@@ -94,9 +93,7 @@ def test_a_stage_that_is_repeated_late_brings_no_older_card_back(
     assert hub.refs(REPO) == refs, "nothing was committed"
 
 
-def test_a_recipe_of_ones_own_lies_beside_the_card_and_plans_to_the_fingerprint_on_it(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_a_published_recipe_plans_the_same_run(hub: LoopbackHub, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         f"include: tiny\nworkspace: {tmp_path}/runs\n"
@@ -112,4 +109,66 @@ def test_a_recipe_of_ones_own_lies_beside_the_card_and_plans_to_the_fingerprint_
     made = json.loads(text(hub, "main", "refiner.json"))["fingerprint"]
     assert make_recipe_plan(str(downloaded)).by_name["grpo"].fingerprint == made
     assert "refiner run recipe.yaml" in text(hub, "main")
-    assert REPO not in downloaded.read_text(), "nobody else is told to publish there"
+    assert REPO not in downloaded.read_text(), "no other user publishes there"
+
+
+# ---------------------------------------------------------------- tools of others
+
+
+READER = """
+import hashlib, json, sys
+from pathlib import Path
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+repo_id, revision = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(repo_id, revision=revision)
+tokenizer = AutoTokenizer.from_pretrained(repo_id, revision=revision)
+weight = hashlib.sha256()
+for name, tensor in sorted(model.state_dict().items()):
+    weight.update(name.encode() + tensor.numpy().tobytes())
+folder = Path(snapshot_download(repo_id, revision=revision))
+print(json.dumps({
+    "weights": weight.hexdigest(),
+    "tokens": tokenizer("a question")["input_ids"],
+    "files": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()},
+}))
+"""
+
+
+def exported(folder: Path) -> tuple[Publication, str, list[int]]:
+    """The built-in model as a stage exports it, its weights' hash, and how it reads a text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir())
+    export(model, tokenizer, folder / "model")
+    weight = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        weight.update(name.encode() + tensor.numpy().tobytes())
+    files = {p.name: p.read_bytes() for p in (folder / "model").iterdir()}
+    wanted = publication(folder, 50, files=files, repo_id=REPO)
+    return wanted, weight.hexdigest(), tokenizer("a question")["input_ids"]
+
+
+def test_transformers_loads_a_published_step(hub: LoopbackHub, tmp_path: Path) -> None:
+    wanted, weights, tokens = exported(tmp_path)
+    config = PublishConfig(target="hub", which="every-save")
+    published = HubTarget(config, hub.url).publish(wanted)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
+    env |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_DISABLE_XET": "1"}
+    env |= {"HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", READER, REPO, "step-50"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    read = json.loads(done.stdout.splitlines()[-1])
+    assert (read["weights"], read["tokens"]) == (weights, tokens)
+    del read["files"][".gitattributes"]
+    assert read["files"] == {f.path: f.sha256 for f in published.files}

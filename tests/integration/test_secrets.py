@@ -1,5 +1,5 @@
-"""Tokens and keys stay in the environment: nothing that a run writes, prints or shows in its
-command lines has them, whatever a Hub or a judge says back."""
+"""Tokens and keys stay in the environment: no file, output or command line of a run has them,
+whatever a Hub or a judge answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TINY = (
 class Canaries:
     """Values that must be found nowhere, and what was searched for them.
 
-    ``seen`` are findings in command lines, which a thread looks at all the while.
+    ``seen`` are findings in command lines, which a thread watches.
     """
 
     values: dict[str, str]
@@ -141,11 +141,9 @@ def refused(everywhere: Path, hub: LoopbackHub, canaries: Canaries) -> Finished:
         )
 
 
-def test_a_refused_run_says_whose_fault_it_is_and_none_of_our_secrets(
-    refused: Finished, canaries: Canaries, everywhere: Path
-) -> None:
+def test_a_refused_run_is_clean(refused: Finished, canaries: Canaries, everywhere: Path) -> None:
     assert refused.code in (2, 9), refused.stderr
-    assert "hf auth login" in refused.stderr, "it says what mends it"
+    assert "hf auth login" in refused.stderr, "the fix"
     assert "judge.api_key_env names the variable" in refused.stderr, "so it does of the judge's key"
     assert canaries.told(refused) == []
     home = Path(os.environ["HF_HOME"]).parent
@@ -195,31 +193,6 @@ def test_a_published_run_leaves_no_secret_anywhere_not_even_when_it_is_killed(
     assert canaries.seen == set(), "command lines are for everybody to read"
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        'judge.extra_body={{"headers": {{"x-api-key": "{secret}"}}}}',
-        'judge.extra_body={{"user": "hf_{secret}"}}',
-        "judge.base_url=http://127.0.0.1:9/v1?key={secret}",
-        "judge.serve.args=[--api-key,{secret}]",
-        "command.env=[PROXY_PASS={secret}]",
-    ],
-)
-def test_a_secret_among_the_settings_is_refused_before_anything_is_written(
-    setting: str, tmp_path: Path
-) -> None:
-    planted = Canaries({"planted": secrets.token_hex(16)})
-    override = setting.format(secret=planted.values["planted"])
-    judge = ("judge.kind=openai", "judge.model=x", "judge.base_url=http://127.0.0.1:9/v1")
-    for command in ("plan", "run"):
-        said = refiner(command, "tiny", f"workspace={tmp_path / 'runs'}", *judge, override)
-        assert said.code == 2, said.stderr
-        assert f"`{override.partition('=')[0]}`" in said.stderr
-        assert "To fix it: " in said.stderr
-        assert planted.told(said) == []
-    assert planted.below(tmp_path) == []
-
-
 def messages(hub: LoopbackHub) -> list[bytes]:
     """What commits say; git keeps them compressed."""
     git = hub.git("me/secret")
@@ -227,9 +200,7 @@ def messages(hub: LoopbackHub) -> list[bytes]:
 
 
 @pytest.mark.slurm
-def test_a_slurm_job_has_the_token_in_its_environment_and_nowhere_else(
-    slurm: Cluster, canaries: Canaries, tmp_path: Path
-) -> None:
+def test_a_slurm_job_hides_the_token(slurm: Cluster, canaries: Canaries, tmp_path: Path) -> None:
     profile = Profile(name="test", cpu_stages="slurm", env={"OMP_NUM_THREADS": "1"})
     campaign = Campaign(tmp_path / "w", profile)
     try:

@@ -48,11 +48,7 @@ def undisturbed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Tell
     "where", ["local", pytest.param("slurm", marks=[pytest.mark.slurm, pytest.mark.slow])]
 )
 def test_a_neighbour_that_takes_every_freed_byte_costs_no_retries_and_changes_no_weights(
-    where: str,
-    undisturbed: Telling,
-    trained: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    where: str, undisturbed: Telling, trained: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     cluster = request.getfixturevalue("cluster") if where == "slurm" else None
     with quota_folder(tmp_path / "q", 64) as disk:
@@ -69,9 +65,7 @@ def test_a_neighbour_that_takes_every_freed_byte_costs_no_retries_and_changes_no
 
 
 @pytest.mark.slurm
-def test_a_run_whose_quota_fills_up_pauses_makes_room_and_ends_with_the_same_weights(
-    cluster: Cluster, trained: Path, tmp_path: Path
-) -> None:
+def test_a_full_quota_changes_no_weights(cluster: Cluster, trained: Path, tmp_path: Path) -> None:
     overrides = (
         *(o for o in SMALL if not o.startswith("grpo.")),
         *("grpo.num_training_steps=40", "grpo.num_unique_prompts_rollout=2"),

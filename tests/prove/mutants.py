@@ -34,12 +34,12 @@ from tests.support.command import ROOT
 #: Area -> file -> names of its nearest test files, quickest first (``test_NAME.py``).
 NEAREST: dict[str, dict[str, str]] = {
     "stores": {
-        "infra/store/atomic.py": "records workspace every_write failures disk_keeper folder_target",
+        "infra/store/atomic.py": "workspace every_write failures disk_keeper folder_target",
         "infra/store/checkpoints.py": "checkpoints async_saves damaged_checkpoints disk_keeper "
         "disk_copies publications",
         "infra/store/orchestrators.py": "serving",
         "infra/store/provenance.py": "workspace",
-        "infra/store/stage_records.py": "records checkpoints reconcile restart workspace",
+        "infra/store/stage_records.py": "checkpoints reconcile restart workspace",
     },
     "garbage collection": {
         "infra/disk/keeper.py": "disk_keeper disk_copies",
@@ -49,7 +49,7 @@ NEAREST: dict[str, dict[str, str]] = {
     "hub": {
         "infra/hub/errors.py": "hub_errors",
         "infra/hub/target.py": "hub hub_faults",
-        "infra/hub/client.py": "hub_sending hub hub_faults",
+        "infra/hub/client.py": "hub_errors hub hub_faults",
     },
     "packing": {
         "refiner_core/training/batches.py": "batch_order packing shares",
@@ -69,7 +69,7 @@ NEAREST: dict[str, dict[str, str]] = {
     },
     "dispatch": {
         "infra/orchestrator/reconcile.py": "reconcile",
-        "infra/jobs/dispatch.py": "campaign_rounds status cancelling processes niceness",
+        "infra/jobs/dispatch.py": "campaign_rounds status cancelling processes",
         "infra/jobs/failures.py": "failures reconcile campaign_rounds",
         "infra/jobs/signals.py": "restart",
         "infra/slurm/scheduler.py": "slurm_dispatcher slurm_query",

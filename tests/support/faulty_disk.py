@@ -1,4 +1,4 @@
-"""A disk on which write number *k* goes wrong: everything below one folder, whoever writes it.
+"""A disk on which write number *k* fails: everything below one folder, by any code.
 
 Python's ways of changing a disk (``os.open``, ``write``, ``fsync``, ``mkdir``, ``rename``, …, and
 the file objects of ``open``) are replaced while the context lasts. Each call below the folder is

@@ -1,4 +1,4 @@
-"""A file system that fails to *answer*: read number *k* below one folder goes wrong, whoever asks.
+"""A file system that fails to *answer*: read number *k* below one folder fails, by any code.
 
 In: a folder, a number, an errno. Out: while the context lasts, each opening for reading, read,
 listing, ``stat`` and ``access`` below the folder, and each start of a process, is one *operation*,

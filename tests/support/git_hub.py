@@ -3,19 +3,15 @@
     with LoopbackHub(tmp_path / "hub") as hub:
         environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_DISABLE_XET": "1"}
 
-``log`` lists the requests with their bytes; ``faults`` says which of them go wrong, and how. Large
-files (``*.safetensors``) take the LFS way and are refused where their SHA-256 is another. To try
-things by hand: ``python -m tests.support.git_hub [FOLDER]``.
+``log`` lists the requests with their bytes; ``faults`` says which of them fail, and how. Large
+files (``*.safetensors``) take the LFS way and are refused where their SHA-256 is another.
 """
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,20 +55,22 @@ class Request:
 
 @dataclass
 class Fault:
-    """What goes wrong: ``kind``, at request number ``at`` or wherever ``where`` says so.
+    """A failure of ``kind`` at request number ``at``, or at those that ``where`` selects.
 
     ``drop-before`` and ``drop-after`` cut the connection without an answer, before or after the
-    effect; ``answer`` refuses with ``status``, ``headers`` and ``says``; ``corrupt`` flips a bit of
-    the body; ``call`` only calls ``does`` before the request has its effect.
+    effect, ``cut`` after so many bytes of a GET's answer; ``answer`` refuses with ``status``,
+    ``headers`` and ``says``; ``corrupt`` flips a bit of the body; ``call`` only calls ``does``
+    before the request has its effect.
     """
 
-    kind: Literal["drop-before", "drop-after", "answer", "corrupt", "call"]
+    kind: Literal["drop-before", "drop-after", "cut", "answer", "corrupt", "call"]
     at: int | None = None
     where: Callable[[Request], bool] = lambda _: True
     times: float = 1
     status: int = 503
     headers: dict[str, str] = field(default_factory=dict)
     says: str = "try again"
+    after: int = 0
     does: Callable[[Request], object] = lambda _: None
 
     def meets(self, request: Request) -> bool:
@@ -82,7 +80,7 @@ class Fault:
         return self.where(request)
 
 
-class LoopbackHub:
+class LoopbackHub(HubApi):
     """A Hub that serves the folder ``root`` until the end of the block.
 
     Attributes
@@ -93,19 +91,17 @@ class LoopbackHub:
         The requests so far.
     faults
         What is to go wrong; each is used up after its ``times``.
-    quota
-        Bytes of large files that the Hub has room for; None is no limit.
+
     """
 
     def __init__(self, root: Path) -> None:
-        self.api = HubApi(root)
+        super().__init__(root)
         self.token = self.account(VALID, OWNER, orgs={ORG: "write"})
         self.account(READ_ONLY, OWNER, role="read")
         self.account(EXPIRED, OWNER, expired=True)
         self.account(STRANGER, "else")
         self.log: list[Request] = []
         self.faults: list[Fault] = []
-        self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
@@ -115,26 +111,6 @@ class LoopbackHub:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    @property
-    def quota(self) -> int | None:
-        return self.api.quota
-
-    @quota.setter
-    def quota(self, room: int | None) -> None:
-        self.api.quota = room
-
-    def account(self, token: str, name: str, **settings: Any) -> str:
-        """Let ``token`` be one of ``name``; settings are those of :class:`git_hub_api.Account`."""
-        return self.api.account(token, name, **settings)
-
-    def create(self, repo_id: str, *, private: bool = True) -> GitStore:
-        """A repository that is there already."""
-        return self.api.create(repo_id, private=private)
-
-    def add(self, repo_id: str, files: dict[str, bytes], branch: str = "main") -> str:
-        """A commit by somebody else on a branch of a repository; its id."""
-        return self.api.add(repo_id, files, branch)
-
     def add_folder(self, repo_id: str, folder: Path, *, private: bool = False) -> str:
         """A repository with the files of a folder; the commit's id."""
         self.create(repo_id, private=private)
@@ -143,12 +119,12 @@ class LoopbackHub:
 
     def copy(self, repo_id: str, other: str) -> None:
         """Another repository that has come as far as this one."""
-        shutil.copytree(self.git(repo_id).folder, self.api.root / f"{other}.git")
-        self.create(other, private=self.api.repos[repo_id].private)
+        shutil.copytree(self.git(repo_id).folder, self.root / f"{other}.git")
+        self.create(other, private=self.repos[repo_id].private)
 
     def git(self, repo_id: str) -> GitStore:
         """The repository behind an id."""
-        return self.api.repos[repo_id].git
+        return self.repos[repo_id].git
 
     def contents(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
         """Path -> bytes of a revision."""
@@ -231,10 +207,15 @@ def _handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
             if fault and kind == "answer":
                 answer = Answer.error(fault.status, fault.says, headers=fault.headers)
             else:
-                answer = hub.api.answer(request, f"http://{self.headers['Host']}")
+                answer = hub.answer(request, f"http://{self.headers['Host']}")
             if kind == "drop-after":
                 return self._drop()
             request.status = answer.status
+            if fault and kind == "cut" and self.command == "GET":
+                answer.headers.setdefault("Content-Length", str(len(answer.body)))
+                answer.body = answer.body[: fault.after]
+                self._send(answer)
+                return self._drop()
             return self._send(answer)
 
         do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_one
@@ -263,22 +244,3 @@ def _handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(answer.body)
 
     return Handler
-
-
-def main() -> None:
-    """Serve a folder until Ctrl-C."""
-    with contextlib.ExitStack() as stack:
-        if len(sys.argv) > 1:
-            root = Path(sys.argv[1])
-        else:
-            root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        hub = stack.enter_context(LoopbackHub(root))
-        print(f"export HF_ENDPOINT={hub.url} HF_TOKEN={hub.token} HF_HUB_DISABLE_XET=1")
-        print(f"# owner {OWNER!r}, organisation {ORG!r}; repositories lie in {root}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                time.sleep(3600)
-
-
-if __name__ == "__main__":
-    main()

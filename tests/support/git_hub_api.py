@@ -20,8 +20,8 @@ import yaml
 
 from tests.support.git_store import GitStore, pointer_text
 
-_API = re.compile(r"/api/models/([^/]+/[^/]+)(?:/([^/]+)(?:/(.*))?)?$")
-_FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
+_API = re.compile(r"/api/(?:models|datasets)/([^/]+/[^/]+)(?:/([^/]+)(?:/(.*))?)?$")
+_FILE = re.compile(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 _LFS = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/(batch|verify|part|done|put)(?:/(\w+))?$")
 
 
@@ -104,20 +104,23 @@ class HubApi:
         self._lock = threading.RLock()
 
     def account(self, token: str, name: str, **settings: Any) -> str:
+        """Let ``token`` be one of ``name``; settings are those of :class:`Account`."""
         self._accounts[token] = Account(name, **settings)
         return token
 
-    def create(self, repo_id: str, *, private: bool) -> GitStore:
+    def create(self, repo_id: str, *, private: bool = True) -> GitStore:
+        """A repository that is there already."""
         store = GitStore(self.root / f"{repo_id}.git")
         self.repos[repo_id] = Repo(store, private)
         return store
 
     def add(self, repo_id: str, files: dict[str, bytes], branch: str = "main") -> str:
+        """A commit of another user on a branch of a repository; its id."""
         with self._lock:
             git = self.repos[repo_id].git
             head = git.refs("heads")[branch]
             blobs = {name: git.blob(data) for name, data in files.items()}
-            commit = git.commit({**git.files(head), **blobs}, head, "by somebody else")
+            commit = git.commit({**git.files(head), **blobs}, head, "by another user")
             git.set_ref(f"heads/{branch}", commit)
             return commit
 
@@ -241,21 +244,6 @@ class HubApi:
         asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
         return Answer.json([self._entry(repo, p, files[p]) for p in asked if p in files])
 
-    def _commits(self, _: Request, repo_id: str, repo: Repo, rest: str) -> Answer:
-        found = repo.git.history(self._commit_of(repo, rest))
-        return Answer.json(
-            [
-                {
-                    "id": commit,
-                    "title": message.splitlines()[0],
-                    "message": "",
-                    "authors": [],
-                    "date": "2023-11-14T22:13:20.000Z",
-                }
-                for commit, message in found
-            ]
-        )
-
     def _file(self, request: Request, repo: Repo, revision: str, path: str) -> Answer:
         commit = self._commit_of(repo, revision)
         blob = repo.git.files(commit).get(path)
@@ -352,31 +340,20 @@ class HubApi:
         url = f"/{repo_id}/commit/{commit}"
         return Answer.json({"success": True, "commitOid": commit, "commitUrl": url})
 
-    def _add_tag(self, request: Request, repo_id: str, repo: Repo, rest: str) -> Answer:
-        return self._name(repo, "tags", json.loads(request.body)["tag"], rest)
-
-    def _add_branch(self, request: Request, repo_id: str, repo: Repo, rest: str) -> Answer:
-        return self._name(
-            repo, "heads", rest, json.loads(request.body).get("startingPoint", "main")
-        )
-
-    def _name(self, repo: Repo, kind: str, name: str, revision: str) -> Answer:
-        commit = self._commit_of(repo, revision)
+    def _add_name(self, request: Request, _: str, repo: Repo, rest: str) -> Answer:
+        wanted = json.loads(request.body)
+        kind, name = ("tags", wanted["tag"]) if "tag" in wanted else ("heads", rest)
+        start = rest if kind == "tags" else wanted.get("startingPoint", "main")
         if name in repo.git.refs(kind):
             raise Refused(409, f"Reference already exists: {name}")
-        repo.git.set_ref(f"{kind}/{name}", commit)
+        repo.git.set_ref(f"{kind}/{name}", self._commit_of(repo, start))
         return Answer.json({})
 
-    def _drop_tag(self, _: Request, repo_id: str, repo: Repo, rest: str) -> Answer:
-        return self._unname(repo, "tags", rest)
-
-    def _drop_branch(self, _: Request, repo_id: str, repo: Repo, rest: str) -> Answer:
-        return self._unname(repo, "heads", rest)
-
-    def _unname(self, repo: Repo, kind: str, name: str) -> Answer:
-        if name not in repo.git.refs(kind):
-            raise Refused(404, f"Reference does not exist: {name}", "RevisionNotFound")
-        repo.git.set_ref(f"{kind}/{name}", None)
+    def _drop_name(self, request: Request, _: str, repo: Repo, rest: str) -> Answer:
+        kind = "tags" if "/tag/" in request.path else "heads"
+        if rest not in repo.git.refs(kind):
+            raise Refused(404, f"Reference does not exist: {rest}", "RevisionNotFound")
+        repo.git.set_ref(f"{kind}/{rest}", None)
         return Answer.json({})
 
 
@@ -387,14 +364,13 @@ _ROUTES: dict[tuple[str, str], _Route] = {
     ("GET", "revision"): HubApi._info,
     ("GET", "refs"): HubApi._refs,
     ("GET", "tree"): HubApi._tree,
-    ("GET", "commits"): HubApi._commits,
     ("POST", "paths-info"): HubApi._paths,
     ("POST", "preupload"): HubApi._preupload,
     ("POST", "commit"): HubApi._commit,
-    ("POST", "tag"): HubApi._add_tag,
-    ("POST", "branch"): HubApi._add_branch,
-    ("DELETE", "tag"): HubApi._drop_tag,
-    ("DELETE", "branch"): HubApi._drop_branch,
+    ("POST", "tag"): HubApi._add_name,
+    ("POST", "branch"): HubApi._add_name,
+    ("DELETE", "tag"): HubApi._drop_name,
+    ("DELETE", "branch"): HubApi._drop_name,
 }
 
 

@@ -25,12 +25,7 @@ from refiner_core.evaluation.run import evaluate_model
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.model import loading
 from tests.support.stage_io import FolderStageIO
-from tests.support.tiny_training import (
-    AnsweringSampler,
-    recipe,
-    save_answering_inputs,
-    tiny_model,
-)
+from tests.support.tiny_training import AnsweringSampler, recipe, save_answering_inputs, tiny_model
 
 
 def prepare(root: Path) -> None:

@@ -1,17 +1,24 @@
-"""An attempt from its claim to its last word, in one process, on a disk that may go wrong.
+"""An attempt from its claim to its end, in one process, on a disk whose operations may fail.
 
 python -m tests.support.one_life WORKSPACE K     killed (SIGKILL) at operation K
 """
 
 from __future__ import annotations
 
+import logging
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from infra.attempt.attempt import AttemptRun
+from infra.disk import keeper
+from infra.host import files
 from infra.jobs.signals import attempt_to_run, job_of
+from infra.store import provenance
 from infra.store.checkpoints import CheckpointStore
 from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Claim, Workspace
@@ -26,6 +33,20 @@ from tests.support.plans import OWNER, small_plan
 TOLD = {"steps": 3, "step_s": 0.0, "bytes": 100}
 PLAN = small_plan("data", "sft", disk=DiskConfig(probe="statvfs", hold_s=0.0))
 STAGE: PlannedStage = PLAN.by_name["data"]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No pauses, no list of distributions, small probes, no log lines; signals restored."""
+    monkeypatch.setattr(provenance, "versions", dict)
+    monkeypatch.setattr(keeper, "FLOOR_BYTES", 4096)
+    monkeypatch.setattr(files, "_PAUSES_S", (0.0, 0.0, 0.0))
+    logging.disable(logging.CRITICAL)
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    logging.disable(logging.NOTSET)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def one_life(
@@ -69,7 +90,6 @@ def story(root: Path, stage: PlannedStage = STAGE) -> Story:
     """The story of a stage that is done."""
     workspace = Workspace.read_only(root)
     result = workspace.read_result(stage.id)
-    assert result is not None
     paths = workspace.layout.attempt(stage.id, result.attempt)
     return Story(
         [tuple(line) for line in read_metrics(paths.metrics)],
@@ -98,7 +118,6 @@ def go_on(root: Path, stage: PlannedStage = STAGE) -> None:
         before = store(workspace, stage).latest()
         assert one_life(root, len(attempts), stage) == 0
         newest = workspace.read_attempt(stage.id, len(attempts) + 1)
-        assert newest is not None
         assert newest.resumed_from_step == (None if before is None else before.step)
 
 

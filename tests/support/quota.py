@@ -46,27 +46,41 @@ class QuotaFolder(NamedTuple):
 @contextlib.contextmanager
 def quota_folder(folder: Path, mib: int) -> Iterator[QuotaFolder]:
     """A folder with a real quota of ``mib`` MiB; its free figures know nothing of it."""
-    tools = all(shutil.which(t) for t in ("btrfs", "mkfs.btrfs", "mount"))
-    require("quota", os.geteuid() == 0 and tools, "needs root and btrfs-progs")
-    image, top = folder.with_name(f"{folder.name}.img"), folder.with_name(f"{folder.name}.top")
-    top.mkdir(parents=True)
+    top = folder.with_name(f"{folder.name}.top")
     folder.mkdir(parents=True, exist_ok=True)
-    with image.open("wb") as file:
-        file.truncate((mib + _SPARE_MIB) << 20)
-    with contextlib.ExitStack() as stack:
-        stack.callback(image.unlink)
-        _run("mkfs.btrfs", "-q", "-m", "single", "-d", "single", str(image))
-        mounted = _run("mount", "-o", "loop,nodatasum", str(image), str(top), check=False)
-        require("quota", not mounted.returncode, f"no loop mount of btrfs: {mounted.stderr}")
-        stack.callback(_unmount, top)
+    mkfs = ("mkfs.btrfs", "-q", "-m", "single", "-d", "single")
+    with _mounted(top, mib + _SPARE_MIB, mkfs, "loop,nodatasum"):
         _run("btrfs", "quota", "enable", str(top))
         _run("btrfs", "subvolume", "create", str(top / "v"))
         _run("btrfs", "quota", "rescan", "-w", str(top), check=False)
         _run("mount", "--bind", str(top / "v"), str(folder))
-        stack.callback(_unmount, folder)
         disk = QuotaFolder(folder, top)
         disk.set_limit(mib)
-        yield disk
+        try:
+            yield disk
+        finally:
+            _unmount(folder)
+
+
+@contextlib.contextmanager
+def _mounted(folder: Path, mib: int, mkfs: tuple[str, ...], options: str) -> Iterator[None]:
+    """An image of ``mib`` MiB with a file system of its own at ``folder``."""
+    tools = os.geteuid() == 0 and shutil.which(mkfs[0])
+    require("quota", bool(tools), f"needs root and {mkfs[0]}")
+    folder.mkdir(parents=True, exist_ok=True)
+    image = folder.with_name(f"{folder.name}.img")
+    with image.open("wb") as file:
+        file.truncate(mib << 20)
+    try:
+        _run(*mkfs, str(image))
+        mounted = _run("mount", "-o", options, str(image), str(folder), check=False)
+        require("quota", not mounted.returncode, f"no loop mount: {mounted.stderr}")
+        try:
+            yield
+        finally:
+            _unmount(folder)
+    finally:
+        image.unlink()
 
 
 @contextlib.contextmanager
@@ -86,19 +100,8 @@ def small_tmpfs(folder: Path, *, mib: int = 16, inodes: int | None = None) -> It
 def small_ext4(folder: Path, *, mib: int = 64, inodes: int | None = None) -> Iterator[Path]:
     """A folder that is an ext4 file system of so much room, or for so many files and folders. Its
     own size is what is full: kernels without CONFIG_QFMT_V2 know no quotas on ext4."""
-    tools = os.geteuid() == 0 and shutil.which("mkfs.ext4")
-    require("quota", bool(tools), "needs root and mkfs.ext4")
-    folder.mkdir(parents=True, exist_ok=True)
-    image = folder.with_name(f"{folder.name}.img")
-    with image.open("wb") as file:
-        file.truncate(mib << 20)
-    with contextlib.ExitStack() as stack:
-        stack.callback(image.unlink)
-        number = ["-N", str(inodes)] if inodes else []
-        _run("mkfs.ext4", "-q", "-m", "0", *number, str(image))
-        mounted = _run("mount", "-o", "loop", str(image), str(folder), check=False)
-        require("quota", not mounted.returncode, f"no loop mount of ext4: {mounted.stderr}")
-        stack.callback(_unmount, folder)
+    number = ("-N", str(inodes)) if inodes else ()
+    with _mounted(folder, mib, ("mkfs.ext4", "-q", "-m", "0", *number), "loop"):
         yield folder
 
 

@@ -1,6 +1,6 @@
 """One of two ranks that train and save beside it: ``two_savers.py FOLDER FAULT…``, under torchrun's
 environment; one training after the other, a folder for each. Rank 0 has a real store, and prints a
-line per training. Training talks over the ranks' own line all the while.
+line per training. Training uses the ranks' own connection meanwhile.
 
 FAULT: ``none``, ``slow`` (rank 1 writes until four further steps are done), ``full`` (rank 1 meets
 a full disk once), ``error`` (rank 1 cannot write at all).

@@ -1,8 +1,15 @@
-"""A save that goes on beside training: the state of its moment, one at a time, never silent."""
+"""Saves beside training, of one or two ranks, and on a full disk: no state and no error is lost."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent import futures
@@ -17,14 +24,16 @@ import torch
 from infra.attempt.stage_io import AttemptIO
 from infra.jobs.signals import AttemptClosed
 from infra.store.checkpoints import CheckpointStore, step_name
-from infra.store.traces import read_metrics
+from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import DamagedCheckpoint, Interrupted, NoSpaceError
 from refiner_core.training.engines.plain import open_engine
-from refiner_core.training.ranks import Ranks
+from refiner_core.training.ranks import TALK, Ranks
 from refiner_core.training.sft import train_sft
-from refiner_core.training.steps.boundary import Boundary
+from refiner_core.training.steps.boundary import SAVE_TRIES, Boundary
+from tests.support.command import ROOT
 from tests.support.plans import claim, small_plan
+from tests.support.quota import fill, small_tmpfs
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import recipe, save_data, save_tiny_model
 
@@ -32,13 +41,13 @@ PATIENCE_S = 60.0
 
 
 class SlowIO(FolderStageIO):
-    """A disk on which a save ends when the test says so."""
+    """A disk on which a save ends when the test allows it."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.go_on, self.inside = threading.Event(), threading.Event()
         self.at_once = self.most_at_once = 0
-        self.full, self.errors = 0, list[BaseException]()
+        self.full, self.errors, self.comes_back = 0, list[BaseException](), True
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
@@ -56,7 +65,7 @@ class SlowIO(FolderStageIO):
 
     def room_again(self, error: NoSpaceError) -> bool:
         self.full += 1
-        return True
+        return self.comes_back
 
 
 class OneNumber:
@@ -100,7 +109,6 @@ class Training:
 
     def wait_for_save(self) -> None:
         """Until the thread has ended, without telling the boundary."""
-        assert self.edge._under_way is not None
         futures.wait([self.edge._under_way[1]], PATIENCE_S)
 
     def saved(self, step: int) -> tuple[str, str]:
@@ -144,21 +152,19 @@ def test_the_next_save_waits_for_the_one_that_is_under_way(training: Training) -
 
 
 @pytest.mark.parametrize("error", [OSError("the node went away"), AttemptClosed("too late")])
-def test_what_goes_wrong_is_raised_at_the_next_step_and_nothing_counts_as_saved(
-    training: Training, error: Exception
-) -> None:
-    training.io.errors.append(error)
+def test_an_error_of_a_save_is_raised_later(training: Training, error: Exception) -> None:
+    training.io.errors += [error, error]
     training.io.go_on.set()
     training.go(2)
     training.wait_for_save()
     with pytest.raises(type(error), match=str(error)):
         training.go()
     assert (training.edge.saved_step, training.io.checkpoint_steps()) == (0, [])
+    with pytest.raises(type(error), match=str(error)), training.edge:
+        training.go()
 
 
-def test_a_full_disk_costs_a_wait_beside_training_and_the_same_state_is_written_again(
-    training: Training,
-) -> None:
+def test_a_save_to_a_full_disk_is_repeated(training: Training) -> None:
     training.io.errors += [NoSpaceError("full"), NoSpaceError("full")]
     training.go(3)
     training.io.go_on.set()
@@ -167,17 +173,13 @@ def test_a_full_disk_costs_a_wait_beside_training_and_the_same_state_is_written_
     assert (training.io.full, training.saved(2)) == (2, ("20", "20"))
 
 
-@pytest.mark.parametrize("ends_at", ["a stop", "the last step", "an error", "the block's end"])
-def test_whatever_ends_the_stage_waits_for_the_save(tmp_path: Path, ends_at: str) -> None:
-    training = Training(tmp_path, total=3)
+@pytest.mark.parametrize("ends_at", ["a stop", "the last step", "an error"])
+def test_the_end_of_a_stage_waits_for_its_save(tmp_path: Path, ends_at: str) -> None:
+    training = Training(tmp_path, total=9 if ends_at == "a stop" else 3)
     threading.Timer(0.2, training.io.go_on.set).start()
     if ends_at == "a stop":
-        training.io.stop_at = 3
-        training.edge.total_steps = 9
-        for step in (1, 2, 3):
-            training.io.log_metrics(step, {})
-        training.io.stop_at = 4
         training.go(3)
+        training.io.stop_at = 4
         training.io.log_metrics(4, {})
         with pytest.raises(Interrupted), training.edge:
             training.go()
@@ -185,21 +187,10 @@ def test_whatever_ends_the_stage_waits_for_the_save(tmp_path: Path, ends_at: str
     elif ends_at == "the last step":
         training.go(3)
         assert training.io.checkpoint_steps() == [2, 3]
-    elif ends_at == "an error":
+    else:
         with pytest.raises(ZeroDivisionError):
             training.fail_after_a_save()
         assert training.io.checkpoint_steps() == [2]
-    else:
-        with training.edge:
-            training.go(2)
-        assert training.io.checkpoint_steps() == [2]
-
-
-def test_a_save_that_fails_at_the_end_of_the_stage_fails_the_stage(training: Training) -> None:
-    training.io.errors.append(OSError("the node went away"))
-    training.io.go_on.set()
-    with pytest.raises(OSError, match="went away"), training.edge:
-        training.go(2)
 
 
 # ---------------------------------------------------------------- real training, the real store
@@ -293,9 +284,7 @@ def synchronous(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return all_files(io), report, (root / "out/model/model.safetensors").read_bytes()
 
 
-def test_checkpoints_and_weights_are_those_of_synchronous_saves_to_the_bit(
-    inputs: Path, tmp_path: Path, synchronous: Any
-) -> None:
+def test_async_saves_change_no_bit(inputs: Path, tmp_path: Path, synchronous: Any) -> None:
     io, report = run_sft(inputs, tmp_path, async_save=True)
     weights = (tmp_path / "out/model/model.safetensors").read_bytes()
     files, *rest = synchronous
@@ -309,33 +298,26 @@ def test_checkpoints_and_weights_are_those_of_synchronous_saves_to_the_bit(
     assert len(waited) >= 2
 
 
-def test_a_run_that_is_stopped_while_it_saves_goes_on_to_the_same_end(
-    inputs: Path, tmp_path: Path, synchronous: Any
-) -> None:
-    io, report = run_sft(inputs, tmp_path, async_save=True, stop_after=3)
-    assert report is None
-    assert [c.step for c in io.checkpoints.complete()] == [2, 3]
-    io, report = run_sft(inputs, tmp_path, async_save=True)
-    weights = (tmp_path / "out/model/model.safetensors").read_bytes()
-    assert (report, weights) == synchronous[1:]
-
-
-def test_what_the_trainer_cannot_read_is_passed_over_and_nothing_of_it_stays(
+def test_a_stopped_run_continues_from_its_newest_readable_checkpoint(
     inputs: Path, tmp_path: Path, synchronous: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Files that are what was saved, and still make no sense: a marker without hashes, or a fault
-    before the hash."""
-    io, _ = run_sft(inputs, tmp_path, async_save=True, stop_after=3)
-    newest = io.checkpoints.folder / step_name(3)
+    """The files of a damaged one may match its marker: no hashes, or a fault before the hash."""
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+    stopped, report = run_sft(inputs, damaged, async_save=True, stop_after=3)
+    assert report is None
+    assert [c.step for c in stopped.checkpoints.complete()] == [2, 3]
+    shutil.copytree(damaged, whole)
+    newest = stopped.checkpoints.folder / step_name(3)
     marker = (newest / "COMPLETE.json").read_text()
     (newest / "COMPLETE.json").write_text(marker.replace('"sha256"', '"other"'))
     rng = next(newest.glob("rng-rank*"))
     rng.write_bytes(b"\0" * rng.stat().st_size)  # the last that is read
-    io, report = run_sft(inputs, tmp_path, async_save=True)
-    assert io.resumed_step == 2
+    for root, step in ((whole, 3), (damaged, 2)):
+        io, report = run_sft(inputs, root, async_save=True)
+        assert io.resumed_step == step
+        weights = (root / "out/model/model.safetensors").read_bytes()
+        assert (report, weights) == synchronous[1:]
     assert f"{newest} is damaged" in caplog.text
-    weights = (tmp_path / "out/model/model.safetensors").read_bytes()
-    assert (report, weights) == synchronous[1:]
 
 
 def test_an_engine_that_refuses_a_checkpoint_is_as_it_was(inputs: Path, tmp_path: Path) -> None:
@@ -350,3 +332,116 @@ def test_an_engine_that_refuses_a_checkpoint_is_as_it_was(inputs: Path, tmp_path
         engine.restore(tmp_path)
     for name, parameter in engine.model.named_parameters():
         assert torch.equal(parameter, before[name] + 1), "nothing was changed"
+
+
+# ---------------------------------------------------------------- two ranks
+
+
+FAULTS = ("slow", "full", "error")
+STATE_OF_STEP_4 = '{"stage": "sft", "step": 4}'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> dict[str, Any]:
+    """What rank 0 has to say in the end of each training."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.two_savers", folder, *FAULTS],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                **{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", TALK: "5a" * 32},
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        answers = [process.communicate(timeout=240) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [p.returncode for p in started] == [0, 0], answers[0][1] + answers[1][1]
+    lines = [json.loads(line) for line in answers[0][0].splitlines() if line.startswith("{")]
+    return dict(zip(FAULTS, lines, strict=True))
+
+
+@pytest.mark.parametrize("fault", ["slow", "full"])
+def test_both_ranks_save_one_moment(told: dict[str, Any], fault: str) -> None:
+    found = told[fault]
+    assert (found["steps"], found["error"]) == ([4, 8, 9], "")
+    assert found["kept"] == {"state-0": STATE_OF_STEP_4, "state-1": STATE_OF_STEP_4}
+    assert found["waited"] == (1 if fault == "full" else 0)
+    saved = dict(found["seen"])
+    assert saved[4] == 0, "training continues before it is complete"
+    assert saved[9] == 9
+
+
+def test_an_error_of_one_rank_is_one_of_both(told: dict[str, Any], folder: Path) -> None:
+    assert "the second rank cannot write" in told["error"]["error"]
+    assert told["error"]["steps"] == []
+    assert list((folder / "error" / "data" / "checkpoints").iterdir()) == []
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+@pytest.mark.quota
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_metrics_and_rollouts_wait_for_room_and_are_whole(tmp_path: Path, comes_back: bool) -> None:
+    with small_tmpfs(tmp_path / "disk", mib=4) as disk:
+        workspace = Workspace.open(disk / "ws")
+        stage = claim(workspace, small_plan(), "data")
+        filler, waited = disk / "filler", []
+
+        def wait() -> bool:
+            waited.append(1)
+            filler.unlink(missing_ok=True)
+            return comes_back
+
+        paths = workspace.layout.stage(stage.id)
+        io = AttemptIO(paths, 1, CheckpointStore(paths.checkpoints, 1), wait_for_room=wait)
+        io.log_metrics(1, {"loss": 1.0})
+        fill(filler)
+        long = {f"metric/{n}": 0.5 for n in range(4000)}  # not even the half of it fits
+        if comes_back:
+            io.log_metrics(2, long)
+            fill(filler)
+            io.save_rollouts(2, [{"text": os.urandom(50_000).hex()}])
+            assert len(waited) == 2
+            assert len(read_rollouts(paths.attempt(1).rollouts / "step-00000002.parquet")) == 1
+        else:
+            with pytest.raises(NoSpaceError):
+                io.log_metrics(2, long)
+        io.log_metrics(3, {"loss": 0.3})
+        steps = [line.step for line in read_metrics(paths.attempt(1).metrics)]
+        assert steps == ([1, 2, 3] if comes_back else [1, 3])
+        io.close()
+
+
+@pytest.mark.parametrize(
+    ("full", "comes_back", "saved"), [(2, True, 50), (1, False, 0), (SAVE_TRIES, True, 0)]
+)
+def test_a_save_is_tried_again(tmp_path: Path, full: int, comes_back: bool, saved: int) -> None:
+    io = SlowIO(tmp_path)
+    io.go_on.set()
+    io.errors += [NoSpaceError("full")] * full
+    io.comes_back = comes_back
+    edge = Boundary(io, OneNumber(), "grpo", total_steps=100, save_freq=50)
+    with contextlib.nullcontext() if saved else pytest.raises(NoSpaceError, match="full"):
+        edge.save(50, {"step": 50})
+    assert edge.saved_step == saved
+    assert io.checkpoint_steps() == ([saved] if saved else [])
+    assert not saved or io.full == full

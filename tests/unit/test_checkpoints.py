@@ -1,4 +1,4 @@
-"""A checkpoint is there completely or not at all, and there is never one too few."""
+"""Checkpoints: complete or invisible, retention, fences, a full disk, reserved space."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def test_the_newest_is_found_by_number_and_knows_its_attempt(folder: Path) -> No
     for attempt, step in ((1, 9), (2, 10), (3, 123_456_789)):
         save(CheckpointStore(folder, attempt, keep=9), step)
     latest = CheckpointStore(folder, 4).latest()
-    assert latest is not None
     assert (latest.step, latest.attempt) == (123_456_789, 3)
     assert (latest.path / "sub" / "state.bin").read_text() == "state"
 
@@ -58,14 +57,9 @@ def test_a_checkpoint_is_invisible_until_it_is_complete(folder: Path) -> None:
         (path / "state.bin").write_text("half")
         assert store.latest() is None
     assert steps(store) == [1]
-
-
-def test_an_error_while_saving_leaves_nothing_of_it(folder: Path) -> None:
-    store = CheckpointStore(folder, 1)
-    save(store, 1)
     with pytest.raises(Interrupted):
         save_and_fail(store, 2, Interrupted("stopped"))
-    assert [p.name for p in folder.iterdir()] == [step_name(1)]
+    assert [p.name for p in folder.iterdir()] == [step_name(1)], "an error leaves nothing"
 
 
 def test_what_a_killed_attempt_left_half_written_is_swept_away(folder: Path) -> None:
@@ -79,30 +73,6 @@ def test_what_a_killed_attempt_left_half_written_is_swept_away(folder: Path) -> 
     assert not left.exists()
 
 
-@pytest.mark.parametrize("damage", ["no marker", "cut marker", "cut file", "file gone"])
-def test_a_damaged_newest_is_passed_over_with_a_warning(
-    folder: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = CheckpointStore(folder, 1)
-    save(store, 1)
-    save(store, 2)
-    newest = folder / step_name(2)
-    if damage == "no marker":
-        (newest / MARKER).unlink()
-    elif damage == "cut marker":
-        (newest / MARKER).write_text('{"step": 2, "fil')
-    elif damage == "cut file":
-        (newest / "sub" / "state.bin").write_text("st")
-    else:
-        (newest / "sub" / "state.bin").unlink()
-    latest = CheckpointStore(folder, 2).latest()
-    assert latest is not None
-    assert latest.step == 1
-    assert step_name(2) in caplog.text
-    save(CheckpointStore(folder, 2), 2, "state again")
-    assert (newest / "sub" / "state.bin").read_text() == "state again"
-
-
 # ---------------------------------------------------------------- retention
 
 
@@ -114,40 +84,31 @@ def test_the_newest_ones_are_kept_and_never_fewer_than_one(folder: Path, keep: i
     assert steps(store) == [1, 2, 3, 4, 5][-max(1, keep) :]
 
 
-def test_room_is_made_before_a_save_but_the_last_complete_one_stays(folder: Path) -> None:
-    store = CheckpointStore(folder, 1, keep=2)
-    save(store, 1)
-    save(store, 2)
-    with store.new(3) as path:
-        assert steps(store) == [2], "two on disk and one being written would be keep + 1"
+@pytest.mark.parametrize(
+    ("keep", "before", "step", "during", "after"),
+    [
+        (2, [1, 2], 3, [2], [2, 3]),  # with three of them it would be keep + 1
+        (1, [1], 2, [1], [2]),  # the only one stays until its successor is complete
+        (2, [5], 5, [5], [5]),  # saved again
+        (1, [9], 5, [9], [5, 9]),  # a later step stays
+    ],
+)
+def test_old_checkpoints_are_deleted_before_a_save_but_never_the_last_one(
+    folder: Path, keep: int, before: list[int], step: int, during: list[int], after: list[int]
+) -> None:
+    store = CheckpointStore(folder, 1, keep=keep)
+    for old in before:
+        save(store, old)
+    with store.new(step) as path:
+        assert steps(store) == during
         (path / "state.bin").write_text("x")
-    assert steps(store) == [2, 3]
-
-
-def test_with_keep_one_the_only_one_goes_after_its_successor_is_complete(folder: Path) -> None:
-    store = CheckpointStore(folder, 1, keep=1)
-    save(store, 1)
-    with store.new(2) as path:
-        assert steps(store) == [1]
-        (path / "state.bin").write_text("x")
-    assert steps(store) == [2]
-
-
-def test_saving_a_step_again_never_leaves_a_moment_without_it(folder: Path) -> None:
-    save(CheckpointStore(folder, 1), 5, "first")
-    store = CheckpointStore(folder, 2, keep=2)
-    with store.new(5) as path:
-        assert steps(store) == [5]
-        (path / "state.bin").write_text("x")
-    latest = store.latest()
-    assert latest is not None
-    assert latest.attempt == 1
+    assert steps(store) == after
 
 
 # ---------------------------------------------------------------- fence and order
 
 
-def test_an_attempt_that_becomes_stale_while_saving_makes_nothing_visible(folder: Path) -> None:
+def test_a_stale_attempt_makes_nothing_visible_and_deletes_nothing(folder: Path) -> None:
     newer: list[int] = []
 
     def fence() -> None:
@@ -162,6 +123,11 @@ def test_an_attempt_that_becomes_stale_while_saving_makes_nothing_visible(folder
     with pytest.raises(AttemptClosed):
         save_while_another_begins()
     assert list(folder.iterdir()) == []
+    for step in (1, 2, 3):
+        save(CheckpointStore(folder, 2, keep=9), step)
+    with pytest.raises(AttemptClosed):
+        save(CheckpointStore(folder, 1, keep=2, fence=fence), 2)
+    assert steps(CheckpointStore(folder, 2)) == [1, 2, 3]
 
 
 def test_what_was_logged_is_durable_before_the_marker_exists(folder: Path) -> None:
@@ -182,25 +148,25 @@ def full(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "number"),
     [
-        OSError(errno.ENOSPC, "No space left on device"),
-        OSError(errno.EDQUOT, "Disk quota exceeded"),
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
-        type("SafetensorError", (Exception,), {})("I/O error: Disk quota exceeded (os error 122)"),
-        OSError("4096 requested and 0 written"),
+        (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), errno.EDQUOT),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos"), errno.EDQUOT),
+        (type("SafetensorError", (Exception,), {})("I/O error: (os error 122)"), errno.EDQUOT),
+        (OSError("4096 requested and 0 written"), errno.EDQUOT),
     ],
 )
-def test_every_way_of_saying_that_the_disk_is_full_is_understood(
-    folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+def test_every_error_of_a_full_disk_is_recognised(
+    folder: Path, error: Exception, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(folder, 1)
     save(store, 1)
-    monkeypatch.setattr(room, "has_room", lambda *_: False)
-    with pytest.raises(NoSpaceError, match="checkpoint of step 2"):
+    monkeypatch.setattr(room, "refusal", lambda *_: errno.EDQUOT)
+    with pytest.raises(NoSpaceError, match="checkpoint of step 2") as caught:
         save_and_fail(store, 2, error)
+    assert caught.value.errno == number
     assert [p.name for p in folder.iterdir()] == [step_name(1)]
-    assert steps(store) == [1]
 
 
 def test_a_write_error_with_room_on_the_disk_stays_what_it_is(folder: Path) -> None:
@@ -213,9 +179,7 @@ def test_a_write_error_with_room_on_the_disk_stays_what_it_is(folder: Path) -> N
 
 
 @pytest.mark.parametrize("call", ["fsync", "open"])
-def test_no_room_for_the_marker_leaves_the_previous_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_marker_may_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     store = CheckpointStore(folder, 1)
     save(store, 1)
     store = CheckpointStore(folder, 1, before_commit=lambda: monkeypatch.setattr(os, call, full))
@@ -228,9 +192,7 @@ def test_no_room_for_the_marker_leaves_the_previous_one(
     assert steps(store) == [1, 2]
 
 
-def test_all_of_a_checkpoint_is_on_the_disk_before_it_can_be_seen(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_synced_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a power cut would leave one that looks complete and is empty."""
     synced, sync = set[int](), os.fsync
 
@@ -248,7 +210,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_can_be_seen(
 # ---------------------------------------------------------------- room, and what a save costs
 
 
-def test_room_is_reserved_after_retention_and_before_anything_is_written(folder: Path) -> None:
+def test_space_is_reserved_after_retention_and_before_a_write(folder: Path) -> None:
     seen: list[list[str]] = []
 
     @contextlib.contextmanager
@@ -257,27 +219,22 @@ def test_room_is_reserved_after_retention_and_before_anything_is_written(folder:
         yield
         seen.append(sorted(p.name for p in folder.iterdir()))
 
+    @contextlib.contextmanager
+    def refuse() -> Iterator[None]:
+        raise NoSpaceError("there will be none")
+        yield
+
     store = CheckpointStore(folder, 1, keep=2, reserve=reserve)
     for step in (1, 2, 3):
         save(store, step)
     assert seen[4:] == [[step_name(2)], [step_name(2), step_name(3)]]
-
-
-def test_no_room_to_reserve_leaves_the_last_checkpoint_and_nothing_else(folder: Path) -> None:
-    @contextlib.contextmanager
-    def reserve() -> Iterator[None]:
-        raise NoSpaceError("there will be none")
-        yield
-
-    save(CheckpointStore(folder, 1), 1)
     with pytest.raises(NoSpaceError, match="there will be none"):
-        save(CheckpointStore(folder, 1, reserve=reserve), 2)
-    assert [p.name for p in folder.iterdir()] == [step_name(1)]
+        save(CheckpointStore(folder, 1, reserve=refuse), 4)
+    assert step_name(3) in [p.name for p in folder.iterdir()]
+    assert step_name(4) not in [p.name for p in folder.iterdir()]
 
 
-def test_a_save_is_measured_and_the_longest_is_known_to_who_plans_the_next_job(
-    tmp_path: Path,
-) -> None:
+def test_the_longest_save_is_known(tmp_path: Path) -> None:
     workspace, plan = Workspace.open(tmp_path / "ws"), small_plan()
     stage = claim(workspace, plan, "data")
     assert workspace.longest_save_s(stage.id) == 0.0
@@ -291,18 +248,6 @@ def test_a_save_is_measured_and_the_longest_is_known_to_who_plans_the_next_job(
     heartbeat.stop()
     shutil.rmtree(store.folder)
     assert workspace.longest_save_s(stage.id) >= 0.05, "known from the heartbeat"
-
-
-def test_a_stale_attempt_deletes_nothing_of_a_newer_one(folder: Path) -> None:
-    for step in (1, 2, 3):
-        save(CheckpointStore(folder, 2, keep=9), step)
-
-    def stale() -> None:
-        raise AttemptClosed("a newer attempt exists")
-
-    with pytest.raises(AttemptClosed):
-        save(CheckpointStore(folder, 1, keep=2, fence=stale), 2)
-    assert steps(CheckpointStore(folder, 2)) == [1, 2, 3]
 
 
 def test_a_deletion_that_was_cut_short_gives_its_room_back_later(folder: Path) -> None:
@@ -319,7 +264,7 @@ def test_a_deletion_that_was_cut_short_gives_its_room_back_later(folder: Path) -
 
 
 def test_an_older_attempt_leaves_alone_what_a_newer_one_is_writing(folder: Path) -> None:
-    """It may go on saving for a while before it hears that it has been replaced."""
+    """It may save for a while before it notices that it has been replaced."""
     with CheckpointStore(folder, 2).new(5) as newer:
         (newer / "state.bin").write_text("half")
         save(CheckpointStore(folder, 1), 4)
@@ -327,7 +272,7 @@ def test_an_older_attempt_leaves_alone_what_a_newer_one_is_writing(folder: Path)
     assert steps(CheckpointStore(folder, 3)) == [4, 5]
 
 
-def test_a_checkpoint_that_somebody_asks_for_at_the_last_moment_stays(folder: Path) -> None:
+def test_a_checkpoint_that_is_held_at_the_last_moment_stays(folder: Path) -> None:
     """Between the choice of what goes and its deletion, a publication may begin to wait."""
     asked: list[frozenset[int]] = []
 
@@ -340,26 +285,3 @@ def test_a_checkpoint_that_somebody_asks_for_at_the_last_moment_stays(folder: Pa
     save(CheckpointStore(folder, 1, keep=2, held=held), 3)
     assert len(asked) > 1
     assert steps(CheckpointStore(folder, 1)) == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("error", "number"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC),
-        (type("SafetensorError", (Exception,), {})("I/O error: (os error 122)"), errno.EDQUOT),
-        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos"), errno.EDQUOT),
-    ],
-)
-def test_the_systems_number_is_kept_also_where_a_writer_does_not_say_it(
-    folder: Path, error: Exception, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room, "refusal", lambda *_: errno.EDQUOT)
-    with pytest.raises(NoSpaceError) as caught:
-        save_and_fail(CheckpointStore(folder, 1), 2, error)
-    assert caught.value.errno == number
-
-
-def test_a_checkpoint_of_a_later_step_is_never_in_the_way(folder: Path) -> None:
-    save(CheckpointStore(folder, 2, keep=1), 9)
-    save(CheckpointStore(folder, 1, keep=1), 5)
-    assert steps(CheckpointStore(folder, 2)) == [5, 9]

@@ -1,4 +1,4 @@
-"""What is published on a Hub may go from here, and what anybody still waits for may not."""
+"""Weights that a Hub has can be reclaimed; whatever a stage still waits for cannot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -42,20 +41,6 @@ def stepwise_plan(*steps: int) -> Plan:
     publish = PublishConfig(which="listed", steps=steps)
     grpo = replace(config.grpo, num_training_steps=4, save_freq=1, keep=2)
     return make_plan(replace(config, publish=publish, grpo=grpo), SOURCES)
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "ws")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    with LoopbackHub(tmp_path / "hub") as found:
-        monkeypatch.setenv("HF_ENDPOINT", found.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", found.token)
-        yield found
 
 
 class Exported(NamedTuple):
@@ -110,7 +95,7 @@ def exported(workspace: Workspace, hub: LoopbackHub) -> Exported:
 
 
 def finish_again(workspace: Workspace, exported: Exported, **report: object) -> None:
-    """The publish stage's report says something else."""
+    """Change the report of the publish stage."""
     path = workspace.layout.stage(exported.publish).result
     result = json.loads(path.read_text())
     path.write_text(json.dumps({**result, "report": {**result["report"], **report}}))
@@ -124,19 +109,22 @@ def reclaim(workspace: Workspace) -> tuple[str, ...]:
 # ---------------------------------------------------------------- published on a Hub
 
 
-def test_exported_weights_go_once_the_hub_has_them_and_the_way_back_is_told(
-    workspace: Workspace, hub: LoopbackHub, exported: Exported
-) -> None:
-    before = len(hub.log)
+def test_weights_on_a_hub_go(workspace: Workspace, hub: LoopbackHub, exported: Exported) -> None:
+    before, where = len(hub.log), f"workspace={workspace.root}"
+    (row,) = json.loads(CliRunner().invoke(disk_command, [where, "--json"]).stdout)["published"]
+    assert (row["where"], row["revision"], row["commit"]) == ("hub", "step-2", exported.commit)
+    assert row["here_bytes"] >= MIB
     assert str(exported.weights.parent.parent) in reclaim(workspace)
     assert not exported.weights.exists()
     assert (exported.weights.parent / "config.json").exists(), "only weights are large"
     asked = {r.path for r in hub.log[before:]} - REGISTRY
     assert asked == {f"/api/models/{REPO}/tree/{exported.commit}"}
     note = read_reclaimed(workspace.layout.stage(exported.export))
-    assert note is not None
     damage = workspace.output_damage(exported.export) or ""
     assert f"{hub.url}/{REPO}/tree/step-2 (commit {exported.commit[:12]})" in damage
+    (row,) = json.loads(CliRunner().invoke(disk_command, [where, "--json"]).stdout)["published"]
+    assert row["here_bytes"] == 0
+    assert "hf download" in row["reclaimed"]
     command = note["way_back"]
     assert command in damage
     # What the message says works as it stands, in a shell with the user's token.
@@ -154,7 +142,11 @@ def test_exported_weights_go_once_the_hub_has_them_and_the_way_back_is_told(
     assert workspace.output_damage(exported.export) is None
 
 
-def test_one_copy_that_is_whole_is_enough(workspace: Workspace, exported: Exported) -> None:
+def test_one_verified_copy_is_enough(workspace: Workspace, exported: Exported) -> None:
+    for change in ({"verified": False}, {"verified": True, "commit": None}):
+        finish_again(workspace, exported, **change)
+        assert not weights_go(workspace), change
+    finish_again(workspace, exported, commit=exported.commit)
     config = exported.plan.config
     plan = make_plan(replace(config, publish=replace(config.publish, files=("*.json",))), SOURCES)
     other = claim(workspace, plan, "publish-step2")
@@ -183,7 +175,7 @@ def test_weights_stay_while_the_hub_does_not_vouch_for_them(
         commit = hub.add(REPO, {"model.safetensors": b"other"})
         finish_again(workspace, exported, commit=commit)
     elif trouble == "repository gone":
-        del hub.api.repos[REPO]
+        del hub.repos[REPO]
     elif trouble == "no network":
         hub._server.shutdown()
         hub._server.server_close()
@@ -208,33 +200,21 @@ def test_our_token_goes_to_no_hub_but_the_one_that_is_configured(
     assert exported.weights.exists()
 
 
-def test_what_was_not_verified_or_has_no_commit_counts_for_nothing(
-    workspace: Workspace, exported: Exported
-) -> None:
-    for change in ({"verified": False}, {"verified": True, "commit": None}):
-        finish_again(workspace, exported, **change)
-        assert not weights_go(workspace), change
-
-
 # ---------------------------------------------------------------- who still needs what
 
 
 @pytest.mark.parametrize("unfinished", ["publish-step2", "evaluate-grpo-step2"])
-def test_an_export_stays_until_all_that_read_it_are_done(
-    workspace: Workspace, exported: Exported, unfinished: str
-) -> None:
+def test_exports_wait_for_reads(workspace: Workspace, exported: Exported, unfinished: str) -> None:
     run = run_record(workspace, exported.plan)
     workspace.write_run(replace(run, config=to_json(exported.plan.config)))
-    assert weights_go(workspace), "GRPO and its publication go on, and read nothing of it"
+    assert weights_go(workspace), "GRPO and its publication read nothing of it"
     stage = workspace.layout.stage(exported.plan.by_name[unfinished].id)
     stage.result.unlink()
     assert not weights_go(workspace)
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_call_about_a_publication_alone_protects_the_weights_that_it_will_read(
-    workspace: Workspace, exported: Exported, known: bool
-) -> None:
+def test_publications_protect_input(workspace: Workspace, exported: Exported, known: bool) -> None:
     config = exported.plan.config
     config = replace(config, only=("evaluate-grpo-step2",))
     config = replace(config, evaluate=replace(config.evaluate, num_samples=9))
@@ -246,9 +226,7 @@ def test_a_call_about_a_publication_alone_protects_the_weights_that_it_will_read
 
 
 @pytest.mark.parametrize("who", ["pin", "run", "attempt", "unreadable run"])
-def test_who_comes_between_the_plan_and_the_deletion_is_seen(
-    workspace: Workspace, exported: Exported, who: str
-) -> None:
+def test_late_readers_are_respected(workspace: Workspace, exported: Exported, who: str) -> None:
     keeper = DiskKeeper(workspace, DiskConfig())
     candidates = [c for c in keeper.candidates() if c.rank is Rank.WEIGHTS]
     assert candidates
@@ -285,18 +263,19 @@ def steps_of(workspace: Workspace, stage_id: str) -> list[int]:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_held_checkpoint_stays_at_every_rank(workspace: Workspace, trained: bool) -> None:
+def test_a_held_checkpoint_stays(workspace: Workspace, trained: bool) -> None:
     plan, grpo = holding(workspace, 2)
     Holds(plan, workspace.layout).keep(())
     if trained:
         finish(workspace, grpo)
     reclaim(workspace)
     assert steps_of(workspace, grpo) == ([2] if trained else [2, 4])
+    assert [bool(h.idle) for h in read_holds(workspace)] == [True], "no run needs it"
+    workspace.layout.run(workspace.new_run_id("broken")).record.write_text("{")
+    assert [h.idle for h in read_holds(workspace)] == [""], "a run that cannot be read may"
 
 
-def test_a_hold_that_comes_between_the_plan_and_the_deletion_is_seen(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_hold_is_respected(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, grpo = holding(workspace, 2)
     keeper = DiskKeeper(workspace, DiskConfig())
     candidates = keeper.candidates()
@@ -315,9 +294,7 @@ def test_a_hold_that_comes_between_the_plan_and_the_deletion_is_seen(
     assert holds.there(()) == {(grpo, 2)}
 
 
-def test_a_cancelled_run_s_holds_go_with_a_reclaim_and_another_run_s_stay(
-    workspace: Workspace,
-) -> None:
+def test_a_reclaim_drops_the_holds_of_a_cancelled_run(workspace: Workspace) -> None:
     plan, grpo = holding(workspace, 1, 2)
     Holds(plan, workspace.layout).keep(())
     run = replace(run_record(workspace, plan), config=to_json(plan.config))
@@ -339,26 +316,3 @@ def test_a_cancelled_run_s_holds_go_with_a_reclaim_and_another_run_s_stay(
     assert f"The hold on step 1 of {grpo} was released" in said
     assert steps_of(workspace, grpo) == [2, 4]
     assert [h.step for h in read_holds(workspace)] == [2]
-
-
-def test_no_hold_goes_while_a_run_s_record_cannot_be_read(workspace: Workspace) -> None:
-    plan, _ = holding(workspace, 2)
-    Holds(plan, workspace.layout).keep(())
-    assert [bool(h.idle) for h in read_holds(workspace)] == [True], "no run has it"
-    workspace.layout.run(workspace.new_run_id("broken")).record.write_text("{")
-    assert [h.idle for h in read_holds(workspace)] == [""]
-
-
-def test_disk_says_what_is_published_where_and_what_is_left_here(
-    workspace: Workspace, exported: Exported
-) -> None:
-    where = f"workspace={workspace.root}"
-    (row,) = json.loads(CliRunner().invoke(disk_command, [where, "--json"]).stdout)["published"]
-    assert (row["where"], row["revision"], row["commit"]) == ("hub", "step-2", exported.commit)
-    assert row["here_bytes"] >= MIB
-    shown = CliRunner().invoke(disk_command, [where]).output
-    assert f"{REPO}/tree/step-2 @ {exported.commit[:12]}" in shown
-    reclaim(workspace)
-    (row,) = json.loads(CliRunner().invoke(disk_command, [where, "--json"]).stdout)["published"]
-    assert row["here_bytes"] == 0
-    assert "hf download" in row["reclaimed"]

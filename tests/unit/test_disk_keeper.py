@@ -1,4 +1,4 @@
-"""Room in a real workspace: what is used, reserved, reclaimed, and what is left alone."""
+"""Disk space of a real workspace: what is used, reserved and reclaimed, and what must stay."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from infra.store.checkpoints import (
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig, DiskConfig, RecipeConfig
 from refiner_core.contract.errors import NoSpaceError
-from refiner_core.contract.plan import make_plan
-from refiner_core.contract.records import Outcome, from_json, to_json
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.records import Outcome, from_json
 from refiner_core.contract.types import StoredJudgement
 from tests.support.disk import finish, foreign_checkpoint, published, save, weights_go
 from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
@@ -52,12 +52,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FULL = Outcome("disk_full", "resume")
 
 
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "ws")
-
-
-def room_for(workspace: Workspace, more: int, **config: object) -> DiskKeeper:
+def space_for(workspace: Workspace, more: int, **config: object) -> DiskKeeper:
     """A keeper of a workspace that may grow by ``more`` bytes."""
     limit = measure(workspace.layout).bytes + more
     settings = DiskConfig(limit_gb=limit / GIB, watch_s=0.2, hold_s=0.3)
@@ -72,24 +67,21 @@ def steps_of(workspace: Workspace, stage_id: str) -> list[int]:
 # ---------------------------------------------------------------- use
 
 
-def test_files_that_are_linked_count_once_and_give_nothing_back(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(os.urandom(64 * KIB))
-    alone = size_of(tmp_path)
-    (tmp_path / "b").hardlink_to(tmp_path / "a")
-    both = size_of(tmp_path)
-    assert both.bytes == alone.bytes
-    assert both.inodes == alone.inodes
-    assert both.gain < alone.gain
-
-
-def test_links_are_not_followed(tmp_path: Path) -> None:
+def test_hard_links_count_once_and_symbolic_links_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "ws"
+    folder.mkdir()
+    (folder / "a").write_bytes(os.urandom(64 * KIB))
+    alone = size_of(folder)
+    (folder / "b").hardlink_to(folder / "a")
+    both = size_of(folder)
+    assert (both.bytes, both.inodes) == (alone.bytes, alone.inodes)
+    assert both.gain < alone.gain, "deleting one name frees nothing"
     (tmp_path / "big").write_bytes(os.urandom(MIB))
-    (tmp_path / "ws").mkdir()
-    (tmp_path / "ws" / "link").symlink_to(tmp_path)
-    assert size_of(tmp_path / "ws").bytes < MIB
+    (folder / "link").symlink_to(tmp_path)
+    assert size_of(folder).bytes < MIB
 
 
-def test_use_is_told_by_run_and_kind_and_adds_up(workspace: Workspace) -> None:
+def test_usage_by_run_and_kind_adds_up(workspace: Workspace) -> None:
     plan = small_plan("data", "sft")
     claim(workspace, plan, "data")
     stage = claim(workspace, plan, "sft")
@@ -105,11 +97,11 @@ def test_use_is_told_by_run_and_kind_and_adds_up(workspace: Workspace) -> None:
     assert rows[run.run, "checkpoints"].bytes >= MIB
     assert {"rollouts", "outputs", "trackers", "logs"} <= {k for r, k in rows if r == run.run}
     assert ("", "logs") in rows, "the data stage belongs to no run here"
-    told = sum(s.bytes for s in rows.values())
-    assert 0 <= measure(workspace.layout).bytes - told <= 64 * KIB, "but for some folders"
+    counted = sum(s.bytes for s in rows.values())
+    assert 0 <= measure(workspace.layout).bytes - counted <= 64 * KIB, "except for some folders"
 
 
-def test_the_oldest_judgements_go_where_nothing_else_does(workspace: Workspace) -> None:
+def test_the_oldest_judgements_are_reclaimed_as_a_last_resort(workspace: Workspace) -> None:
     folder = workspace.layout.judgements
     for name, age_s in (("b", 30), ("a", 10), ("c", 20)):
         with WorkspaceStore(folder, writer=name, limit_bytes=MIB) as store:
@@ -117,8 +109,7 @@ def test_the_oldest_judgements_go_where_nothing_else_does(workspace: Workspace) 
         (path,) = folder.glob(f"{name}-*")
         changed = time.time() - age_s
         os.utime(path, (changed, changed))
-    stock = DiskKeeper(workspace, DiskConfig()).stock()
-    wanted = plan_reclaim(stock, 5 * KIB)
+    wanted = plan_reclaim(DiskKeeper(workspace, DiskConfig()).stock(), 5 * KIB)
     assert [c.path.name[0] for c in wanted] == ["b", "c"]
     assert len(carry_out(workspace, wanted).items) == 2
     assert [p.name[0] for p in folder.iterdir()] == ["a"]
@@ -126,19 +117,10 @@ def test_the_oldest_judgements_go_where_nothing_else_does(workspace: Workspace) 
     assert [r.size.inodes for r in rows if r.kind == "judgements"] == [1]
 
 
-def test_a_missing_workspace_has_nothing(tmp_path: Path) -> None:
-    missing = Workspace.read_only(tmp_path / "none")
-    assert take_stock(missing.layout) == []
-    keeper = DiskKeeper(missing, DiskConfig())
-    assert keeper.candidates() == []
-    assert "used" in keeper.status_line()
-    assert not (tmp_path / "none").exists()
-
-
 # ---------------------------------------------------------------- reservations
 
 
-def test_reservations_of_others_count_until_written(workspace: Workspace) -> None:
+def test_others_reserve_space(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
     plan = small_plan("data", "sft")
     ref = AttemptRef(claim(workspace, plan, "sft").id, 1)
     other = AttemptRef(claim(workspace, plan, "data").id, 1)
@@ -153,13 +135,13 @@ def test_reservations_of_others_count_until_written(workspace: Workspace) -> Non
     (entry,) = ledger.others(other)
     assert entry.outstanding <= MIB
     ledger.remove(ref)
-    assert ledger.others(other) == []
+    (ledger.folder / "x.json").write_text("{")
+    assert ledger.others(other) == [], "a damaged reservation counts for nothing"
+    assert "x.json" in caplog.text
 
 
 @pytest.mark.parametrize("end", ["closed", "superseded", "done", "gone"])
-def test_a_reservation_of_an_attempt_that_ended_counts_for_nothing(
-    workspace: Workspace, end: str
-) -> None:
+def test_an_ended_attempt_has_no_reservation(workspace: Workspace, end: str) -> None:
     plan = small_plan("data")
     ref = AttemptRef(claim(workspace, plan, "data").id, 1)
     ledger = Ledger(workspace)
@@ -179,7 +161,7 @@ def test_a_reservation_of_an_attempt_that_ended_counts_for_nothing(
     assert list(ledger.folder.iterdir()) == []
 
 
-def test_workspaces_on_one_quota_may_share_a_ledger(tmp_path: Path) -> None:
+def test_workspaces_on_one_quota_can_share_a_ledger(tmp_path: Path) -> None:
     one, two = Workspace.open(tmp_path / "one"), Workspace.open(tmp_path / "two")
     plan = small_plan("data")
     refs = [AttemptRef(claim(w, plan, "data").id, 1) for w in (one, two)]
@@ -201,62 +183,51 @@ def test_workspaces_on_one_quota_may_share_a_ledger(tmp_path: Path) -> None:
 def test_shortage_counts_margin_and_what_others_reserved(workspace: Workspace) -> None:
     plan = small_plan("data", "sft")
     ref = AttemptRef(claim(workspace, plan, "sft").id, 1)
-    keeper = room_for(workspace, 8 * MIB)
+    keeper = space_for(workspace, 8 * MIB)
     assert keeper.shortage(7 * MIB) == 0
     assert 0 < keeper.shortage(9 * MIB) <= 2 * MIB
     keeper.ledger.write(ref, 4 * MIB)
     assert keeper.shortage(7 * MIB) > 2 * MIB
     assert keeper.shortage(7 * MIB, ref) == 0
     keeper.ledger.remove(ref)
-    tight = room_for(workspace, 8 * MIB, margin_gb=3 * MIB / GIB)
+    tight = space_for(workspace, 8 * MIB, margin_gb=3 * MIB / GIB)
     assert tight.shortage(7 * MIB) > 0
-    whole = room_for(workspace, 8 * MIB, margin_gb=0.0)
-    free = whole.room().free_bytes
+    whole = space_for(workspace, 8 * MIB, margin_gb=0.0)
+    free = whole.space().free_bytes
     assert (whole.shortage(free), whole.shortage(free + 1)) == (0, 1)
 
 
-def test_inodes_that_others_have_reserved_are_missing_too(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inodes_can_be_reserved(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
     keeper = DiskKeeper(workspace, DiskConfig())
-    room = Room(free_bytes=GIB, free_inodes=SAVE_INODES)
-    monkeypatch.setattr(keeper, "room", lambda: room)
+    space = Room(free_bytes=GIB, free_inodes=SAVE_INODES)
+    monkeypatch.setattr(keeper, "space", lambda: space)
     keeper.ledger.write(ref, 0)
     assert keeper.lacking(MIB) == f"{SAVE_INODES} more files and folders (inodes)"
-    assert keeper.lacking(MIB, ref) == "1.0 MiB", "its own are not in its way"
+    assert keeper.lacking(MIB, ref) == "1.0 MiB", "an attempt may use its own reservation"
 
 
-def test_a_write_that_fails_outweighs_figures_that_promise_room(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_writes_mean_no_space(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = DiskKeeper(workspace, DiskConfig())
     assert keeper.shortage(MIB) == 0
 
     def over_quota(_descriptor: int) -> None:
-        """A file system may say so only when it has to bring the bytes to the disk."""
+        """Some file systems report it only when the bytes go to the disk."""
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr(os, "fsync", over_quota)
-    assert keeper.make_room(MIB) is None
-    assert keeper.shortage(MIB) == MIB
-
-
-def test_for_a_read_only_file_system_nothing_is_deleted(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = claim(workspace, small_plan("data"), "data")
-    save(workspace, stage.id, 1, 2)
-    keeper = DiskKeeper(workspace, DiskConfig())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", over_quota)
+        assert keeper.make_space(MIB) is None
+        assert keeper.shortage(MIB) == MIB
+    save(workspace, claim(workspace, small_plan("data"), "data").id, 1, 2)
     monkeypatch.setattr("infra.disk.keeper.refusal", lambda *_: errno.EROFS)
-    assert keeper.candidates(), "something could go"
-    assert keeper.make_room(MIB) is None
-    assert keeper.candidates(), "and has not gone"
+    before = keeper.candidates()
+    assert before
+    assert keeper.make_space(MIB) is None
+    assert keeper.candidates() == before, "on a read-only file system nothing is deleted"
 
 
-def test_a_disk_that_is_filled_again_and_again_does_not_ask_for_ever_more(
-    workspace: Workspace,
-) -> None:
+def test_repeated_failures_do_not_ask_for_ever_more_space(workspace: Workspace) -> None:
     plan = small_plan("data", disk=DiskConfig(watch_s=0.0))
     data = plan.by_name["data"]
     in_vain = replace(FULL, need_bytes=8 * MIB)
@@ -268,54 +239,50 @@ def test_a_disk_that_is_filled_again_and_again_does_not_ask_for_ever_more(
     asked = list[int]()
 
     class Asked(ProbingKeeper):
-        def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> None:
+        def make_space(self, need_bytes: int, ref: AttemptRef | None = None) -> None:
             asked.append(need_bytes)
 
-    rooms = Rooms(workspace, Asked(workspace), plan.config.disk, time.monotonic, lambda _: None)
-    assert data.id in rooms.short({data.id: record})
+    spaces = Rooms(workspace, Asked(workspace), plan.config.disk, time.monotonic, lambda _: None)
+    assert data.id in spaces.short({data.id: record})
     assert asked == [16 * MIB], "twice what was written in vain"
 
 
-def test_what_does_not_fit_waits_and_then_says_what_is_missing(workspace: Workspace) -> None:
+def test_a_reservation_holds_for_its_block_and_waits_for_space(workspace: Workspace) -> None:
     ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
-    keeper = room_for(workspace, 2 * MIB)
-    with (
-        pytest.raises(NoSpaceError, match=r"No space for 4\.0 MiB.*refiner disk"),
-        keeper.reserve(ref, 4 * MIB),
-    ):
+    keeper = space_for(workspace, 8 * MIB)
+    with keeper.reserve(ref, 4 * MIB):
+        assert keeper.reserved() == 4 * MIB
+        assert "reserved" in keeper.status_line()
+    assert keeper.reserved() == 0
+    filler = workspace.root / "filler"
+    filler.write_bytes(os.urandom(4 * MIB))
+    keeper = space_for(workspace, 2 * MIB, hold_s=20.0)
+    timer = threading.Timer(0.2, filler.unlink)
+    timer.start()
+    with keeper.reserve(ref, 4 * MIB):
+        assert not filler.exists(), "it waited until another process freed space"
+    timer.join()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_reservation_that_does_not_fit_is_refused(workspace: Workspace, stopped: bool) -> None:
+    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
+    config = space_for(workspace, 2 * MIB, hold_s=999.0 if stopped else 0.1).config
+    keeper = DiskKeeper(workspace, config, stop_asked=lambda: stopped)
+    with pytest.raises(NoSpaceError, match=r"4\.0 MiB"), keeper.reserve(ref, 4 * MIB):
         pytest.fail("it does not fit")
     assert list(keeper.ledger.folder.iterdir()) == []
 
 
-def test_waiting_ends_when_somebody_else_makes_room(workspace: Workspace) -> None:
-    filler = workspace.root / "filler"
-    filler.write_bytes(os.urandom(4 * MIB))
-    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
-    keeper = room_for(workspace, 2 * MIB, hold_s=20.0)
-    timer = threading.Timer(0.3, filler.unlink)
-    timer.start()
-    with keeper.reserve(ref, 4 * MIB):
-        assert not filler.exists()
-    timer.join()
-
-
-def test_waiting_ends_when_the_job_is_asked_to_stop(workspace: Workspace) -> None:
-    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
-    config = room_for(workspace, 2 * MIB, hold_s=999.0).config
-    keeper = DiskKeeper(workspace, config, stop_asked=lambda: True)
-    with pytest.raises(NoSpaceError), keeper.reserve(ref, 4 * MIB):
-        pytest.fail("it does not fit")
-
-
-def test_two_that_do_not_fit_together_never_both_go_on(workspace: Workspace) -> None:
+def test_two_saves_that_do_not_fit_together_never_run_together(workspace: Workspace) -> None:
     plan = small_plan("data", "sft")
     refs = [AttemptRef(claim(workspace, plan, n).id, 1) for n in ("data", "sft")]
-    keeper = room_for(workspace, 6 * MIB)
+    keeper = space_for(workspace, 6 * MIB)
     inside, most, ended = [0], [0], []
     lock = threading.Lock()
 
     def work(ref: AttemptRef) -> None:
-        own = DiskKeeper(workspace, replace(keeper.config, hold_s=30.0))
+        own = DiskKeeper(workspace, replace(keeper.config, hold_s=30.0, watch_s=0.05))
         for _ in range(3):
             with own.reserve(ref, 4 * MIB):
                 with lock:
@@ -331,36 +298,18 @@ def test_two_that_do_not_fit_together_never_both_go_on(workspace: Workspace) -> 
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(ended) == 2
-    assert most[0] == 1
-
-
-def test_room_is_told_in_bytes(workspace: Workspace) -> None:
-    save(workspace, claim(workspace, small_plan("data"), "data").id, 1)
-    assert "GiB used" in room_for(workspace, 0).status_line()
-
-
-def test_a_damaged_reservation_is_named_and_left_out(
-    workspace: Workspace, caplog: pytest.LogCaptureFixture
-) -> None:
-    ledger = Ledger(workspace)
-    ledger.folder.mkdir(parents=True)
-    (ledger.folder / "x.json").write_text("{")
-    assert ledger.others() == []
-    assert "x.json" in caplog.text
+    assert (len(ended), most[0]) == (2, 1)
 
 
 @pytest.mark.parametrize(
     ("size", "text"),
     [(3 << 39, "1.5 TiB"), (3 << 30, "3.0 GiB"), (12 << 20, "12.0 MiB"), (5 << 10, "5 KiB")],
 )
-def test_a_size_is_told_in_a_unit_that_fits(size: int, text: str) -> None:
+def test_a_size_has_a_unit_that_fits(size: int, text: str) -> None:
     assert gib(size) == text
 
 
-def test_a_write_that_went_through_is_believed_for_two_seconds_and_no_larger_one(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_counts_two_seconds(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     keeper = DiskKeeper(workspace, DiskConfig(), clock=lambda: clock[0])
     written: list[int] = []
@@ -381,84 +330,41 @@ def test_a_write_that_went_through_is_believed_for_two_seconds_and_no_larger_one
     assert asked(MIB)
 
 
-def test_a_reservation_holds_for_the_block_and_is_gone_after(workspace: Workspace) -> None:
-    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
-    keeper = room_for(workspace, 8 * MIB)
-    with keeper.reserve(ref, 4 * MIB):
-        assert keeper.reserved() == 4 * MIB
-        assert "reserved" in keeper.status_line()
-    assert keeper.reserved() == 0
-
-
 # ---------------------------------------------------------------- reclaiming
 
 
 def test_reclaiming_takes_older_checkpoints_and_leaves_the_newest(workspace: Workspace) -> None:
     stage = claim(workspace, small_plan("data"), "data")
     save(workspace, stage.id, 9, 50, 100, size=2 * MIB)
-    keeper = room_for(workspace, MIB)
-    done = keeper.make_room(2 * MIB)
-    assert done is not None
+    assert space_for(workspace, MIB, reclaim=False).make_space(2 * MIB) is None
+    assert steps_of(workspace, stage.id) == [9, 50, 100]
+    keeper = space_for(workspace, MIB)
+    assert keeper.make_space(2 * MIB) is not None
     assert steps_of(workspace, stage.id) == [50, 100], "one was enough"
-    assert keeper.make_room(4 * MIB) is not None
+    assert keeper.make_space(4 * MIB) is not None
     assert steps_of(workspace, stage.id) == [100]
-    assert keeper.make_room(9 * MIB) is None
+    assert keeper.make_space(9 * MIB) is None
     assert steps_of(workspace, stage.id) == [100]
 
 
-def test_without_leave_to_reclaim_nothing_is_deleted(workspace: Workspace) -> None:
-    stage = claim(workspace, small_plan("data"), "data")
-    save(workspace, stage.id, 1, 2)
-    assert room_for(workspace, MIB, reclaim=False).make_room(2 * MIB) is None
-    assert steps_of(workspace, stage.id) == [1, 2]
-
-
-def test_what_dead_attempts_left_goes_and_what_a_live_one_writes_stays(
-    workspace: Workspace,
+@pytest.mark.parametrize(("deleted", "left"), [(2, 1), (1, 2)])
+def test_the_trainer_may_delete_checkpoints_during_a_reclaim(
+    workspace: Workspace, caplog: pytest.LogCaptureFixture, deleted: int, left: int
 ) -> None:
-    plan = small_plan("data")
-    stage = claim(workspace, plan, "data")
-    checkpoints = workspace.layout.stage(stage.id).checkpoints
-    workspace.close_attempt(stage.id, 1, FULL)
-    claim(workspace, plan, "data", after=1)
-    for attempt in (1, 2):
-        (checkpoints / f".tmp-step-00000009-a{attempt}").mkdir(parents=True)
-        output = workspace.layout.attempt(stage.id, attempt).output
-        output.mkdir(parents=True)
-        (output / "half").write_bytes(os.urandom(KIB))
-    keeper = DiskKeeper(workspace, DiskConfig())
-    keeper.carry_out(keeper.candidates())
-    assert [p.name for p in checkpoints.iterdir()] == [".tmp-step-00000009-a2"]
-    assert not workspace.layout.attempt(stage.id, 1).output.exists()
-    assert workspace.layout.attempt(stage.id, 2).output.exists()
-
-
-def test_a_checkpoint_that_became_the_newest_meanwhile_stays(workspace: Workspace) -> None:
+    """The older one became the newest and stays; or it is gone already, which is no error."""
     stage = claim(workspace, small_plan("data"), "data")
     save(workspace, stage.id, 1, 2)
     (candidate,) = DiskKeeper(workspace, DiskConfig()).candidates()
     assert candidate.step == 1
-    shutil.rmtree(workspace.layout.stage(stage.id).checkpoints / "step-00000002")
-    assert carry_out(workspace, [candidate]) == (0, ())
-    assert steps_of(workspace, stage.id) == [1]
-
-
-def test_the_trainer_may_delete_the_same_at_the_same_time(
-    workspace: Workspace, caplog: pytest.LogCaptureFixture
-) -> None:
-    stage = claim(workspace, small_plan("data"), "data")
-    save(workspace, stage.id, 1, 2)
-    candidates = DiskKeeper(workspace, DiskConfig()).candidates()
-    shutil.rmtree(workspace.layout.stage(stage.id).checkpoints / "step-00000001")
-    carry_out(workspace, candidates)
-    assert steps_of(workspace, stage.id) == [2]
+    shutil.rmtree(workspace.layout.stage(stage.id).checkpoints / f"step-{deleted:08d}")
+    done = carry_out(workspace, [candidate])
+    assert deleted == 1 or done == (0, ())
+    assert steps_of(workspace, stage.id) == [left]
     assert not caplog.records
 
 
-def test_the_output_of_the_attempt_that_made_the_result_meanwhile_stays(
-    workspace: Workspace,
-) -> None:
-    """Its outcome is written after its result: a plan made before takes it for a dead one."""
+def test_an_output_that_is_finished_during_a_reclaim_stays(workspace: Workspace) -> None:
+    """Its outcome is written after its result: an earlier plan takes it for a dead attempt."""
     plan = small_plan("data")
     stage = claim(workspace, plan, "data")
     workspace.close_attempt(stage.id, 1, FULL)
@@ -488,16 +394,19 @@ def test_pinning_keeps_and_unpinning_gives_up(workspace: Workspace) -> None:
     assert len(keeper.candidates()) == 1
 
 
-def test_code_goes_only_when_all_its_runs_are_done_and_newer_ones_exist(
-    workspace: Workspace,
-) -> None:
-    plan = small_plan("data")
-    stage = claim(workspace, plan, "data")
-    for code in ("old", "new", "nobodys"):
+def runs_of_code(workspace: Workspace, plan: Plan, *names: str) -> None:
+    """A run of the plan for each of these code snapshots, oldest first."""
+    for index, code in enumerate(names):
         (workspace.layout.code / code).mkdir()
-    for index, code in enumerate(("old", "new")):
         run = replace(run_record(workspace, plan), code=code)
         workspace.write_run(replace(run, run=f"20261121-12000{index}-small-0000"))
+
+
+def test_only_code_without_unfinished_runs_is_deleted(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    stage = claim(workspace, plan, "data")
+    runs_of_code(workspace, plan, "old", "new")
+    (workspace.layout.code / "nobodys").mkdir()
     assert read_stock(workspace).idle_code == set()
     finish(workspace, stage.id)
     assert read_stock(workspace).idle_code == {"old"}
@@ -507,16 +416,11 @@ def test_code_goes_only_when_all_its_runs_are_done_and_newer_ones_exist(
 
 
 @pytest.mark.parametrize("moment", ["after the plan", "at the deletion"])
-def test_code_that_a_run_begins_with_while_it_is_reclaimed_stays(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_new_code_stays(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """Else its jobs would import whatever is installed."""
     plan = small_plan("data")
     finish(workspace, claim(workspace, plan, "data").id)
-    for index, code in enumerate(("old", "new")):
-        (workspace.layout.code / code).mkdir()
-        run = replace(run_record(workspace, plan), code=code)
-        workspace.write_run(replace(run, run=f"20261121-12000{index}-small-0000"))
+    runs_of_code(workspace, plan, "old", "new")
     keeper = DiskKeeper(workspace, DiskConfig())
     (candidate,) = keeper.candidates()
     assert candidate.path.name == "old"
@@ -552,11 +456,16 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return say
 
 
-def test_published_weights_go_with_a_note_of_where_they_are(
+PUBLISHED = small_plan("data", "sft", "publish")
+
+
+def test_published_weights_are_deleted_with_a_note_of_where_they_are(
     workspace: Workspace, tmp_path: Path, elsewhere: Callable[[bool], None]
 ) -> None:
+    sft, target = published(workspace, tmp_path, PUBLISHED)
+    elsewhere(False)
+    assert not weights_go(workspace), "on the same file system deleting would gain nothing"
     elsewhere(True)
-    sft, target = published(workspace, tmp_path, small_plan("data", "sft", "publish"))
     keeper = DiskKeeper(workspace, DiskConfig())
     done = keeper.carry_out(keeper.candidates())
     assert done.bytes >= MIB
@@ -564,40 +473,9 @@ def test_published_weights_go_with_a_note_of_where_they_are(
     assert not (weights / "model.safetensors").exists()
     assert (weights / "config.json").exists(), "only weights are large"
     note = read_reclaimed(workspace.layout.stage(sft))
-    assert note is not None
     assert note["copy"] == str(target)
     assert [f["path"] for f in note["files"]] == ["model/model.safetensors"]
     assert str(target) in (reclaimed_text(workspace.layout.stage(sft)) or "")
-    assert not weights_go(workspace), "nothing is left of them"
-
-
-def test_weights_stay_where_deleting_would_gain_nothing(
-    workspace: Workspace, tmp_path: Path
-) -> None:
-    published(workspace, tmp_path, small_plan("data", "sft", "publish"))
-    assert not weights_go(workspace), "the copy lies on the same file system"
-
-
-def test_weights_stay_while_an_unfinished_run_will_read_them(
-    workspace: Workspace, tmp_path: Path, elsewhere: Callable[[bool], None]
-) -> None:
-    elsewhere(True)
-    plan = small_plan("data", "sft", "publish")
-    published(workspace, tmp_path, plan)
-    longer = small_plan("data", "sft", "publish", "evaluate")
-    run = run_record(workspace, longer)
-    assert plan.by_name["sft"].id == longer.by_name["sft"].id
-    workspace.write_run(replace(run, config=to_json(longer.config)))
-    assert not weights_go(workspace)
-
-
-def test_weights_stay_while_a_running_attempt_reads_them(
-    workspace: Workspace, tmp_path: Path, elsewhere: Callable[[bool], None]
-) -> None:
-    elsewhere(True)
-    published(workspace, tmp_path, small_plan("data", "sft", "publish"))
-    assert weights_go(workspace)
-    claim(workspace, small_plan("data", "sft", "publish", "evaluate"), "evaluate-sft")
     assert not weights_go(workspace)
 
 
@@ -606,7 +484,7 @@ def test_weights_stay_when_the_copy_is_not_what_was_published(
     workspace: Workspace, tmp_path: Path, elsewhere: Callable[[bool], None], damage: str
 ) -> None:
     elsewhere(True)
-    sft, target = published(workspace, tmp_path, small_plan("data", "sft", "publish"))
+    sft, target = published(workspace, tmp_path, PUBLISHED)
     file = target / "model.safetensors"
     if damage == "gone":
         file.unlink()
@@ -620,7 +498,7 @@ def test_weights_stay_when_the_copy_is_not_what_was_published(
     assert read_reclaimed(workspace.layout.stage(sft)) is None
 
 
-# ---------------------------------------------------------------- other people's trainers
+# ---------------------------------------------------------------- foreign trainers
 
 
 def own_trainer(workspace: Workspace, *steps: int, keep: int = 2) -> tuple[str, Path]:
@@ -637,75 +515,61 @@ def steps_in(work: Path) -> list[int]:
     return sorted(int(p.name.rpartition("-")[2]) for p in work.iterdir())
 
 
-def test_an_own_trainer_s_older_checkpoints_make_room(workspace: Workspace) -> None:
-    """A start that waited for room beside them would wait for ever: nobody else deletes them."""
+def test_older_checkpoints_of_a_foreign_trainer_are_reclaimed(workspace: Workspace) -> None:
+    """A start that waited for space beside them would wait for ever: nothing else deletes them."""
     stage_id, work = own_trainer(workspace, 10, 20, 100, 30, 40)
     workspace.close_attempt(stage_id, 1, FULL)
-    keeper = room_for(workspace, 4 * MIB)
+    keeper = space_for(workspace, 4 * MIB)
+    pin(workspace.layout, stage_id)
+    assert keeper.candidates() == []
+    unpin(workspace.layout, stage_id)
     found = keeper.candidates()
     assert [c.path.name for c in found] == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
     assert all(9 * MIB <= c.bytes <= 10 * MIB for c in found)
-    assert keeper.make_room(9 * MIB) is not None
-    assert steps_in(work) == [20, 30, 40, 100], "and no more than is needed"
+    assert keeper.make_space(9 * MIB) is not None
+    assert steps_in(work) == [20, 30, 40, 100], "no more than is needed"
     keeper.carry_out(keeper.candidates())
     assert steps_in(work) == [40, 100]
 
 
-def test_of_a_trainer_at_work_the_newest_does_not_count_as_saved(workspace: Workspace) -> None:
-    """It may be just being written, and look whole."""
+def test_the_newest_checkpoint_of_a_running_trainer_stays(workspace: Workspace) -> None:
+    """It may look whole while it is still written."""
     _, work = own_trainer(workspace, 10, 20, 30, 40)
-    assert room_for(workspace, MIB).make_room(8 * MIB) is not None
+    assert space_for(workspace, MIB).make_space(8 * MIB) is not None
     assert steps_in(work) == [20, 30, 40]
-    assert room_for(workspace, MIB).make_room(8 * MIB) is None
+    assert space_for(workspace, MIB).make_space(8 * MIB) is None
 
 
-def test_a_save_that_was_cut_off_goes_first_once_its_trainer_has_ended(
-    workspace: Workspace,
-) -> None:
+def test_a_half_save_is_deleted_once_its_trainer_has_ended(workspace: Workspace) -> None:
     stage_id, work = own_trainer(workspace, 10, 20)
     foreign_checkpoint(work, 30, saved=False)
-    keeper = room_for(workspace, MIB)
+    keeper = space_for(workspace, MIB)
     assert keeper.candidates() == []
     workspace.close_attempt(stage_id, 1, FULL)
-    assert [c.path.name for c in keeper.candidates()] == ["checkpoint-30"]
     chosen = keeper.candidates()
-    claim(workspace, make_plan(own_config(workspace, stage_id), SOURCES), "command", after=1)
-    assert keeper.carry_out(chosen).items == (), "another attempt may write it anew by now"
-
-
-def own_config(workspace: Workspace, stage_id: str) -> RecipeConfig:
+    assert [c.path.name for c in chosen] == ["checkpoint-30"]
     recorded = workspace.part(workspace.layout.attempt(stage_id, 1), "config")
-    return from_json(RecipeConfig, recorded)
+    config = from_json(RecipeConfig, recorded)
+    claim(workspace, make_plan(config, SOURCES), "command", after=1)
+    assert keeper.carry_out(chosen).items == (), "another attempt may be writing it again"
 
 
 # ---------------------------------------------------------------- the rest
 
 
-def test_what_a_save_needs_is_what_saves_took(workspace: Workspace) -> None:
+def test_the_space_for_a_save_is_measured_or_computed(workspace: Workspace) -> None:
     stage = claim(workspace, small_plan("data"), "data")
     keeper = DiskKeeper(workspace, DiskConfig())
     assert keeper.need_of(stage.id) == FLOOR_BYTES
     save(workspace, stage.id, 1, size=6 * MIB)
     assert 6 * MIB <= keeper.need_of(stage.id) <= 7 * MIB
-
-
-def test_a_first_save_needs_what_the_model_s_size_tells(workspace: Workspace) -> None:
     config = small_config("data", "sft")
     model = replace(config.model, name_or_path="Qwen/Qwen3-4B", dtype="bfloat16")
-    plan = make_plan(replace(config, model=model), SOURCES)
-    stage = claim(workspace, plan, "sft")
-    assert DiskKeeper(workspace, DiskConfig()).need_of(stage.id) == 4 * 10**9 * 14
+    sft = claim(workspace, make_plan(replace(config, model=model), SOURCES), "sft")
+    assert keeper.need_of(sft.id) == 4 * 10**9 * 14
 
 
-def test_a_pinned_trainer_s_checkpoints_stay(workspace: Workspace) -> None:
-    stage_id, _ = own_trainer(workspace, 10, 20, 30, 40)
-    pin(workspace.layout, stage_id)
-    assert room_for(workspace, MIB).candidates() == []
-
-
-def test_caches_that_fill_the_same_quota_are_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_of_the_quota_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     for name in ("hf/hub", "compile"):
         (tmp_path / name).mkdir(parents=True)
@@ -715,35 +579,32 @@ def test_caches_that_fill_the_same_quota_are_shown(
     assert all(i.size.bytes >= MIB for i in found)
 
 
-def test_the_watch_tells_each_crossing_once(workspace: Workspace) -> None:
+def test_the_watch_reports_each_crossing_once_and_reclaims_first(workspace: Workspace) -> None:
     filler = workspace.root / "filler"
-    keeper = room_for(workspace, 8 * MIB, warn_share=0.9)
-    told: list[DiskEvent] = []
-    watch = DiskWatch(keeper, lambda: 2 * MIB, told.append)
+    keeper = space_for(workspace, 8 * MIB, warn_share=0.9)
+    events: list[DiskEvent] = []
+    watch = DiskWatch(keeper, lambda: 2 * MIB, events.append)
     watch.look()
-    assert told == []
+    assert events == []
     filler.write_bytes(os.urandom(15 * MIB // 2))
     for _ in range(3):
         watch.look()
-    assert [e.kind for e in told] == ["warn", "short"]
+    assert [e.kind for e in events] == ["warn", "short"]
     filler.unlink()
     watch.look()
     watch.look()
-    assert [e.kind for e in told] == ["warn", "short", "room"]
+    assert [e.kind for e in events] == ["warn", "short", "space"]
 
-
-def test_the_watch_reclaims_before_it_complains(workspace: Workspace) -> None:
     stage = claim(workspace, small_plan("data"), "data")
     save(workspace, stage.id, 1, 2, size=3 * MIB)
-    told: list[DiskEvent] = []
     seen = threading.Event()
 
-    def tell(event: DiskEvent) -> None:
-        told.append(event)
+    def note(event: DiskEvent) -> None:
+        events.append(event)
         if event.kind == "reclaimed":
             seen.set()
 
-    with DiskWatch(room_for(workspace, MIB), lambda: 2 * MIB, tell):
+    with DiskWatch(space_for(workspace, MIB), lambda: 2 * MIB, note):
         assert seen.wait(10)
-    assert "short" not in [e.kind for e in told]
+    assert "short" not in [e.kind for e in events[3:]]
     assert steps_of(workspace, stage.id) == [2]

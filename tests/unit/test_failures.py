@@ -1,4 +1,4 @@
-"""Every way to end has a class, and the class says what happens next."""
+"""Every end of an attempt has a class, and the class decides what happens next."""
 
 from __future__ import annotations
 
@@ -96,42 +96,30 @@ class OutOfMemoryError(RuntimeError):
         (ValueError("x"), "bug", "resume", 70),
     ],
 )
-def test_exceptions_become_outcomes(
-    error: BaseException, failure: str, decision: str, code: int
-) -> None:
+def test_errors_have_outcomes(error: BaseException, failure: str, decision: str, code: int) -> None:
     outcome = classify(error)
     assert (outcome.failure, outcome.decision, outcome.exit_code) == (failure, decision, code)
 
 
-def test_a_full_disk_is_found_behind_what_hides_it() -> None:
+def test_a_full_disk_may_be_a_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = RuntimeError("saving failed")
-    hidden.__cause__ = OSError(errno.ENOSPC, "No space left on device")
-    assert classify(hidden).failure == "disk_full"
+    hidden.__cause__ = OSError(errno.EDQUOT, "Disk quota exceeded")
+    outcome = detailed(classify(hidden), hidden, 100)
+    assert (outcome.failure, outcome.errno, outcome.step) == ("disk_full", 122, 100)
     group = ExceptionGroup("several", [ValueError("x"), OSError(errno.EDQUOT, "y")])
     assert classify(group).failure == "disk_full"
-
-
-def test_an_error_about_writing_is_settled_by_a_probe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     error = RuntimeError("PytorchStreamWriter failed writing file data/3")
     assert not is_no_space(error, tmp_path)
+    assert has_room(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "a probe leaves nothing"
     monkeypatch.setattr(room, "has_room", lambda _: False)
     assert is_no_space(error, tmp_path)
     assert not is_no_space(ValueError("learning rate"), tmp_path)
 
 
-def test_a_probe_leaves_nothing_behind(tmp_path: Path) -> None:
-    assert has_room(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_messages_are_short_and_name_the_error() -> None:
     assert classify(KeyError("beta")).message == "KeyError: 'beta'"
     assert len(classify(ValueError("x" * 10_000)).message) == MESSAGE_LIMIT
-    assert classify(ConfigurationError("It is so", fix="do this")).message == (
-        "It is so. To fix it: do this."
-    )
 
 
 IMPORT_ERROR = """Traceback (most recent call last):
@@ -163,16 +151,12 @@ EXIT_1 = "subprocess.CalledProcessError: Command '['env']' returned non-zero exi
         (True, "SafetensorError: I/O error: Input/output error (os error 5)", "system_outage"),
     ],
 )
-def test_a_job_that_left_no_word_is_judged_by_what_it_printed(
-    started: bool, printed: str, failure: str
-) -> None:
-    assert classify_silent_end(started, printed).failure == failure
-
-
-def test_an_import_error_is_shown_and_not_retried() -> None:
-    outcome = classify_silent_end(False, IMPORT_ERROR)
-    assert outcome.decision == "stop"
-    assert "No module named 'flows'" in outcome.message
+def test_a_silent_job_is_judged_by_its_output(started: bool, printed: str, failure: str) -> None:
+    outcome = classify_silent_end(started, printed)
+    assert outcome.failure == failure
+    if printed == IMPORT_ERROR:
+        assert outcome.decision == "stop"
+        assert "No module named 'flows'" in outcome.message
 
 
 def raised(error: Exception, deeper: bool = False) -> Exception:
@@ -188,21 +172,10 @@ def raised(error: Exception, deeper: bool = False) -> Exception:
     raise AssertionError
 
 
-def test_a_traceback_is_known_again_but_not_by_its_message() -> None:
+def test_a_bug_has_a_signature_and_is_not_retried_before_the_first_step() -> None:
     one, two = raised(ValueError("row 17")), raised(ValueError("row 18"))
-    assert traceback_signature(one) == traceback_signature(two)
+    assert traceback_signature(one) == traceback_signature(two), "messages differ"
     assert traceback_signature(one) != traceback_signature(raised(KeyError("x")))
     assert traceback_signature(one) != traceback_signature(raised(ValueError("x"), deeper=True))
-
-
-def test_a_bug_before_the_first_step_is_not_tried_again() -> None:
-    error = raised(ValueError("x"))
-    assert detailed(classify(error), error, None).decision == "stop"
-    assert detailed(classify(error), error, 7).decision == "resume"
-
-
-def test_an_outcome_says_what_the_system_said() -> None:
-    hidden = RuntimeError("saving failed")
-    hidden.__cause__ = OSError(errno.EDQUOT, "Disk quota exceeded")
-    outcome = detailed(classify(hidden), hidden, 100)
-    assert (outcome.failure, outcome.errno, outcome.step) == ("disk_full", 122, 100)
+    assert detailed(classify(one), one, None).decision == "stop"
+    assert detailed(classify(one), one, 7).decision == "resume"

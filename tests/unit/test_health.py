@@ -1,4 +1,4 @@
-"""Health checks of training: each finds what it is for, leaves noise alone, and does as told."""
+"""Health checks of training: what each finds, noise that is no finding, policies, resume."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def found(health: HealthMonitor) -> list[str]:
 # ------------------------------------------------------------ spikes
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_noise_of_real_training_is_no_finding(seed: int) -> None:
     health, rng = monitor(**dict.fromkeys(CHECKS, "stop")), random.Random(seed)
     for norm in noise(seed):
@@ -84,9 +84,7 @@ def test_the_loss_spikes_in_sft_and_not_in_grpo_where_it_has_either_sign() -> No
 
 
 @pytest.mark.parametrize("numbers", [{"loss": math.nan}, {"grad_norm": math.inf}, {"kl": math.nan}])
-def test_a_number_that_is_not_finite_stops_and_names_step_and_number(
-    numbers: dict[str, float],
-) -> None:
+def test_a_number_that_is_not_finite_stops_training(numbers: dict[str, float]) -> None:
     health = monitor()
     with pytest.raises(NotFiniteError, match=r"grpo step 1: the .* is (nan|inf)") as caught:
         updates(health, [1.0], **numbers)
@@ -172,7 +170,7 @@ def test_what_all_ranks_find_one_says(caplog: pytest.LogCaptureFixture) -> None:
 # ------------------------------------------------------------ resume
 
 
-@pytest.mark.parametrize("cut", [1, 4, 9, 23])
+@pytest.mark.parametrize("cut", [1, 9, 23])
 def test_a_resumed_run_decides_as_the_uninterrupted_one(cut: int) -> None:
     rng = random.Random(3)
     norms = [n * (30 if i % 11 == 10 else 1) for i, n in enumerate(noise(9, 40))]

@@ -1,16 +1,23 @@
-"""The Hub's trouble in our words: what is waited for and how long, what is told, what is masked."""
+"""Errors of the Hub: waits, classes, masked credentials; files that are sent to it."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 from huggingface_hub import errors as theirs
 
 from infra.host.secrets import masked
+from infra.hub import client
+from infra.hub.client import operations
 from infra.hub.errors import Moved, Patience, in_our_words, refused, rejection, translated
+from infra.publishing import FileToPublish
 from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, Interrupted
+from refiner_core.contract.types import Progress
 
 
 class Time:
@@ -41,7 +48,7 @@ def test_waits_grow_up_to_a_limit_and_end_with_patience() -> None:
     assert patience.borne_s == time.now == 271.75
 
 
-def test_what_the_hub_asks_for_is_waited_for_unless_it_is_longer_than_patience() -> None:
+def test_the_wait_that_the_hub_asks_for_is_kept_unless_it_exceeds_patience() -> None:
     time = Time()
     patience = time.patience(100)
     assert patience.wait(1, 60.0, time.now)
@@ -50,26 +57,15 @@ def test_what_the_hub_asks_for_is_waited_for_unless_it_is_longer_than_patience()
     assert time.now == pytest.approx(60), "what is too long is not begun"
 
 
-def test_a_request_that_hangs_until_its_deadline_uses_patience_up_too() -> None:
+def test_hanging_requests_use_patience_and_threads_that_wait_together_use_it_once() -> None:
     time = Time()
-    patience = time.patience(100)
+    hanging, patience = time.patience(100), time.patience(100)
     time.now = 90.0
-    assert not patience.wait(1, 20.0, since=0.0)
-
-
-def test_threads_that_wait_at_the_same_time_use_patience_up_once() -> None:
-    time = Time()
-    patience = time.patience(100)
-    assert patience.wait(1, 60.0, 0.0)
-    time.now = 0.0  # another thread, which has begun to wait at the same moment
-    assert patience.wait(1, 70.0, 0.0)
-    assert patience.borne_s == pytest.approx(70)
-    time.now = 0.0
-    assert patience.wait(1, 65.0, 0.0), "it ends before the second one does"
-    assert patience.borne_s == pytest.approx(70)
-    time.now = 0.0
-    assert patience.wait(1, 100.0, 0.0), "no more than is left"
-    assert patience.borne_s == pytest.approx(100)
+    assert not hanging.wait(1, 20.0, since=0.0)
+    for asked, borne in ((60.0, 60), (70.0, 70), (65.0, 70), (100.0, 100)):
+        time.now = 0.0  # another thread that began to wait at the same moment
+        assert patience.wait(1, asked, 0.0)
+        assert patience.borne_s == pytest.approx(borne)
 
 
 def test_a_stop_ends_a_wait() -> None:
@@ -91,27 +87,24 @@ def test_a_stop_ends_a_wait() -> None:
         (403, "Private repository storage limit reached", HubRefused, "has no space for lab/model"),
         (402, "", HubRefused, "has no space"),
         (413, "too large", HubRefused, "has no space"),
-        (507, "Insufficient Storage", HubRefused, "has no space"),
         (507, "", HubRefused, "has no space"),
         (404, "Repository not found", HubRefused, "private ones look missing"),
         (409, "already exists", HubRefused, "409: already exists"),
         (422, "bad", HubRefused, "422: bad"),
         (499, "client closed", HubRefused, "499: client closed"),
-        (400, "bad", HubRefused, "correct what it names"),
-        (408, "slow", HubOutage, "continues with the missing parts"),
-        (425, "early", HubOutage, "continues with the missing parts"),
-        (429, "too many", HubOutage, "continues with the missing parts"),
+        (400, "bad", HubRefused, "400: bad"),
+        (408, "slow", HubOutage, "408: slow"),
+        (425, "early", HubOutage, "425: early"),
+        (429, "too many", HubOutage, "429: too many"),
         (500, "broken", HubOutage, "(500: broken)"),
-        (501, "not implemented", HubOutage, "continues with the missing parts"),
+        (501, "not implemented", HubOutage, "501: not"),
     ],
 )
-def test_each_answer_says_what_mends_it(
-    status: int, said: str, kind: type[Exception], says: str
-) -> None:
+def test_each_answer_has_a_class(status: int, said: str, kind: type[Exception], says: str) -> None:
     error = refused(status, said, "sending files", "lab/model")
     assert type(error) is kind
     assert says in str(error)
-    assert error.resumable, "the same command goes on once it is mended"
+    assert error.resumable, "the same command continues after the fix"
 
 
 def answer(status: int, method: str = "GET", path: str = "/api/models/lab/model") -> Exception:
@@ -122,7 +115,7 @@ def answer(status: int, method: str = "GET", path: str = "/api/models/lab/model"
 
 
 class XetError(Exception):
-    """As the Xet transfer raises them, which has modules but no classes of its own to name."""
+    """An error of the Xet transfer, which exports no class for it."""
 
     __module__ = "hf_xet.upload"
 
@@ -150,9 +143,7 @@ class XetError(Exception):
         (ValueError("Invalid metadata in README.md: ?"), HubRefused, "Invalid metadata"),
     ],
 )
-def test_what_the_client_raises_is_told_in_our_words(
-    error: Exception, kind: type[Exception], says: str
-) -> None:
+def test_client_errors_are_translated(error: Exception, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind) as caught, in_our_words("sending files", "lab/model"):
         raise error
     assert type(caught.value) is kind
@@ -160,19 +151,18 @@ def test_what_the_client_raises_is_told_in_our_words(
 
 
 def following(error: Exception) -> Exception:
-    """Another error that came of it."""
-    try:
-        raise RuntimeError("upload failed") from error
-    except RuntimeError as found:
-        return found
+    """Another error that was caused by it."""
+    found = RuntimeError("upload failed")
+    found.__cause__ = error
+    return found
 
 
 @pytest.mark.parametrize("cause", [answer(503), httpx2.ReadTimeout("slow"), XetError("cut")])
-def test_the_cause_counts_and_not_what_came_of_it(cause: Exception) -> None:
+def test_the_cause_of_an_error_decides(cause: Exception) -> None:
     assert isinstance(translated(following(cause), "sending files", "lab/model"), HubOutage)
 
 
-def test_what_is_none_of_the_hubs_passes_through() -> None:
+def test_other_errors_pass_through() -> None:
     first, second = KeyError("a bug"), ValueError("another")
     first.__context__, second.__context__ = second, first  # a chain that bites its own tail
     for error in (first, OSError(28, "No space left on device"), KeyError("LFS batch API ret")):
@@ -195,9 +185,7 @@ def test_what_is_none_of_the_hubs_passes_through() -> None:
         ("POST", "/api/models/lab/model/commit/main", set()),
     ],
 )
-def test_what_a_storage_does_not_take_is_asked_for_again_and_nothing_else(
-    method: str, path: str, statuses: set[int]
-) -> None:
+def test_only_storage_refusals_are_retried(method: str, path: str, statuses: set[int]) -> None:
     for status in (*range(400, 424), 429, 500, 503):
         said = rejection(following(answer(status, method, path)))
         assert said == ("the Hub's" if status in statuses else None)
@@ -218,3 +206,46 @@ def test_no_credential_gets_into_a_message(text: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_TOKEN", "own-S3CRETS3CRET")
     assert "S3CRET" not in masked(text)
     assert "S3CRET" not in str(refused(400, text, "sending files", "me/model"))
+
+
+# ---------------------------------------------------------------- files that are sent
+
+
+def stored(folder: Path, data: bytes, name: str = "model.safetensors") -> FileToPublish:
+    (folder / name).write_bytes(data)
+    return FileToPublish(name, len(data), hashlib.sha256(data).hexdigest(), folder / name)
+
+
+def never() -> bool:
+    return False
+
+
+def test_only_sent_bytes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "READ_BYTES", 8)
+    monkeypatch.setattr(client, "_TELL_BYTES", 10)
+    told: list[Progress] = []
+    files = [stored(tmp_path, b"w" * 25), FileToPublish.of_text("README.md", "card")]
+    large, small = operations(files, [], told.append, never, trusted=True)
+    with large.as_file() as plain:
+        assert plain.read() == b"w" * 25
+    assert not told, "it was hashed, say, and not sent"
+    with large.as_file(with_tqdm=True) as file:
+        assert (file.read(10), file.read(5), file.read()) == (b"w" * 10, b"w" * 5, b"w" * 10)
+    with small.as_file(with_tqdm=True) as file:
+        assert file.read() == b"card"
+    assert [(p.done, p.values["sent_bytes"]) for p in told] == [(0, 10), (0, 25), (1, 25), (2, 25)]
+
+
+def test_a_hash_that_only_we_check_is_computed_as_the_file_is_read(tmp_path: Path) -> None:
+    """The Hub checks large files itself, unless the transfer is Xet; small ones are checked here,
+    up to 10 MiB."""
+    limit = 10 << 20
+    files = [stored(tmp_path, bytes(limit), "small"), stored(tmp_path, bytes(limit + 1), "large")]
+
+    def known(**how: Any) -> list[tuple[bool, bool]]:
+        made = operations(files, ["old"], lambda _: None, never, **how)
+        assert [o.path_in_repo for o in made] == ["small", "large", "old"]
+        return [(o.is_large, o.upload_info.is_hashed) for o in made[:2]]
+
+    assert known(trusted=True) == [(False, True), (True, True)]
+    assert known(trusted=False) == [(False, True), (True, False)]

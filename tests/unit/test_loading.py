@@ -1,4 +1,4 @@
-"""Recipes and overrides: what a user types, and what is said when it cannot be meant."""
+"""Recipes and overrides: values that are read, and values that are refused."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ from pathlib import Path
 import pytest
 
 from refiner_core.contract.checks.recipe import check_config
-from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import replace_fields
-from refiner_core.contract.loading import (
-    apply_overrides,
-    load_recipe,
-    parse_config,
-    warn_former,
-)
+from refiner_core.contract.loading import load_recipe, parse_config
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.records import to_json
@@ -29,63 +23,26 @@ def test_every_shipped_recipe_loads_checks_and_plans(name: str) -> None:
     assert make_plan(config, {}).stages
 
 
-def test_the_seed_recipe_has_every_value_of_its_card() -> None:
+def test_values_of_published_recipes_that_no_card_shows() -> None:
+    """The values that their cards show: test_card_facts."""
     c = load_recipe("refiner-gpt54")
-    assert c.model.name_or_path == "lihaoxin2020/qwen3-4b-refiner-gpt54-ep2"
-    assert c.model.attn_implementation == "flash_attention_2"
-    assert (c.data.rl_path, c.data.rl_split) == (
-        "lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric",
-        "train",
-    )
-    exports = c.publish.resources  # 4B weights of 2 bytes, twice in memory
-    assert (exports.gpus, exports.memory_gb) == (0, 32)
-    assert c.reward.rubric_source == "instance+static"
-    assert c.reward.static_rubrics == "v3"
-    assert c.reward.verification_reward == 10.0
-    assert c.reward.non_stop_penalty is False
-    assert c.reward.gate_judge_score_with_format_bonus is False
-    assert c.reward.apply_paper_citation_reward is True
-    assert c.reward.paper_citation_weight == 0.2
-    assert c.reward.instance_rubrics_only is False
-    assert c.judge.kind == "openai"
-    assert c.judge.model == "Qwen/Qwen3.5-35B-A3B"
-    assert c.judge.serve.engine == "vllm"
+    assert (c.publish.resources.gpus, c.publish.resources.memory_gb) == (0, 32)
+    assert (c.reward.rubric_source, c.reward.instance_rubrics_only) == ("instance+static", False)
+    assert (c.judge.kind, c.judge.serve.engine) == ("openai", "vllm")
     assert "--tensor-parallel-size 2" in c.judge.serve.args
-    g = c.grpo
-    assert (g.kl_estimator, g.beta) == ("kl3", 0.001)
-    assert (g.learning_rate, g.lr_scheduler_type) == (5e-6, "constant")
-    assert (g.per_device_train_batch_size, g.deepspeed_stage, g.offload_optimizer) == (1, 3, False)
-    assert (g.num_unique_prompts_rollout, g.num_samples_per_prompt_rollout) == (32, 8)
-    assert g.temperature == 1.0
-    assert (c.data.max_prompt_token_length, g.response_length) == (6144, 1024)
-    assert (g.max_token_length, g.pack_length) == (8192, 8192)
-    assert g.resources.gpus == 8
-    assert c.seed == 42
-
-
-def test_the_answer_only_recipe_has_every_value_of_its_card() -> None:
+    assert c.grpo.resources.gpus == 8
     c = load_recipe("refiner-answer-only")
     assert c.model.name_or_path == "lihaoxin2020/qwen3-4B-refiner-sft-step-3201"
     assert c.data.refiner_mode == "answer_only"
     assert c.reward.rubric_source == "instance"
-    assert (c.reward.verification_reward, c.reward.paper_citation_weight) == (10.0, 0.2)
     assert (c.grpo.deepspeed_stage, c.grpo.learning_rate, c.grpo.beta) == (3, 5e-6, 0.001)
-    assert c.grpo.lr_scheduler_type == "constant"
-    assert (c.data.max_prompt_token_length, c.grpo.max_token_length) == (6144, 8192)
 
 
 def test_the_successor_differs_from_the_seed_in_the_static_rubrics_only() -> None:
     seed, successor = load_recipe("refiner-gpt54"), load_recipe("refiner-instance-only")
     assert successor.reward.instance_rubrics_only is True
-    same = replace_fields(
-        successor,
-        {
-            "reward.instance_rubrics_only": False,
-            "recipe": seed.recipe,
-            "description": seed.description,
-        },
-    )
-    assert same == seed
+    named = {"recipe": seed.recipe, "description": seed.description}
+    assert replace_fields(successor, {"reward.instance_rubrics_only": False, **named}) == seed
 
 
 def test_overrides_are_typed() -> None:
@@ -99,7 +56,6 @@ def test_overrides_are_typed() -> None:
     [
         ("grpo.betta=1", r"no field 'grpo.betta'.* Did you mean 'grpo.beta'\?"),
         ("beta=1", r"Did you mean 'grpo.beta'\?"),
-        ("grpoo.beta=1", r"Did you mean 'grpo.beta'\?"),
         ("grpo.beta=high", r"`grpo.beta` is 'high'.*a number"),
         ("grpo.save_freq=2.5", r"`grpo.save_freq` is 2.5.*a whole number"),
         ("seed=true", r"`seed` is True.*a whole number"),
@@ -108,14 +64,10 @@ def test_overrides_are_typed() -> None:
         ("stages=data", r"a list"),
         ("grpo=3", r"a mapping of fields"),
         ("grpo.health=off", r"Section `grpo.health` is False.*a mapping of fields"),
-        ("judge=0", r"Section `judge` is 0.*a mapping of fields"),
         ("sft.nproc_per_node=off", r"`sft.nproc_per_node` is False"),
         ("nonsense", r"not of the form key=value"),
-        ("=3", r"not of the form key=value"),
         ("seed=${nowhere}", r"cannot be resolved"),
-        ("nonsense", r"^(?!.*cannot be resolved)"),
         ("description=a: b: c", r"is not YAML.*description='\"…\"'"),
-        ("description='", r"is not YAML"),
         ("model.revision=1234567", r"`model.revision` is 1234567.*'\"1234567\"'"),
         ("evaluate.models=[sft,sftt]", r"one of base, sft, rft, grpo"),
     ],
@@ -135,10 +87,6 @@ def test_every_value_that_does_not_fit_is_named_at_once() -> None:
     assert said.count("`grpo.beta`") == 1, "once"
 
 
-def test_yaml_s_bare_off_is_a_word_where_a_field_takes_it() -> None:
-    assert load_recipe("tiny", ["grpo.health.loss_spike=off"]).grpo.health.loss_spike == "off"
-
-
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -147,25 +95,20 @@ def test_yaml_s_bare_off_is_a_word_where_a_field_takes_it() -> None:
         ("grpo.beta=.nan", "a finite number"),
         ("sft.save_freq=0", "at least 1"),
         ("judge.kind=openai", "judge.base_url"),
+        ("judge.model=gpt-9", r"lexical-1.*judge\.kind=openai"),
+        ("judge.extra_body={messages: []}", "refiner sets itself"),
+        ("judge.extra_body={temperature: 1}", "refiner sets itself"),
         ("judge.base_url=localhost:8000", "http:// or https://"),
         ("judge.base_url='http://[::1'", "not a server's address"),
         ("judge.base_url='http://me:secret@host/v1'", "judge.api_key_env"),
         ("data.rl_path=null", "`data.rl_path` is null"),
         ("publish.repo_id=a/{date}", "no placeholders but"),
         ("data.validation_fraction=1", r"a share below 1"),
-        ("publish.repo_id=a}b", "no placeholders but"),
         ("publish.repo_id=../../etc/x", r"none of them empty, `\.`"),
         ("publish.repo_id=/etc/x", r"none of them empty, `\.`"),
         ("recipe=a/../../..", r"none of them empty, `\.`"),
-        ("evaluate.max_prompts=0", "at least 1"),
-        ("data.max_rl_rows=-5", "at least 1"),
-        ("sft.max_train_steps=0", "at least 1"),
         ("dispatch.retries.hung=-3", "-1 for no limit"),
-        ("sft.num_train_epochs=0", "above zero"),
         ("grpo.top_p=0", "above zero"),
-        ("grpo.warmup_ratio=5", "a share between 0 and 1"),
-        ("sft.resources.cpus=0", "at least 1"),
-        ("dispatch.heartbeat_timeout_s=-1", "above zero"),
         ("evaluate.models=[]", "at least one"),
         ("evaluate.decoding=[greedy,greedy]", "each at most once"),
     ],
@@ -182,39 +125,26 @@ def test_a_key_in_place_of_its_variable_is_refused_and_not_repeated() -> None:
     assert "canary" not in str(refused.value)
 
 
-def test_an_unknown_recipe_is_answered_with_those_there_are() -> None:
-    with pytest.raises(ConfigurationError, match=r"Did you mean 'tiny'\?.*refiner-gpt54"):
-        load_recipe("tinny")
-    with pytest.raises(ConfigurationError, match=r"no recipe file nowhere/x\.yaml"):
-        load_recipe("nowhere/x.yaml")
-
-
 def test_a_recipe_of_ones_own_may_include_a_shipped_one(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("include: tiny\nseed: 5\ngrpo: {beta: 0.25}\n")
     c = load_recipe(str(mine), ["grpo.save_freq=3"])
     assert (c.recipe, c.seed, c.grpo.beta, c.grpo.save_freq) == ("mine", 5, 0.25, 3)
     assert c.grpo.num_unique_prompts_rollout == 8
+    with pytest.raises(ConfigurationError, match=r"Did you mean 'tiny'\?.*refiner-gpt54"):
+        load_recipe("tinny")
+    with pytest.raises(ConfigurationError, match=r"no recipe file nowhere/x\.yaml"):
+        load_recipe("nowhere/x.yaml")
 
 
 @pytest.mark.parametrize("override", [(), ("grpo=",), ("grpo.resources=",)])
 @pytest.mark.parametrize(
     "empty", ["grpo:\n  # beta: 0.25\n", "grpo:\n  resources:\n    # cpus: 9\n"]
 )
-def test_a_section_that_says_nothing_keeps_what_is_included(
-    tmp_path: Path, empty: str, override: tuple[str, ...]
-) -> None:
+def test_an_empty_section_is_ignored(tmp_path: Path, empty: str, override: tuple[str, ...]) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"include: tiny-zero3\n{empty}")
     assert load_recipe(str(mine), override).grpo == load_recipe("tiny-zero3").grpo
-
-
-def test_the_word_off_which_is_false_to_yaml_is_a_policy(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("include: tiny\nsft:\n  health: {loss_spike: off}\n")
-    config = load_recipe(str(mine), ["grpo.health.kl_blow_up=off"])
-    assert (config.sft.health.loss_spike, config.grpo.health.kl_blow_up) == ("off", "off")
-    assert parse_config(to_json(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -236,17 +166,6 @@ def test_recipe_files_that_cannot_be_read(tmp_path: Path, text: str, says: str) 
         load_recipe(str(path))
 
 
-def test_a_configuration_survives_its_record() -> None:
-    config = load_recipe("refiner-gpt54", ["grpo.stop_strings=['</answer>']"])
-    assert parse_config(to_json(config)) == config
-    assert isinstance(config, RecipeConfig)
-
-
-def test_a_command_in_an_error_is_a_sentence_unless_it_comes_last() -> None:
-    error = ConfigurationError("There is no `sbatch`", expected="it on PATH", fix="run `refiner`")
-    assert str(error) == "There is no `sbatch`. Expected it on PATH. To fix it: run `refiner`"
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -255,34 +174,9 @@ def test_a_command_in_an_error_is_a_sentence_unless_it_comes_last() -> None:
         """judge.extra_body='{"chat_template_kwargs": {"enable_thinking": false}}'""",
     ],
 )
-def test_fields_for_a_judges_server_may_be_written_as_json_or_yaml(text: str) -> None:
+def test_fields_for_a_judges_server_are_json_or_yaml(text: str) -> None:
     """A shell takes the quotes away; what is left is a mapping."""
-    config = load_recipe("tiny", [text])
+    config = load_recipe("tiny", [text, "sft.health.loss_spike=off"])
     assert config.judge.extra_body == '{"chat_template_kwargs": {"enable_thinking": false}}'
-    assert apply_overrides(RecipeConfig(), [text]).judge.extra_body == config.judge.extra_body
-
-
-@pytest.mark.parametrize("own", ["messages: []", "model: x", "temperature: 1", "stream: true"])
-def test_fields_for_a_judges_server_are_none_that_refiner_sets(own: str) -> None:
-    """Records would name another model or temperature than was asked, or no reply be readable."""
-    with pytest.raises(ConfigurationError, match=r"without .*messages.*refiner sets itself"):
-        check_config(load_recipe("tiny", [f"judge.extra_body={{{own}}}"]))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["judge.model=gpt-9"], r"is 'gpt-9'.*lexical-1.*judge\.kind=openai"),
-        (["judge.kind=openai", "judge.base_url=http://a/v1"], r"set judge\.model=NAME"),
-    ],
-)
-def test_word_overlap_never_goes_under_a_models_name(overrides: list[str], says: str) -> None:
-    """Who forgets one of the two fields would publish numbers of a judge that was never asked."""
-    with pytest.raises(ConfigurationError, match=says):
-        check_config(load_recipe("tiny", overrides))
-
-
-def test_a_way_of_weights_that_is_gone_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    warn_former.cache_clear()
-    load_recipe("refiner-gpt54", ["grpo.rollout_server.weight_transfer=nccl"])
-    assert "files in memory" in caplog.text
+    assert config.sft.health.loss_spike == "off", "false in YAML, a word here"
+    assert parse_config(to_json(config)) == config

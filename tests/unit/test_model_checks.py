@@ -50,6 +50,11 @@ def tokenizer(**changes: Any) -> Edit:
     return lambda folder: edited(folder, "tokenizer_config.json", **changes)
 
 
+def tokens_up_to(number: int) -> Edit:
+    added = [{"id": number, "content": "<|im_end|>"}]
+    return lambda folder: edited(folder, "tokenizer.json", added_tokens=added)
+
+
 def gone(*names: str) -> Edit:
     def edit(folder: Path) -> None:
         for name in names:
@@ -90,32 +95,15 @@ def in_pickles(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "fields", "says"),
     [
-        (
-            lambda f: edited(f, "tokenizer.json", added_tokens=[{"id": 900, "content": "<|x|>"}]),
-            {},
-            r"ids up to 900.*embeddings of 835 tokens.*66 too many.*tokenizer_name_or_path",
-        ),
-        (
-            tokenizer(chat_template=...),
-            {},
-            r"\(model\.name_or_path\) has no chat template.*set model\.chat_template",
-        ),
+        (tokens_up_to(900), {}, r"ids up to 900.*embeddings of 835 tokens.*66 too many"),
+        (tokenizer(chat_template=...), {}, r"has no chat template.*set model\.chat_template"),
         (
             config(max_position_embeddings=2048),
             {"environment__name": "desk", "grpo__max_token_length": 4096},
             r"has 2,048 tokens, and grpo\.max_token_length is 4,096",
         ),
-        (
-            tokenizer(eos_token=None),
-            {},
-            r"no end-of-text token .*never learn to stop",
-        ),
-        (tokenizer(eos_token=...), {}, r"no end-of-text token"),
-        (
-            gone("tokenizer.json"),
-            {},
-            r"has no tokenizer.*tokenizer\.json.*tokenizer_name_or_path",
-        ),
+        (tokenizer(eos_token=None), {}, r"no end-of-text token"),
+        (gone("tokenizer.json"), {}, r"has no tokenizer.*tokenizer_name_or_path"),
         (index_of_three, {}, r"lacks 2 of the weight files.*model-00001-of"),
         (gone("model.safetensors"), {}, r"a configuration, but no weights"),
         (
@@ -129,23 +117,17 @@ def in_pickles(folder: Path) -> None:
             {},
             r"layers of kind linear_attention.*runs on from one packed sequence",
         ),
-        (
-            config(final_logit_softcapping=30.0),
-            {},
-            r"final_logit_softcapping \(30\.0\)",
-        ),
+        (config(final_logit_softcapping=30.0), {}, r"final_logit_softcapping \(30\.0\)"),
         (config(logits_scaling=8.0), {}, r"scale of logits \(8\.0\)"),
     ],
 )
-def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
-    tmp_path: Path, edit: Edit | None, fields: dict[str, Any], says: str
-) -> None:
+def test_wrong_models(tmp_path: Path, edit: Edit | None, fields: dict[str, Any], says: str) -> None:
     folder = copied(tmp_path / "model")
     if edit is not None:
         edit(folder)
     with pytest.raises(RefinerError, match=says) as refused:
         check_model_files(recipe(folder, **fields))
-    assert all((refused.value.expected, refused.value.fix)), "what is right, and how to mend it"
+    assert all((refused.value.expected, refused.value.fix)), "what is right, and the fix"
 
 
 @pytest.mark.parametrize(
@@ -162,35 +144,26 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
         (tokenizer(eos_token={"content": "<|im_end|>"}), {}),
         (tokenizer(chat_template=[{"name": "default", "template": "x"}]), {}),
         (config(vocab_size=...), {}),
-        (gone("model.safetensors", "tokenizer.json"), {"stages": ("command", "publish")}),
         (gone("model.safetensors", "tokenizer.json"), {"only": ("publish",)}),
         (in_pickles, {}),
     ],
 )
-def test_a_model_that_fits_is_not_refused(
-    tmp_path: Path, edit: Edit | None, fields: dict[str, Any]
-) -> None:
+def test_fitting_models_pass(tmp_path: Path, edit: Edit | None, fields: dict[str, Any]) -> None:
     folder = copied(tmp_path / "model")
     if edit is not None:
         edit(folder)
     check_model_files(recipe(folder, **fields))
 
 
-def test_embeddings_beyond_the_tokenizer_are_padding(tmp_path: Path) -> None:
-    """Qwen3 has 151,936 embeddings for a tokenizer of 151,669."""
-    folder = copied(tmp_path / "model")
+def test_embeddings_of_the_model_must_hold_all_tokens(tmp_path: Path) -> None:
+    """Qwen3 has 151,936 embeddings for a tokenizer of 151,669: the rest is padding."""
+    folder, other = copied(tmp_path / "model"), copied(tmp_path / "other")
+    tokens_up_to(5000)(other)
+    with pytest.raises(ConfigurationError, match=r"\(model\.tokenizer_name_or_path, .*up to 5,000"):
+        check_model_files(recipe(folder, model__tokenizer_name_or_path=str(other)))
     config(vocab_size=1024)(folder)
     weights(folder, {"model.embed_tokens.weight": (1024, 128)})
     check_model_files(recipe(folder))
-
-
-def test_another_tokenizer_is_held_against_the_model(tmp_path: Path) -> None:
-    other = copied(tmp_path / "other")
-    edited(other, "tokenizer.json", added_tokens=[{"id": 5000, "content": "<|im_end|>"}])
-    with pytest.raises(ConfigurationError, match=r"\(model\.tokenizer_name_or_path, .*up to 5,000"):
-        check_model_files(
-            recipe(copied(tmp_path / "model"), model__tokenizer_name_or_path=str(other))
-        )
 
 
 # ---------------------------------------------------------------- what is read
@@ -208,31 +181,19 @@ def cached(home: Path, complete: bool) -> Path:
     return folder
 
 
-def test_a_model_in_the_hubs_cache_is_checked_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     wanted = recipe("somebody/model")
-    check_model_files(wanted)  # nothing is here yet: nothing is said
-    folder = cached(tmp_path, complete=True)
-    check_model_files(wanted)
-    edited(folder, "tokenizer_config.json", chat_template=...)
-    with pytest.raises(ConfigurationError, match="no chat template"):
-        check_model_files(wanted)
-    check_model_files(replace_fields(wanted, {"model.revision": "v2"}))  # that one is not here
-
-
-def test_of_an_unfinished_download_only_what_is_there_is_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    folder = cached(tmp_path, complete=False)
-    gone("model.safetensors", "tokenizer.json", "tokenizer_config.json")(folder)
-    wanted = recipe("somebody/model")
+    check_model_files(wanted)  # nothing is here yet
+    folder = cached(tmp_path, complete)
+    if not complete:
+        gone("model.safetensors", "tokenizer.json", "tokenizer_config.json")(folder)
     check_model_files(wanted)
     config(max_position_embeddings=100)(folder)
     with pytest.raises(ConfigurationError, match="has 100 tokens"):
         check_model_files(wanted)
+    check_model_files(replace_fields(wanted, {"model.revision": "v2"}))  # that one is not here
 
 
 @pytest.mark.parametrize("damaged", ["config.json", "tokenizer.json", "model.safetensors"])

@@ -1,5 +1,4 @@
-"""What is published while training goes on: which stages that takes, when each may begin, and that
-the checkpoint it waits for is still there by then."""
+"""Publications during training: their stages, when each may begin, and held checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import StageRecord
 from tests.support.plans import small_config
@@ -96,9 +94,7 @@ def test_the_best_is_one_publication_that_knows_every_candidate_and_its_numbers(
         ((), {"which": "every-save", "per_step": "repository"}, "{step}"),
     ],
 )
-def test_what_cannot_be_published_is_refused_before_anything_runs(
-    stages: tuple[str, ...], publish: dict[str, Any], words: str
-) -> None:
+def test_wrong_steps_refused(stages: tuple[str, ...], publish: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         make_plan(check_config(config(*stages, **publish)), {})
     assert words in str(refused.value)
@@ -143,14 +139,11 @@ def test_a_checkpoint_is_exported_while_training_goes_on_and_takes_none_of_its_s
     assert isinstance(before["publish"], Wait)
 
 
-def test_what_a_dead_training_has_saved_is_published_all_the_same() -> None:
+def test_steps_of_an_ended_training_are_published_if_they_were_kept() -> None:
     after = decide(record(GRPO, attempt(1, "not_finite")), 4)
     assert isinstance(after["grpo"], Fail)
     assert isinstance(after["export-step4"], Launch)
     assert isinstance(after["export-step2"], Block)
-
-
-def test_a_step_that_nobody_has_kept_is_named_with_what_can_be_done() -> None:
     after = decide(record(GRPO, attempt(1, "none"), done=True), 4)
     failed = after["export-step2"]
     assert isinstance(failed, Fail)
@@ -183,7 +176,13 @@ def save(folder: Path, *steps: int, keep: int = 2, stage: StagePaths | None = No
 def test_retention_spares_what_a_publication_waits_for_until_it_has_it(tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "runs")
     holds, stage = Holds(PLAN, workspace.layout), workspace.layout.stage(GRPO.id)
+    stage.control.mkdir(parents=True)
+    stage.holds.write_text("in the way")
     holds.keep(done=())
+    assert held_steps(stage) == frozenset(), "it did not fit and is written later"
+    stage.holds.unlink()
+    holds.keep(done=())
+    assert held_steps(stage) == {2, 4}
     save(stage.checkpoints, 2, 3, 4, 5, stage=stage)
     assert {c.step for c in CheckpointStore(stage.checkpoints, 1).complete()} == {2, 3, 4, 5}
     assert holds.there(done=()) == {(GRPO.id, 2), (GRPO.id, 4)}
@@ -191,32 +190,3 @@ def test_retention_spares_what_a_publication_waits_for_until_it_has_it(tmp_path:
     save(stage.checkpoints, 6, 7, stage=stage)
     left = {c.step for c in CheckpointStore(stage.checkpoints, 1).complete()}
     assert left == {4, 6, 7}, "two to resume from, and the one that is waited for"
-
-
-def test_a_hold_that_did_not_fit_is_written_as_soon_as_it_does(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path / "runs")
-    holds, stage = Holds(PLAN, workspace.layout), workspace.layout.stage(GRPO.id)
-    stage.control.mkdir(parents=True)
-    stage.holds.write_text("in the way")
-    holds.keep(done=())
-    assert held_steps(stage) == frozenset()
-    stage.holds.unlink()
-    holds.keep(done=())
-    assert held_steps(stage) == {2, 4}
-
-
-def test_a_recipe_that_publishes_the_last_step_alone_holds_nothing(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path / "runs")
-    Holds(plan(), workspace.layout).keep(done=())
-    assert not workspace.layout.stage(GRPO.id).holds.exists()
-
-
-def test_overrides_of_a_recorded_configuration_are_checked_like_those_of_a_recipe() -> None:
-    from refiner_core.contract.loading import apply_overrides
-
-    changed = apply_overrides(config(), ["publish.repo_id=me/{recipe}", "publish.steps=[2,4]"])
-    assert changed == replace_fields(
-        config(), {"publish.repo_id": "me/{recipe}", "publish.steps": [2, 4]}
-    )
-    with pytest.raises(ConfigurationError, match=r"publish\.repo"):
-        apply_overrides(config(), ["publish.repo=x"])

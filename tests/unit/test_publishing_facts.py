@@ -1,8 +1,9 @@
-"""What a card says is collected from records: the same records, the same card, at any time."""
+"""What a run publishes: facts of its card come from records; no model of malformed answers."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -11,19 +12,23 @@ from typing import Any
 import pytest
 
 from flows.checking.sources import resolve_sources
+from flows.cli.main import main
 from flows.publishing import facts_of_stage
+from flows.running.console import Console, state_line
+from flows.running.status import Watcher
 from infra.attempt.attempt import AttemptRun
+from infra.jobs.failures import classify
 from infra.store.provenance import write_proof
 from infra.store.workspace import Workspace
 from infra.tracking import ADDRESS_FILE
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import load_evidence
-from refiner_core.cards.lint import lint_card
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, StageFailed, WorkspaceError
+from refiner_core.contract.errors import ConfigurationError, HealthStop, StageFailed, WorkspaceError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof
 from refiner_core.contract.records import Outcome
+from refiner_core.contract.types import StageView
 from tests.support.recorded_run import RecordedRun
 
 EVERY = ("publish.which=every-save",)
@@ -54,28 +59,33 @@ def card_of(run: RecordedRun, name: str, workspace: Workspace | None = None) -> 
 # ---------------------------------------------------------------- made again
 
 
-def test_a_card_is_made_again_from_records_byte_for_byte(tmp_path: Path) -> None:
-    run = finished_run(tmp_path / "runs")
-    for name in ("publish", "card"):
-        assert card_of(run, name) == run.report(name)["card"]
-    assert (run.published("card") / "README.md").read_text() == card_of(run, "card")
-
-
-def test_it_is_the_same_in_a_copy_of_the_workspace_and_after_other_runs(tmp_path: Path) -> None:
+def test_the_same_records_give_the_same_card(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "runs")
     before = card_of(run, "card")
+    for name in ("publish", "card"):
+        assert card_of(run, name) == run.report(name)["card"]
+    card = run.published("card") / "README.md"
+    assert card.read_text() == before
     RecordedRun(tmp_path / "runs", "seed=9")  # another call, and one of the same stages
     again = RecordedRun(tmp_path / "runs", "log_level=debug")
     assert again.stage("card").id == run.stage("card").id
-    assert card_of(run, "card") == before
+    written = card.stat().st_mtime_ns
+    shutil.rmtree(run.workspace.layout.stage(run.stage("card").id).control)
+    assert run.carry_out("card")["changed"] == []
+    assert card.stat().st_mtime_ns == written
     shutil.copytree(tmp_path / "runs", tmp_path / "copy")
     shutil.rmtree(tmp_path / "runs")
-    assert card_of(run, "card", Workspace.read_only(tmp_path / "copy")) == before
+    copy = Workspace.read_only(tmp_path / "copy")
+    assert card_of(run, "card", copy) == before
+    path = copy.layout.stage(run.stage("grpo").id).result
+    record = json.loads(path.read_text())
+    record["report"]["episodes"] = 4711
+    path.write_text(json.dumps(record))
+    assert "4711" not in before
+    assert "4711" in card_of(run, "card", copy)
 
 
-def test_a_proof_of_the_stage_is_told_in_its_card_and_one_of_another_stage_is_not(
-    tmp_path: Path,
-) -> None:
+def test_a_card_tells_the_resume_proof_of_its_own_stage(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "runs")
     before, stage = card_of(run, "card"), run.stage("grpo")
     known: dict[str, Any] = {
@@ -95,7 +105,7 @@ def test_a_proof_of_the_stage_is_told_in_its_card_and_one_of_another_stage_is_no
     assert facts.records["proof"] == f"proofs/{stage.id}/proof.json"
 
 
-def test_what_is_published_makes_its_own_card_and_holds_nothing_private(tmp_path: Path) -> None:
+def test_published_evidence_makes_the_card_and_holds_nothing_private(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "runs", "description=Rows of /home/me/rows.jsonl", "seed=5")
     folder = run.published("card")
     text = (folder / "refiner.json").read_text()
@@ -109,21 +119,6 @@ def test_what_is_published_makes_its_own_card_and_holds_nothing_private(tmp_path
     assert str(tmp_path) not in text
     assert "/home/me" not in text
     assert evidence.fingerprint == run.stage("grpo").fingerprint
-
-
-def test_a_record_that_is_changed_changes_the_card(tmp_path: Path) -> None:
-    run = finished_run(tmp_path / "runs")
-    before = card_of(run, "card")
-    paths = run.workspace.layout.stage(run.stage("grpo").id)
-    record = json.loads(paths.result.read_text())
-    record["report"]["episodes"] = 4711
-    paths.result.write_text(json.dumps(record))
-    assert "4711" not in before
-    assert "4711" in card_of(run, "card")
-
-
-def test_every_fact_names_the_record_that_it_was_read_from(tmp_path: Path) -> None:
-    run = finished_run(tmp_path / "runs")
     facts = facts_of_stage(run.workspace, run.stage("card").id)
     assert len([k for k in facts.records if k.startswith("evaluations.")]) == len(facts.evaluations)
     for position, entry in enumerate(facts.evaluations):
@@ -131,17 +126,15 @@ def test_every_fact_names_the_record_that_it_was_read_from(tmp_path: Path) -> No
         found: Any = json.loads((run.workspace.root / path).read_text())
         for part in inside.split("."):
             found = found[int(part)] if part.isdigit() else found[part]
-        assert found["value"] == entry["value"]
+        assert found["value"] == entry["value"], "each fact names its record"
     for path in facts.records.values():
         assert (run.workspace.root / path.partition("#")[0]).exists(), path
 
 
-# ---------------------------------------------------------------- while training goes on
+# ---------------------------------------------------------------- during training
 
 
-def test_the_card_of_a_step_tells_what_came_before_its_checkpoint_and_nothing_later(
-    tmp_path: Path,
-) -> None:
+def test_a_card_of_a_step_tells_only_what_came_before(tmp_path: Path) -> None:
     """However the training ends, the card of step 2 that was published in between is the same."""
     run = trained_run(tmp_path / "runs", *EVERY)
     first = Outcome("preempted", "resume", step=1)
@@ -164,9 +157,7 @@ def test_the_card_of_a_step_tells_what_came_before_its_checkpoint_and_nothing_la
     assert card_of(run, "publish-step2") == before == run.report("publish-step2")["card"]
 
 
-def test_the_card_of_a_step_tells_that_training_had_died_when_it_was_published(
-    tmp_path: Path,
-) -> None:
+def test_a_card_of_a_step_tells_that_training_had_died(tmp_path: Path) -> None:
     """Published by hand, of a run that a full quota had ended."""
     run = trained_run(tmp_path / "runs", *EVERY)
     run.fail("grpo", Outcome("disk_full", "resume", step=5, errno=122), seconds=60.0)
@@ -181,50 +172,10 @@ def test_the_card_of_a_step_tells_that_training_had_died_when_it_was_published(
     assert card_of(run, "publish-step2") == card, "it says what was so when it was published"
 
 
-def test_the_command_of_a_run_is_checked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = trained_run(tmp_path / "runs", *EVERY)
-    run.begin("grpo")
-    run.export(2)
-    first = run.carry_out("publish-step2")
-    monkeypatch.setattr("flows.publishing.lineage.reproduce", None)
-    run.train("grpo")
-    assert run.carry_out("publish")["made_with"]["command"] == first["made_with"]["command"]
-
-
-def test_each_step_has_numbers_of_its_own_and_the_last_one_tells_of_all(tmp_path: Path) -> None:
-    run = trained_run(tmp_path / "runs", *EVERY)
-    run.train("grpo")
-    for step, quality in ((2, 0.2), (4, 1.0)):
-        run.export(step)
-        run.carry_out(f"publish-step{step}")
-        run.evaluate(f"evaluate-grpo-step{step}", quality=quality)
-    run.carry_out("publish")
-    for model in ("base", "sft", "grpo"):
-        run.evaluate(f"evaluate-{model}", quality=0.5)
-    for name in ("card-step4", "card-step2", "card", "card-progression"):
-        run.carry_out(name)
-    step2 = facts_of_stage(run.workspace, run.stage("card-step2").id)
-    assert {e["stage"] for e in step2.evaluations} == {"base", "sft", "grpo-step2", "random_copier"}
-    own = facts_of_stage(run.workspace, run.stage("card").id)
-    assert {e["stage"] for e in own.evaluations} == {"base", "sft", "grpo", "random_copier"}
-    last = facts_of_stage(run.workspace, run.stage("card-progression").id)
-    assert {"grpo-step2", "grpo-step4", "grpo"} <= {e["stage"] for e in last.evaluations}
-    assert (last.final, last.revision) == (True, "step-6")
-    folders = {run.published(n) for n in ("card-step2", "card-step4", "card-progression")}
-    assert len(folders) == 3
-    for folder in folders:
-        card = (folder / "README.md").read_text()
-        assert lint_card(card, (folder / "refiner.json").read_text()) == []
-
-
 # ---------------------------------------------------------------- costs, tracking, sources
 
 
-def test_hours_are_counted_over_all_attempts_and_those_that_were_repeated_apart(
-    tmp_path: Path,
-) -> None:
+def test_repeated_hours_are_counted_apart(tmp_path: Path) -> None:
     run = trained_run(
         tmp_path / "runs",
         *("grpo.resources.gpus=2", "grpo.resources.cpus=8"),
@@ -261,7 +212,7 @@ def test_a_checkpoint_is_exported_though_the_weights_of_the_end_are_gone(tmp_pat
         last.check_inputs()
 
 
-def test_there_is_no_total_where_nobody_knows_how_long_an_attempt_had_run(tmp_path: Path) -> None:
+def test_there_is_no_total_where_the_time_of_an_attempt_is_unknown(tmp_path: Path) -> None:
     """Checkpoints of older versions do not say it; a sum without the training would look cheap."""
     run = trained_run(tmp_path / "runs", *EVERY, "publish.price_per_gpu_hour=2.5")
     run.begin("grpo")
@@ -275,9 +226,7 @@ def test_there_is_no_total_where_nobody_knows_how_long_an_attempt_had_run(tmp_pa
     assert "all attempts together" not in card
 
 
-def test_an_online_runs_address_stands_in_the_card_and_an_offline_one_has_none(
-    tmp_path: Path,
-) -> None:
+def test_the_card_links_an_online_tracker(tmp_path: Path) -> None:
     run = trained_run(tmp_path / "runs")
     run.train("grpo")
     folder = run.workspace.layout.attempt(run.stage("grpo").id, 1).tracker
@@ -301,25 +250,6 @@ def test_a_local_file_is_named_without_its_folder_and_with_its_hash(tmp_path: Pa
     assert facts.sources == {"rows.jsonl": digest}
     assert "data.rl_path=rows.jsonl" in facts.command
     assert "private" not in card_of(run, "card")
-
-
-def test_a_recipe_of_ones_own_is_published_beside_the_card(tmp_path: Path) -> None:
-    from flows.running.calls import make_recipe_plan
-
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        f"include: tiny\nworkspace: {tmp_path}/runs\ngrpo: {{beta: 0.03, num_training_steps: 6}}\n"
-    )
-    run = RecordedRun(tmp_path / "runs", recipe=str(path))
-    run.data()
-    run.train("sft")
-    run.train("grpo")
-    run.carry_out("publish")
-    recipe = run.published("publish") / "recipe.yaml"
-    assert "refiner run recipe.yaml" in run.report("publish")["card"]
-    planned = make_recipe_plan(str(recipe))
-    assert planned.by_name["grpo"].fingerprint == run.stage("grpo").fingerprint
-    assert card_of(run, "publish") == run.report("publish")["card"]
 
 
 # ---------------------------------------------------------------- the best
@@ -357,30 +287,23 @@ def test_the_best_checkpoint_is_published_and_the_card_says_against_which(tmp_pa
     assert card_of(run, "publish-best") == report["card"]
 
 
-def test_of_equals_the_earlier_step_is_published(tmp_path: Path) -> None:
-    same = {"grpo-step2": 0.5, "grpo-step4": 0.5, "grpo": 0.5}
-    assert ready_to_choose(tmp_path / "runs", same).carry_out("publish-best")["step"] == 2
-
-
-def test_the_last_one_may_be_the_best(tmp_path: Path) -> None:
-    run = ready_to_choose(tmp_path / "runs", {"grpo-step2": 0.0, "grpo-step4": 0.5, "grpo": 1.0})
+@pytest.mark.parametrize(("qualities", "best"), [((0.5, 0.5, 0.5), 2), ((0.0, 0.5, 1.0), 6)])
+def test_the_earlier_equal_wins(tmp_path: Path, qualities: tuple[float, ...], best: int) -> None:
+    names = ("grpo-step2", "grpo-step4", "grpo")
+    run = ready_to_choose(tmp_path / "runs", dict(zip(names, qualities, strict=True)))
     report = run.carry_out("publish-best")
-    assert (report["step"], report["final"]) == (6, True)
+    assert report["step"] == best
 
 
-def test_numbers_of_two_protocols_choose_nothing(tmp_path: Path) -> None:
-    run = ready_to_choose(tmp_path / "runs", {"grpo-step2": 1.0, "grpo": 1.0})
-    run.evaluate("evaluate-grpo-step4", prompts=5)
-    with pytest.raises(
-        StageFailed, match=r"measured in several ways: step 2 by .*step 4 by .*step 6 by"
-    ):
-        run.carry_out("publish-best")
-
-
-def test_a_metric_that_nobody_measured_chooses_nothing(tmp_path: Path) -> None:
-    qualities = {"grpo-step2": 1.0, "grpo-step4": 1.0, "grpo": 1.0}
+def test_numbers_that_cannot_be_compared_choose_nothing(tmp_path: Path) -> None:
+    qualities = {"grpo-step2": 1.0, "grpo": 1.0}
     run = ready_to_choose(tmp_path / "runs", qualities, "publish.best_metric=oracle")
+    run.evaluate("evaluate-grpo-step4", quality=1.0)
     with pytest.raises(StageFailed, match=r"measured are: .*reward"):
+        run.carry_out("publish-best")
+    run = ready_to_choose(tmp_path / "other", qualities)
+    run.evaluate("evaluate-grpo-step4", prompts=5)
+    with pytest.raises(StageFailed, match="measured in several ways"):
         run.carry_out("publish-best")
 
 
@@ -401,9 +324,7 @@ def test_a_template_that_leaves_the_licence_out_publishes_nothing(tmp_path: Path
     ("content", "said"),
     [(b"# {{ name }}\n{% if %}\n", "fails at line 2"), (b"\xff\xfe", "not text in UTF-8")],
 )
-def test_a_template_that_cannot_be_parsed_is_refused_before_anything_is_trained(
-    tmp_path: Path, content: bytes, said: str
-) -> None:
+def test_a_broken_template_is_refused_early(tmp_path: Path, content: bytes, said: str) -> None:
     template = tmp_path / "card.jinja"
     template.write_bytes(content)
     config = replace_fields(RecipeConfig(), {"publish.card_template": str(template)})
@@ -424,24 +345,57 @@ def test_only_files_that_were_asked_for_go_along_and_a_model_is_whole(tmp_path: 
         half.carry_out("publish")
 
 
-# ---------------------------------------------------------------- more than one card
+# ---------------------------------------------------------------- malformed answers
 
 
-def test_publishing_again_never_takes_numbers_out_of_a_card(tmp_path: Path) -> None:
-    """The publish stage is made again (its folder was deleted) after the card had its numbers."""
-    run = finished_run(tmp_path / "runs")
-    with_numbers = (run.published("card") / "README.md").read_text()
-    shutil.rmtree(run.workspace.layout.stage(run.stage("publish").id).control)
-    report = run.carry_out("publish")
-    assert report["card_kept"]
-    assert (run.published("card") / "README.md").read_text() == with_numbers == report["card"]
-    assert run.workspace.output_damage(run.stage("card").id) is None
+#: Of a training whose rollouts had no answer block.
+NOTHING: dict[str, Any] = {"episodes": 48, "counts": {"samples/malformed": 48}}
+SAID = "all of its 48 rollouts were malformed"
 
 
-def test_a_card_that_is_written_again_is_the_same(tmp_path: Path) -> None:
-    run = finished_run(tmp_path / "runs")
-    before = (run.published("card") / "README.md").stat().st_mtime_ns
-    shutil.rmtree(run.workspace.layout.stage(run.stage("card").id).control)
-    report = run.carry_out("card")
-    assert report["changed"] == []
-    assert (run.published("card") / "README.md").stat().st_mtime_ns == before
+def trained(root: Path, *overrides: str, **report: Any) -> RecordedRun:
+    run = RecordedRun(root / "runs", *overrides)
+    run.data()
+    run.train("sft")
+    run.train("grpo", **report)
+    return run
+
+
+def test_it_is_not_published_and_the_option_that_does_so_is_named(tmp_path: Path) -> None:
+    run = trained(tmp_path, **NOTHING)
+    with pytest.raises(HealthStop, match=rf"{SAID}.*publish\.malformed=true") as refused:
+        run.carry_out("publish")
+    outcome = classify(refused.value)
+    assert (outcome.failure, outcome.decision) == ("unhealthy", "stop"), "it would be so again"
+    told = RecordedRun(tmp_path / "runs", "publish.malformed=true")
+    assert told.stage("publish").id == run.stage("publish").id, "the same publication"
+    told.carry_out("publish")
+    assert told.published("publish").is_dir()
+
+
+def test_an_evaluation_counts_too_and_one_answer_is_enough(tmp_path: Path) -> None:
+    """Demonstrations alone say nothing of the form of answers."""
+    run = trained(tmp_path / "sft")
+    run.evaluate("evaluate-grpo", quality=0.0)
+    with pytest.raises(HealthStop, match=r"format_valid: 0 of 6 greedy"):
+        run.carry_out("publish")
+    report = {"episodes": 48, "counts": {"samples/malformed": 47, "samples/unscored": 0}}
+    run = trained(tmp_path / "grpo", **report)
+    run.evaluate("evaluate-base", quality=0.0)
+    run.carry_out("publish")
+
+
+def test_terminal_and_report_warn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(tmp_path, **NOTHING)
+    rows = {row.name: row for row in Watcher(run.workspace, run.run, ask=False).look().stages}
+    assert (rows["grpo"].state, rows["sft"].reason) == ("done", "")
+    assert rows["grpo"].reason.startswith(f"warning: {SAID}")
+    for command in ("status", "report"):
+        assert main([command, run.run.run, f"workspace={tmp_path}/runs"]) == 0
+        assert f"warning: {SAID}" in capsys.readouterr().out
+    view = StageView("grpo", "grpo", "", "done", seconds=5.0, message=f"warning: {SAID}")
+    assert state_line(view) == f"grpo: done (5.0 s), warning: {SAID}"
+    heard = io.StringIO()
+    console = Console(stream=heard, quiet=True)
+    console.finish({"grpo": view})
+    assert f"grpo: done: warning: {SAID}" in heard.getvalue(), "also where only warnings are wanted"

@@ -1,4 +1,4 @@
-"""A job that Slurm starts again goes on by itself, once; and a worker knows why it was stopped."""
+"""A job that Slurm restarts continues once; a worker knows the reason of each stop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -45,11 +44,6 @@ def silent(_command: Sequence[str]) -> str:
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "ws")
-
-
-@pytest.fixture
 def plan() -> Plan:
     return small_plan()
 
@@ -84,21 +78,11 @@ def outcome(workspace: Workspace, stage: PlannedStage, number: int) -> FailureCl
 # ---------------------------------------------------------------- which attempt
 
 
-def test_the_first_start_runs_what_it_was_told(workspace: Workspace, plan: Plan) -> None:
-    stage = plan.by_name["data"]
-    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
-    assert attempt_to_run(workspace, stage.id, 1, job(), silent) == 1
-
-
-def test_a_restart_closes_what_was_cut_short_and_claims_the_next(
-    workspace: Workspace, stage: PlannedStage, plan: Plan
-) -> None:
+def test_a_restart_claims_an_attempt(workspace: Workspace, stage: PlannedStage, plan: Plan) -> None:
     workspace.note_scheduler(stage.id, 1, FACTS)
     assert attempt_to_run(workspace, stage.id, 1, job(restart=1), silent) == 2
     record = workspace.read_record(stage.id)
-    assert record is not None
     old, new = record.attempts
-    assert old.outcome is not None
     assert (old.outcome.failure, old.outcome.decision) == ("preempted", "resume")
     assert "restart 1" in old.outcome.message
     assert (new.owner, new.executor, new.comment) == (old.owner, "slurm", old.comment)
@@ -109,26 +93,21 @@ def test_a_restart_closes_what_was_cut_short_and_claims_the_next(
     assert noted == {"job_id": "7", "comment": "c", "restart": 1}, "it is the same job"
 
 
-def test_the_original_command_leads_to_the_newest_attempt_however_often_it_is_run(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
+def test_each_restart_leads_to_a_new_attempt(workspace: Workspace, stage: PlannedStage) -> None:
     for restart in (1, 2, 3):
         assert attempt_to_run(workspace, stage.id, 1, job(restart), silent) == restart + 1
         started(workspace, stage, restart + 1, restart)
     record = workspace.read_record(stage.id)
-    assert record is not None
     assert [a.restart for a in record.attempts] == [0, 1, 2, 3]
 
 
-def test_a_restart_that_was_killed_before_it_started_leaves_its_claim_to_the_next(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
+def test_a_restart_takes_over_a_killed_restart(workspace: Workspace, stage: PlannedStage) -> None:
     assert attempt_to_run(workspace, stage.id, 1, job(1), silent) == 2
     assert attempt_to_run(workspace, stage.id, 1, job(2), silent) == 2
 
 
 @pytest.mark.parametrize("failure", ["preempted", "time_limit", "node_failure", "interrupted"])
-def test_a_goodbye_that_says_resume_is_followed(
+def test_resume_is_followed(
     workspace: Workspace, stage: PlannedStage, failure: FailureClass
 ) -> None:
     workspace.close_attempt(stage.id, 1, Outcome(failure, "resume"))
@@ -149,9 +128,7 @@ def test_what_an_orchestrator_has_to_decide_is_left_to_one(
     assert workspace.layout.stage(stage.id).attempt_numbers() == [1]
 
 
-def test_what_an_orchestrator_decides_while_slurm_is_asked_holds(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
+def test_an_orchestrator_decides_first(workspace: Workspace, stage: PlannedStage) -> None:
     def cancelled_meanwhile(_command: Sequence[str]) -> str:
         workspace.close_attempt(stage.id, 1, Outcome("cancelled", "stop"))
         return ""
@@ -161,45 +138,38 @@ def test_what_an_orchestrator_decides_while_slurm_is_asked_holds(
     assert workspace.layout.stage(stage.id).attempt_numbers() == [1]
 
 
-def test_a_finished_stage_is_left_alone(workspace: Workspace, stage: PlannedStage) -> None:
-    result = StageResult(1, 1, "attempts/0001/output", (), {}, {}, 1.0, "t")
-    workspace.publish_result(stage.id, result)
-    with pytest.raises(AttemptClosed, match="it is done"):
-        attempt_to_run(workspace, stage.id, 1, job(1), silent)
-
-
-def test_a_stage_that_goes_on_in_another_job_is_left_alone(
-    workspace: Workspace, stage: PlannedStage, plan: Plan
-) -> None:
-    workspace.close_attempt(stage.id, 1, Outcome("preempted", "resume"))
-    workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm", after=1))
-    submitted(workspace, stage, 2, job_id="8")
-    with pytest.raises(AttemptClosed, match="another job"):
-        attempt_to_run(workspace, stage.id, 1, job(1), silent)
-
-
-def test_an_attempt_that_was_asked_to_stop_is_not_taken_up_by_a_requeue(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
-    workspace.ask_stop(stage.id, 1, "cancelled", "refiner cancel")
-    with pytest.raises(AttemptClosed, match="asked to stop"):
-        attempt_to_run(workspace, stage.id, 1, job(1), silent)
-
-
-def test_an_attempt_that_an_orchestrator_gave_up_stays_given_up(
-    workspace: Workspace, plan: Plan
-) -> None:
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ("done", "it is done"),
+        ("another job", "another job"),
+        ("stop asked", "asked to stop"),
+        ("given up", "gave it up"),
+    ],
+)
+def test_a_requeue_may_be_over(workspace: Workspace, plan: Plan, before: str, message: str) -> None:
     stage = plan.by_name["data"]
     workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
     submitted(workspace, stage, 1, job_id="7")
-    workspace.void_attempt(stage.id, 1)
-    with pytest.raises(AttemptClosed, match="gave it up"):
+    if before == "given up":
+        workspace.void_attempt(stage.id, 1)
+    else:
+        assert attempt_to_run(workspace, stage.id, 1, job(), silent) == 1
+        started(workspace, stage, 1)
+    if before == "done":
+        result = StageResult(1, 1, "attempts/0001/output", (), {}, {}, 1.0, "t")
+        workspace.publish_result(stage.id, result)
+    elif before == "another job":
+        workspace.close_attempt(stage.id, 1, Outcome("preempted", "resume"))
+        workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm", after=1))
+        submitted(workspace, stage, 2, job_id="8")
+    elif before == "stop asked":
+        workspace.ask_stop(stage.id, 1, "cancelled", "refiner cancel")
+    with pytest.raises(AttemptClosed, match=message):
         attempt_to_run(workspace, stage.id, 1, job(1), silent)
 
 
-def test_a_second_process_of_one_start_does_not_take_the_work_from_the_first(
-    workspace: Workspace, plan: Plan
-) -> None:
+def test_a_second_process_of_one_start_does_nothing(workspace: Workspace, plan: Plan) -> None:
     stage = plan.by_name["data"]
     workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
     submitted(workspace, stage, 1, job_id="7")
@@ -209,9 +179,7 @@ def test_a_second_process_of_one_start_does_not_take_the_work_from_the_first(
     assert outcome(workspace, stage, 1) is None
 
 
-def test_of_a_restart_and_an_orchestrator_at_the_same_moment_exactly_one_wins(
-    workspace: Workspace, stage: PlannedStage, plan: Plan
-) -> None:
+def test_of_two_claims_one_wins(workspace: Workspace, stage: PlannedStage, plan: Plan) -> None:
     workspace.close_attempt(stage.id, 1, Outcome("preempted", "resume"))
     won: list[str] = []
     barrier = threading.Barrier(6)
@@ -253,9 +221,7 @@ def test_a_local_worker_inside_an_allocation_is_no_job_of_its_own(
 # ---------------------------------------------------------------- a copy that is still dying
 
 
-def test_a_copy_that_is_still_dying_makes_no_write_visible(
-    workspace: Workspace, plan: Plan
-) -> None:
+def test_a_dying_copy_makes_no_write_visible(workspace: Workspace, plan: Plan) -> None:
     stage = plan.by_name["data"]
     workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
     submitted(workspace, stage, 1, job_id="7")
@@ -276,7 +242,6 @@ def test_a_copy_that_is_still_dying_makes_no_write_visible(
             (new.output_dir / "out.txt").write_text("new")
             new.finish({})
     folder = workspace.output_dir(stage.id)
-    assert folder is not None
     assert (folder / "out.txt").read_text() == "new"
     paths = workspace.layout.attempt(stage.id, 2)
     assert [m.step for m in read_metrics(paths.metrics)] == [1, 2, 3, 4]
@@ -292,9 +257,7 @@ def work(attempt: AttemptRun, until: int) -> None:
             (folder / "state").write_text("x")
 
 
-def test_an_attempt_that_was_closed_before_it_started_does_not_start(
-    workspace: Workspace, plan: Plan
-) -> None:
+def test_a_closed_attempt_does_not_start(workspace: Workspace, plan: Plan) -> None:
     stage = plan.by_name["data"]
     workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm"))
     workspace.close_attempt(stage.id, 1, Outcome("launch_failure", "resume"))
@@ -360,36 +323,26 @@ def test_slurm_is_asked_whose_signal_it_was(facts: str, number: int, failure: Fa
     assert "job 7" in found.message
 
 
-def test_a_goodbye_on_the_way_back_into_the_queue_knows_a_failed_node() -> None:
-    def ask(command: Sequence[str]) -> str:
+def test_slurm_facts_are_those_of_this_job_and_this_restart() -> None:
+    def failed_node(command: Sequence[str]) -> str:
         return "NODE_FAIL\nPENDING\n" if command[0] == "sacct" else f"JobId=7 {REQUEUED}"
 
-    assert why_stopped(job(0), signal.SIGTERM, None, ask).failure == "node_failure"
-
-
-def test_a_restarted_job_does_not_take_its_own_restart_for_a_new_one() -> None:
+    assert why_stopped(job(0), signal.SIGTERM, None, failed_node).failure == "node_failure"
     text = f"JobId=7 {CANCELLED.replace('Restarts=0', 'Restarts=3')}"
     assert why_stopped(job(3), signal.SIGTERM, None, lambda _: text).failure == "cancelled"
-
-
-def test_of_an_arrays_tasks_only_the_jobs_own_line_counts() -> None:
+    assert why_stopped(None, signal.SIGINT, None).failure == "interrupted", "outside of Slurm"
     text = f"JobId=8 ArrayJobId=7 {RUNNING}\nJobId=7 ArrayJobId=7 {CANCELLED}\n"
     assert job_facts(text, "7")["JobState"] == "COMPLETING"
     assert job_facts(text, "9") == {}
 
 
-@pytest.mark.parametrize("failure", ["interrupted", "cancelled"])
-def test_what_our_own_side_has_said_comes_before_what_slurm_says(failure: FailureClass) -> None:
+def test_a_request_of_refiner_outweighs_the_facts_of_slurm() -> None:
     def never(_command: Sequence[str]) -> str:
-        raise AssertionError("nobody need be asked")
+        raise AssertionError("Slurm need not be asked")
 
-    asked = {"reason": "refiner cancel by ana", "failure": failure}
-    expected = Why(failure, "refiner cancel by ana")
+    asked = {"reason": "refiner cancel by ana", "failure": "cancelled"}
+    expected = Why("cancelled", "refiner cancel by ana")
     assert why_stopped(job(0), signal.SIGTERM, asked, never) == expected
-
-
-def test_outside_of_slurm_a_signal_is_an_interruption() -> None:
-    assert why_stopped(None, signal.SIGINT, None).failure == "interrupted"
 
 
 @pytest.mark.parametrize("command", [("false",), ("no-such-command",)])
@@ -410,9 +363,7 @@ def run(workspace: Workspace, plan: Plan) -> Callable[[], AttemptRun]:
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2], ids=str
 )
-def test_every_signal_that_asks_for_the_end_only_raises_a_flag(
-    run: Callable[[], AttemptRun], number: int
-) -> None:
+def test_each_signal_only_raises_a_flag(run: Callable[[], AttemptRun], number: int) -> None:
     before = signal.getsignal(number)
     with run() as attempt:
         assert not attempt.io.should_stop()
@@ -421,62 +372,29 @@ def test_every_signal_that_asks_for_the_end_only_raises_a_flag(
     assert signal.getsignal(number) is before
 
 
-def test_the_last_word_names_class_step_and_who_asked(
-    run: Callable[[], AttemptRun], workspace: Workspace
-) -> None:
+def test_the_outcome_names_the_request(run: Callable[[], AttemptRun], workspace: Workspace) -> None:
     with run() as attempt:
         attempt.io.progress(Progress(4, 9, "train"))
         workspace.ask_stop(attempt.stage_id, 1, "cancelled", "refiner cancel by ana")
         os.kill(os.getpid(), signal.SIGTERM)
         attempt.fail(Interrupted("stopped after step 4"))
     found = workspace.read_attempt(attempt.stage_id, 1)
-    assert found is not None
-    assert found.outcome is not None
     assert (found.outcome.failure, found.outcome.decision) == ("cancelled", "stop")
     assert found.outcome.step == 4
     assert "by ana: stopped after step 4" in found.outcome.message
 
 
-def test_a_note_beside_the_attempt_is_enough_where_no_signal_gets_through(
+def test_a_note_beside_the_attempt_stops_it_without_a_signal(
     run: Callable[[], AttemptRun], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infra.attempt.stage_io.INTERVAL_S", 0.01)
-    attempt = run()
-    with attempt:
+    with run() as attempt:
         workspace.ask_stop(attempt.stage_id, 1, "interrupted", "Ctrl-C")
         for _ in range(500):
             if attempt.io.should_stop():
                 break
             threading.Event().wait(0.01)
         assert attempt.io.should_stop()
-
-
-def test_an_error_after_a_request_to_stop_is_its_consequence_and_no_bug(
-    run: Callable[[], AttemptRun],
-) -> None:
-    with run() as attempt:
-        os.kill(os.getpid(), signal.SIGTERM)
         found = attempt.fail(RuntimeError("a data worker was killed by signal: Terminated"))
-    assert (found.failure, found.decision) == ("interrupted", "resume")
+    assert (found.failure, found.decision) == ("interrupted", "resume"), "no bug"
     assert "data worker" in found.message
-
-
-def test_the_same_bug_has_the_same_signature_and_another_line_another(
-    run: Callable[[], AttemptRun], workspace: Workspace
-) -> None:
-    def broken(divisor: int) -> float:
-        return 1 / divisor
-
-    signatures = []
-    with run() as attempt:
-        attempt.io.progress(Progress(3, 9, "train"))
-        for _ in range(2):
-            try:
-                broken(0)
-            except ZeroDivisionError as error:
-                signatures.append(attempt.fail(error).signature)
-        try:
-            _ = 1 / 0
-        except ZeroDivisionError as error:
-            signatures.append(attempt.fail(error).signature)
-    assert signatures[0] == signatures[1] != signatures[2]

@@ -1,4 +1,4 @@
-"""One server per user and node: found, started once, stopped by whoever started it. No Prefect."""
+"""The Prefect server: one per user and node, started once; one that cannot be used is refused."""
 
 from __future__ import annotations
 
@@ -8,24 +8,37 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, temporary_settings
 
 from infra import prefect_server as server
-from infra import prefect_server as server_state
 from infra.host.files import Mount
 from infra.host.processes import ProcessId, host_name
 from infra.prefect_server import (
+    KeyRefused,
     ServerError,
+    ServerInfo,
+    check_server,
     ensure_server,
     passed_on,
     server_status,
     state_dir,
     stop_server,
+    usable_server,
 )
-from refiner_core.contract.errors import WorkspaceError
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    RefinerError,
+    UnsupportedError,
+    WorkspaceError,
+)
 
 #: Answers every request on the port given, as a server does that is up.
 STAND_IN = """
@@ -49,37 +62,23 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, s
     stop_server(env=env)
 
 
-def test_the_first_call_starts_it_and_later_ones_find_it(env: dict[str, str]) -> None:
+def test_the_life_of_a_server(env: dict[str, str]) -> None:
     assert server_status(env=env).state == "stopped"
-    first = ensure_server(20, env=env)
-    assert ensure_server(20, env=env) == first
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda _: ensure_server(20, env=env), range(4))]
+    first = found[0]
+    assert found == [first] * 4, "calls at the same time start one"
     assert server_status(env=env).info == first
-
-
-def test_callers_at_once_start_one(env: dict[str, str]) -> None:
-    found: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(ensure_server(20, env=env).pid))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert len(set(found)) == 1
-
-
-def test_a_dead_one_is_replaced_on_the_same_port(env: dict[str, str]) -> None:
-    first = ensure_server(20, env=env)
+    folder = state_dir(env)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "auth").stat().st_mode) == 0o600
+    assert first.auth not in repr(first) + (folder / "server.json").read_text()
+    assert first.client_env()["PREFECT_API_AUTH_STRING"] == first.auth
     ProcessId.of(first.pid).kill_group()
     second = ensure_server(20, env=env)
     assert second.pid != first.pid
-    assert second.port == first.port
-
-
-def test_stopping_ends_that_process_and_nothing_else(env: dict[str, str]) -> None:
-    process = ProcessId.of(ensure_server(20, env=env).pid)
+    assert second.port == first.port, "a dead one is replaced on its port"
+    process = ProcessId.of(second.pid)
     assert stop_server(env=env)
     assert not process.alive
     assert not stop_server(env=env)
@@ -99,9 +98,7 @@ def test_a_process_that_took_over_the_number_is_left_alone(env: dict[str, str]) 
         stranger.wait()
 
 
-def test_one_that_ends_at_once_is_given_up(
-    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_may_not_start(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_command", lambda port: [sys.executable, "-c", "0"])
     with pytest.raises(ServerError, match=r"see .*server\.log"):
         ensure_server(20, env=env)
@@ -117,28 +114,101 @@ def test_a_server_that_the_user_names_is_used_and_not_managed(env: dict[str, str
     assert passed_on(env)["PREFECT_API_KEY"] == "k"
 
 
-def test_the_key_stays_in_a_private_file(env: dict[str, str]) -> None:
-    info = ensure_server(20, env=env)
-    folder = state_dir(env)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE((folder / "auth").stat().st_mode) == 0o600
-    assert info.auth not in repr(info) + (folder / "server.json").read_text()
-    assert info.client_env()["PREFECT_API_AUTH_STRING"] == info.auth
-
-
-def test_our_tokens_are_not_passed_on() -> None:
+def test_tokens_are_not_passed_on() -> None:
     env = {"PATH": "/bin", "HF_TOKEN": "t", "WANDB_API_KEY": "k", "PREFECT_LOGGING_LEVEL": "DEBUG"}
     assert passed_on(env) == {"PATH": "/bin"}
 
 
-def test_the_state_folder_moves_off_a_network_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not on a network home, and it is refused where it cannot be made."""
     home = Mount(Path("/home"), "nfs4", "server:/home")
-    monkeypatch.setattr(server_state, "mount_of", lambda path: home)
-    assert server_state._base_dir({}) == Path(f"/var/tmp/refiner-{os.getuid()}")
-    assert server_state._base_dir({"REFINER_STATE_DIR": "/mine"}) == Path("/mine")
-
-
-def test_a_state_folder_that_cannot_be_made_is_a_refusal(tmp_path: Path) -> None:
+    monkeypatch.setattr(server, "mount_of", lambda path: home)
+    assert server._base_dir({}) == Path(f"/var/tmp/refiner-{os.getuid()}")
     (tmp_path / "file").write_text("")
     with pytest.raises(WorkspaceError, match="REFINER_STATE_DIR"):
         state_dir({"REFINER_STATE_DIR": str(tmp_path / "file")})
+
+
+# ---------------------------------------------------------------- servers of others
+
+HERE = version("prefect")
+#: Status and body for an Authorization header.
+Answer = Callable[[str | None], tuple[int, str]]
+Serve = Callable[[Answer], ServerInfo]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """A small server on loopback with given answers."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def started(answer: Answer) -> ServerInfo:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                code, body = answer(self.headers.get("Authorization"))
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+        one = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(one)
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{one.server_port}"
+        return ServerInfo(url, f"{url}/api", ours=False)
+
+    yield started
+    for one in servers:
+        one.shutdown()
+        one.server_close()
+
+
+def keyed(key: str | None) -> tuple[int, str]:
+    """A server that takes Basic a:b and Bearer k."""
+    return (200, json.dumps(HERE)) if key in ("Basic YTpi", "Bearer k") else (401, "{}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "what"),
+    [
+        (lambda key: (401, "{}"), KeyRefused, "answers 401: it wants"),
+        (lambda key: (200, json.dumps("1.4.2")), UnsupportedError, "has version 1.4.2"),
+        (lambda key: (200, "<html>the UI</html>"), ConfigurationError, "is not a Prefect server"),
+        (lambda key: (200, "[]"), ConfigurationError, "is not a Prefect server"),
+        (lambda key: (503, ""), ServerError, "answers 503"),
+    ],
+)
+def test_unusable_servers(
+    serve: Serve, answer: Answer, kind: type[RefinerError], what: str
+) -> None:
+    info = serve(answer)
+    with pytest.raises(kind) as refused:
+        check_server(info)
+    assert what in refused.value.what
+    assert info.api_url in refused.value.what
+    assert refused.value.expected
+    assert refused.value.fix
+
+
+def test_a_server_that_is_down_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:9/api")
+    with pytest.raises(ServerError, match="does not answer") as refused:
+        usable_server(1)
+    assert "secret" not in str(refused.value)
+    assert "correct PREFECT_API_URL, or unset it" in refused.value.fix
+
+
+def test_keys_are_those_that_prefect_would_send(serve: Serve) -> None:
+    info = serve(keyed)
+    with temporary_settings({PREFECT_API_AUTH_STRING: "a:b"}):
+        check_server(info)
+    with temporary_settings({PREFECT_API_KEY: "k"}):
+        check_server(info)
+    with temporary_settings({PREFECT_API_KEY: "other"}), pytest.raises(KeyRefused):
+        check_server(info)
+    check_server(replace(info, ours=True, auth="a:b"))
+
+
+def test_ours_of_another_version_is_stopped_first(serve: Serve) -> None:
+    theirs = serve(lambda key: (200, json.dumps("2.20.1")))
+    with pytest.raises(UnsupportedError, match="refiner server stop"):
+        check_server(ServerInfo(theirs.url, theirs.api_url, ours=True, auth="a:b"))

@@ -7,59 +7,43 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.lint.source import PACKAGES, ROOT
-from tests.support.lock import requirements
 
-#: Stands for python, in a new environment too: notes what is asked; may lack a CPU build.
+#: Stands for python, in a new environment too: notes what is asked.
 PYTHON = """#!/bin/sh
 echo "$@" >> "$ASKED"
 case "$*" in
   *"-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
-  *+cpu*) exit "${NO_CPU_BUILD:-0}" ;;
 esac
 """
 
 
-def setup(folder: Path, *variables: str, no_cpu_build: bool = False) -> tuple[list[str], str]:
-    """What pip was asked to install, and what `make` printed."""
+def setup(folder: Path, *variables: str) -> list[str]:
+    """What pip was asked to install."""
     python, asked = folder / "python", folder / "asked"
     python.write_text(PYTHON)
     python.chmod(0o755)
     done = subprocess.run(
         ["make", "setup", f"PYTHON={python}", f"VENV={folder / 'venv'}", *variables],
         cwd=ROOT,
-        env={**os.environ, "ASKED": str(asked), "NO_CPU_BUILD": str(int(no_cpu_build))},
+        env={**os.environ, "ASKED": str(asked)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     lines = asked.read_text().splitlines()
-    return [line.partition("check ")[2] for line in lines if " pip install " in line], done.stdout
+    return [line.partition("check ")[2] for line in lines if " pip install " in line]
 
 
 def test_without_a_gpu_torch_is_a_cpu_build(tmp_path: Path) -> None:
-    asked, _ = setup(tmp_path, "NVIDIA=/nonexistent", "TORCH_INDEX=http://127.0.0.1/cpu")
+    asked = setup(tmp_path, "NVIDIA=/nonexistent", "TORCH_INDEX=http://127.0.0.1/cpu")
     assert re.fullmatch(r"--extra-index-url http://127\.0\.0\.1/cpu torch==[\d.]+\+cpu", asked[0])
     assert asked[1:] == ["--constraint constraints.txt --editable .[dev]"]
 
 
-def test_with_a_gpu_torch_is_what_the_index_has(tmp_path: Path) -> None:
-    asked, _ = setup(tmp_path, f"NVIDIA={tmp_path}")
-    assert asked[0] == "--constraint constraints.txt torch"
-
-
-def test_where_there_is_no_cpu_build_it_says_what_that_costs(tmp_path: Path) -> None:
-    asked, printed = setup(tmp_path, "NVIDIA=/nonexistent", no_cpu_build=True)
-    assert asked[1] == "--constraint constraints.txt torch"
-    assert "several GB" in printed
-    assert "TORCH_INDEX=URL" in printed
-
-
 def test_ci_installs_what_is_locked_and_nothing_besides(tmp_path: Path) -> None:
-    asked, _ = setup(tmp_path, "LOCK=requirements.lock")
+    asked = setup(tmp_path, "LOCK=requirements.lock")
     assert asked == [
         "--require-hashes --no-deps --requirement requirements.lock",
         "--no-deps --no-build-isolation --editable .",
@@ -68,24 +52,11 @@ def test_ci_installs_what_is_locked_and_nothing_besides(tmp_path: Path) -> None:
 
 
 def test_the_lock_has_the_tested_versions() -> None:
-    locked = dict(
-        re.findall(
-            r"^(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}$",
-            (ROOT / "requirements.lock").read_text(),
-            re.MULTILINE,
-        )
-    )
-    tested = dict(
-        re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    )
+    lock, tests = ((ROOT / n).read_text() for n in ("requirements.lock", "constraints.txt"))
+    locked = dict(re.findall(r"(?m)^(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}$", lock))
+    tested = dict(re.findall(r"(?m)^(\S+)==(\S+)$", tests))
     other = {n: v for n, v in locked.items() if v.removesuffix("+cpu") != tested.get(n, v)}
     assert not other
-
-
-def test_a_package_without_a_hash_is_not_locked() -> None:
-    item = {"metadata": {"name": "a", "version": "1"}, "download_info": {"url": "x"}}
-    with pytest.raises(ValueError, match="no sha256 of a 1"):
-        requirements({"install": [item]})
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -1,4 +1,4 @@
-"""What a stage logs is there once per step, however often it was interrupted."""
+"""Metrics and rollouts once per step after interruptions, tracking, and the end of an attempt."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 
 from infra.attempt.attempt import AttemptRun
-from infra.attempt.stage_io import AttemptIO
 from infra.jobs.signals import AttemptClosed
-from infra.store.checkpoints import CheckpointStore
 from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from infra.tracking import TrackedRun, Tracker
@@ -25,11 +23,7 @@ from refiner_core.contract.errors import NoSpaceError, WorkspaceError
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.types import Progress
 from tests.support.plans import claim, small_plan
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.open(tmp_path / "ws")
+from tests.unit.test_damaged_checkpoints import make_io, train
 
 
 @pytest.fixture
@@ -37,34 +31,13 @@ def stage(workspace: Workspace) -> PlannedStage:
     return claim(workspace, small_plan(), "data")
 
 
-def make_io(workspace: Workspace, stage_id: str, attempt: int) -> AttemptIO:
-    paths = workspace.layout.stage(stage_id)
-    store = CheckpointStore(paths.checkpoints, attempt, keep=2, before_commit=lambda: io.flush())
-    io = AttemptIO(paths, attempt, store)
-    return io
-
-
-def train(io: AttemptIO, until: int, save_every: int = 2) -> None:
-    """As a training stage does: go on, log, store, save."""
-    latest = io.latest_checkpoint()
-    for step in range(1 if latest is None else latest.step + 1, until + 1):
-        io.log_metrics(step, {"loss": 1 / step, "attempt": io.checkpoints.attempt})
-        io.save_rollouts(step, [{"text": f"{step}", "reward": 0.5}])
-        if step % save_every == 0:
-            with io.new_checkpoint(step) as folder:
-                (folder / "state").write_text(str(step))
-    io.close()
-
-
 # ---------------------------------------------------------------- metrics and rollouts
 
 
-def test_a_resumed_attempt_tells_the_whole_story_without_a_step_twice(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
-    train(make_io(workspace, stage.id, 1), 5)  # killed after step 5, saved at 4
-    train(make_io(workspace, stage.id, 2), 7)  # goes on from 4, saved at 6
-    train(make_io(workspace, stage.id, 3), 9)
+def test_a_resumed_attempt_repeats_no_step(workspace: Workspace, stage: PlannedStage) -> None:
+    train(make_io(workspace, stage, 1), 5)  # killed after step 5, saved at 4
+    train(make_io(workspace, stage, 2), 7)  # resumed from 4, saved at 6
+    train(make_io(workspace, stage, 3), 9)
     paths = workspace.layout.attempt(stage.id, 3)
     lines = read_metrics(paths.metrics)
     assert [m.step for m in lines] == list(range(1, 10))
@@ -75,43 +48,31 @@ def test_a_resumed_attempt_tells_the_whole_story_without_a_step_twice(
     assert json.loads(paths.started.read_text())["resumed"] == {"step": 6, "from_attempt": 2}
 
 
-def test_the_maker_of_the_checkpoint_is_asked_and_not_the_attempt_before(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
-    train(make_io(workspace, stage.id, 1), 4)
-    interrupted = make_io(workspace, stage.id, 2)
+def test_logs_come_from_the_checkpoint_maker(workspace: Workspace, stage: PlannedStage) -> None:
+    train(make_io(workspace, stage, 1), 4)
+    interrupted = make_io(workspace, stage, 2)
     interrupted.latest_checkpoint()
     interrupted.log_metrics(5, {"attempt": 2})  # killed before it saved anything
-    train(make_io(workspace, stage.id, 3), 6)
+    train(make_io(workspace, stage, 3), 6)
     lines = read_metrics(workspace.layout.attempt(stage.id, 3).metrics)
     assert [(m.step, m.metrics["attempt"]) for m in lines[3:]] == [(4, 1), (5, 3), (6, 3)]
 
 
-def test_a_line_that_was_cut_short_by_a_kill_is_left_out(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
-    train(make_io(workspace, stage.id, 1), 3)
+def test_only_a_last_cut_line_is_skipped(workspace: Workspace, stage: PlannedStage) -> None:
+    train(make_io(workspace, stage, 1), 3)
     path = workspace.layout.attempt(stage.id, 1).metrics
-    with path.open("a") as file:
-        file.write('{"step": 4, "metr')
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 4, "metr')
     assert [m.step for m in read_metrics(path)] == [1, 2, 3]
-    train(make_io(workspace, stage.id, 2), 4)
+    train(make_io(workspace, stage, 2), 4)
     assert len(read_metrics(workspace.layout.attempt(stage.id, 2).metrics)) == 4
-
-
-def test_a_line_that_nobody_wrote_is_named(workspace: Workspace, stage: PlannedStage) -> None:
-    train(make_io(workspace, stage.id, 1), 3)
-    path = workspace.layout.attempt(stage.id, 1).metrics
-    with path.open("ab") as file:
-        file.write(b"\xff\0\n")
+    path.write_bytes(whole + b"\xff\0\n")
     with pytest.raises(WorkspaceError, match=r"Line 4 of .*metrics\.jsonl"):
         read_metrics(path)
 
 
-def test_steps_never_go_back_and_numbers_that_are_not_finite_are_missing(
-    workspace: Workspace, stage: PlannedStage
-) -> None:
-    io = make_io(workspace, stage.id, 1)
+def test_metrics_are_finite_and_ordered(workspace: Workspace, stage: PlannedStage) -> None:
+    io = make_io(workspace, stage, 1)
     io.log_metrics(2, {"loss": math.nan, "kl": math.inf, "lr": 0.1})
     io.log_metrics(2, {"validation_loss": 1})
     with pytest.raises(ValueError, match="step 1 after those of step 2"):
@@ -125,7 +86,7 @@ def test_rollouts_come_back_as_they_went_in(workspace: Workspace, stage: Planned
         {"text": "a", "ids": [1, 2], "reward": None, "components": {"x": 0.5}, "empty": {}},
         {"text": "b", "ids": [], "reward": 1.0, "components": {"y": 1}, "mixed": [1, "a"]},
     ]
-    make_io(workspace, stage.id, 1).save_rollouts(3, rows)
+    make_io(workspace, stage, 1).save_rollouts(3, rows)
     back = read_rollouts(list_rollouts(workspace.layout.attempt(stage.id, 1).rollouts)[0])
     assert back[0] == {**rows[0], "mixed": None}
     assert back[1] == {**rows[1], "empty": None}
@@ -136,15 +97,6 @@ def test_rollouts_come_back_as_they_went_in(workspace: Workspace, stage: Planned
 
 def tracked(folder: Path) -> TrackedRun:
     return TrackedRun("sft-0123", "sft", "tiny", "sft", folder / "tracking", {"seed": 1})
-
-
-def test_a_tracker_that_is_off_imports_nothing(tmp_path: Path) -> None:
-    before = "wandb" in sys.modules
-    tracker = Tracker(TrackingConfig(wandb="disabled"), tracked(tmp_path))
-    tracker.log(1, {"loss": 1.0})
-    tracker.finish()
-    assert ("wandb" in sys.modules) == before
-    assert not (tmp_path / "tracking").exists()
 
 
 def test_a_tracker_that_fails_is_one_warning(
@@ -189,16 +141,12 @@ def running(workspace: Workspace, stage: PlannedStage) -> Iterator[AttemptRun]:
         yield attempt
 
 
-def test_a_finished_attempt_leaves_hashed_outputs_a_report_and_an_outcome(
-    workspace: Workspace, stage: PlannedStage, running: AttemptRun
-) -> None:
+def test_a_finished_attempt(workspace: Workspace, stage: PlannedStage, running: AttemptRun) -> None:
     (running.output_dir / "rows").mkdir()
     (running.output_dir / "rows" / "a.txt").write_text("hello")
     running.io.progress(Progress(1, 1, "writing"))
     running.finish({"rows": 1, "undefined": math.nan})
     record = workspace.read_record(stage.id)
-    assert record is not None
-    assert record.result is not None
     assert record.state == "done"
     assert record.result.report == {"rows": 1, "undefined": None}
     assert [(f.path, f.bytes, f.sha256[:8]) for f in record.result.files] == [
@@ -207,29 +155,24 @@ def test_a_finished_attempt_leaves_hashed_outputs_a_report_and_an_outcome(
     assert record.attempts[0].outcome is not None
     assert record.attempts[0].outcome.failure == "none"
     beat = workspace.read_heartbeat(stage.id, 1)
-    assert beat is not None
     assert beat["progress"] == {"done": 1, "total": 1, "phase": "writing", "values": {}}
 
 
-def test_the_next_stage_finds_its_inputs(workspace: Workspace, running: AttemptRun) -> None:
-    (running.output_dir / "rows.txt").write_text("rows")
-    running.finish({"rows": 7})
-    stage = claim(workspace, small_plan(), "sft")
-    following = AttemptRun(workspace, stage.id, 1)
-    assert (following.inputs["data"] / "rows.txt").read_text() == "rows"
-    assert following.input_reports["data"] == {"rows": 7}
-    assert following.config == small_plan().config
-
-
-def test_an_input_that_is_not_done_is_refused(workspace: Workspace, stage: PlannedStage) -> None:
+def test_inputs_must_be_done(
+    workspace: Workspace, stage: PlannedStage, running: AttemptRun
+) -> None:
     following = claim(workspace, small_plan(), "sft")
     with pytest.raises(WorkspaceError, match=f"data .{stage.id}. .* is not done"):
         AttemptRun(workspace, following.id, 1)
+    (running.output_dir / "rows.txt").write_text("rows")
+    running.finish({"rows": 7})
+    run = AttemptRun(workspace, following.id, 1)
+    assert (run.inputs["data"] / "rows.txt").read_text() == "rows"
+    assert run.input_reports["data"] == {"rows": 7}
+    assert run.config == small_plan().config
 
 
-def test_a_stale_attempt_publishes_nothing(
-    workspace: Workspace, stage: PlannedStage, running: AttemptRun
-) -> None:
+def test_a_stale_attempt(workspace: Workspace, stage: PlannedStage, running: AttemptRun) -> None:
     claim(workspace, small_plan(), "data", after=1)
     with pytest.raises(AttemptClosed), running.io.new_checkpoint(1):
         pass
@@ -237,27 +180,24 @@ def test_a_stale_attempt_publishes_nothing(
         running.finish({})
     assert running.fail(caught.value).failure == "interrupted"
     record = workspace.read_record(stage.id)
-    assert record is not None
     assert record.result is None
     assert all(a.outcome is None for a in record.attempts), "its outcome is for others to write"
 
 
-def test_an_attempt_runs_once(workspace: Workspace, stage: PlannedStage) -> None:
-    for _ in range(2):
-        second = AttemptRun(workspace, stage.id, 1, own_log=False)
-        if not workspace.layout.attempt(stage.id, 1).started.exists():
-            with second:
-                pass
-            continue
-        with pytest.raises(AttemptClosed, match="given up before it started"):
-            second.__enter__()
+def test_attempts_run_once(workspace: Workspace, stage: PlannedStage, running: AttemptRun) -> None:
+    second = AttemptRun(workspace, stage.id, 1, own_log=False)
+    with pytest.raises(AttemptClosed, match="given up before it started"):
+        second.__enter__()
 
 
-def test_no_room_for_the_last_word_does_not_undo_a_finished_stage(
-    workspace: Workspace,
-    stage: PlannedStage,
-    running: AttemptRun,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_full_disk_deletes_half_an_output(running: AttemptRun) -> None:
+    (running.output_dir / "rows.txt").write_text("half")
+    assert running.fail(NoSpaceError("no room")).failure == "disk_full"
+    assert not running.output_dir.exists()
+
+
+def test_a_full_disk_after_the_result_does_not_undo_a_finished_stage(
+    workspace: Workspace, stage: PlannedStage, running: AttemptRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (running.output_dir / "rows.txt").write_text("rows")
 
@@ -267,14 +207,4 @@ def test_no_room_for_the_last_word_does_not_undo_a_finished_stage(
     monkeypatch.setattr(workspace, "close_attempt", full)
     running.finish({})
     running.fail(NoSpaceError("later"))
-    output = workspace.output_dir(stage.id)
-    assert output is not None
-    assert (output / "rows.txt").exists()
-
-
-def test_half_an_output_gives_its_room_back_when_the_disk_is_full(
-    workspace: Workspace, stage: PlannedStage, running: AttemptRun
-) -> None:
-    (running.output_dir / "rows.txt").write_text("half")
-    assert running.fail(NoSpaceError("no room")).failure == "disk_full"
-    assert not running.output_dir.exists()
+    assert (workspace.output_dir(stage.id) / "rows.txt").exists()

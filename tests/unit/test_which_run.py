@@ -1,4 +1,4 @@
-"""Which run is the newest, where nobody names one: a call that has made something of its own."""
+"""The newest run, where no run is named: the last call that has made something of its own."""
 
 from __future__ import annotations
 
@@ -29,32 +29,29 @@ def trained(root: Path, seed: int, *words: str) -> RecordedRun:
 
 
 def newest(workspace: Workspace) -> str:
-    run = find_run(workspace)
-    assert run is not None
-    return run.run
+    return find_run(workspace).run
 
 
 def test_a_call_that_finds_everything_done_is_not_the_newest(tmp_path: Path) -> None:
     """Older weights were taken in the night for it, and it has nothing to show."""
-    first = trained(tmp_path / "runs", 1)
+    first = trained(tmp_path / "runs", 1, "stages=[data,sft,grpo,publish]")
+    first.carry_out("publish")
     second = trained(tmp_path / "runs", 2)
     again = RecordedRun(tmp_path / "runs", "seed=1", TRAINS)
+    assert show_card([], again.workspace.root).run == first.run.run, "the newest with a card"
     workspace = again.workspace
     assert newest(workspace) == second.run.run
-    by_recipe = find_run(workspace, "tiny")
-    assert by_recipe is not None
-    assert by_recipe.run == second.run.run
+    assert find_run(workspace, "tiny").run == second.run.run
     assert resolve(NEWEST, workspace).what == f"{second.stage('grpo').id} of {second.run.run}"
     assert _run_with_model(workspace, None).run == second.run.run
     assert [run.run for run in newest_runs(workspace)] == [second.run.run, first.run.run]
-    named = find_run(workspace, again.run.run)
-    assert named is not None
-    assert named.run == again.run.run, "it is there for whoever names it"
+    assert find_run(workspace, again.run.run).run == again.run.run, "it can be named"
+    assert find_run(Workspace.open(tmp_path / "none")) is None
+    with pytest.raises(Exception, match="has trained anything"):
+        _run_with_model(Workspace.open(tmp_path / "none"), None)
 
 
-def test_a_repeat_that_only_waits_for_what_another_call_has_begun_is_not_the_newest(
-    tmp_path: Path,
-) -> None:
+def test_a_call_that_only_waits_is_not_the_newest(tmp_path: Path) -> None:
     """After kill -9 the same command takes up what still runs, and has a record of its own."""
     first = RecordedRun(tmp_path / "runs", TRAINS)
     first.data()
@@ -93,23 +90,3 @@ def test_a_training_that_goes_on_has_not_made_what_it_starts_from(tmp_path: Path
     assert newest(running.workspace) == running.run.run
     what = resolve(NEWEST, running.workspace).what
     assert what == f"{done.stage('grpo').id} of {done.run.run}"
-
-
-def test_a_card_is_shown_of_the_newest_run_that_has_one(tmp_path: Path) -> None:
-    published = trained(tmp_path / "runs", 1, "stages=[data,sft,grpo,publish]")
-    published.carry_out("publish")
-    trained(tmp_path / "runs", 2)
-    assert show_card([], published.workspace.root).run == published.run.run
-
-
-def test_a_workspace_in_which_nothing_was_made_has_a_newest_run_all_the_same(
-    tmp_path: Path,
-) -> None:
-    run = RecordedRun(tmp_path / "runs", "stages=[data]")
-    run.data()
-    night = {"nightly": {"name": "lab", "night": "2026-11-20", "checkpoint": "base"}}
-    alone = RecordedRun(tmp_path / "runs", "stages=[data]", provenance=night)
-    assert newest(alone.workspace) == run.run.run
-    assert find_run(Workspace.open(tmp_path / "none")) is None
-    with pytest.raises(Exception, match="has trained anything"):
-        _run_with_model(Workspace.open(tmp_path / "none"), None)
