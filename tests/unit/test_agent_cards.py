@@ -12,14 +12,12 @@ import pytest
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.facts import CardFacts, unmarked
-from refiner_core.cards.lint import check_card, lint_card
-from refiner_core.cards.lint.quantities import metric_of
+from refiner_core.cards.lint import lint_card
 from refiner_core.cards.results import (
     model_index,
-    progression_tables,
     result_tables,
 )
-from refiner_core.cards.words import Sentences, grpo_flags, training_curve
+from refiner_core.cards.words import Sentences, grpo_flags
 from refiner_core.contract.fields import replace_fields
 from refiner_core.evaluation.episodes import evaluate_episodes
 from tests.support.card_facts import card_numbers
@@ -131,21 +129,6 @@ def test_a_card_claims_no_more_of_held_out_tasks_than_rows_tell() -> None:
     assert "best attempts (rejection fine-tuning)" in build_card(facts_of(stage="rft"))
 
 
-def test_the_course_of_a_training_tells_episodes_not_answers(facts: CardFacts) -> None:
-    """66 `tokens per rollout` beside 21 sampled ones: most are what tools and the user said."""
-    curves = {
-        name: [[1, 1.0], [2, 2.0]]
-        for name in ("scores", "episodes/success", "episodes/turns", "val/sequence_lengths")
-    }
-    known = replace(facts, stage="grpo", reports={**facts.reports, "grpo": {"curves": curves}})
-    curve = training_curve(known)
-    assert curve is not None
-    assert curve["header"] == [
-        *("step", "reward", "share solved", "turns"),
-        "tokens per episode, with those of tools and user",
-    ]
-
-
 def test_failures_are_counts_in_a_table_of_their_own(facts: CardFacts) -> None:
     found = [t for t in result_tables(facts) if t["title"].startswith("Why attempts fail")]
     table = next(t for t in found if "sampled" in t["title"])
@@ -174,16 +157,6 @@ def test_the_index_has_the_few_numbers_that_stand_for_it(facts: CardFacts) -> No
     assert {r["task"]["name"] for r in index["results"]} == {"tool use over several turns"}
     said = [m["name"] for r in index["results"] for m in r["metrics"]]
     assert all("tasks" in name for name in said)
-
-
-def test_steps_are_followed_by_the_same_few(facts: CardFacts) -> None:
-    renamed = [
-        {**e, "stage": {"base": "grpo-step50"}.get(e["stage"], e["stage"])}
-        for e in facts.evaluations
-    ]
-    (first, *_) = progression_tables(replace(facts, evaluations=tuple(renamed)))
-    assert first["header"][:2] == ("step", "`pass@1`")  # one attempt: all of them are one number
-    assert [row[0] for row in first["rows"]] == ["step 50", "**step 100 (this model)**"]
 
 
 def test_flags_that_mean_nothing_to_an_agent_are_not_listed(facts: CardFacts) -> None:
@@ -220,25 +193,3 @@ def test_a_number_that_no_attempts_give_is_refused(facts: CardFacts) -> None:
                            "valid attempts.")  # fmt: skip
     assert not any("share" in p for p in lint_card(uneven.replace("14.3", "13.3")))
     assert any("share" in p for p in lint_card(alone.replace("14.3", "13.3")))
-
-
-def test_a_claim_across_protocols_is_refused(facts: CardFacts) -> None:
-    """The base's number is of one protocol, the model's of another: nothing is "4x better"."""
-    text = (
-        "# Agent\n\nA 4x improvement of pass@1 over the base model.\n\n"
-        "## Greedy, n = 70, protocol `aaaaaaaaaaaa`\n\n| metric | base |\n|---|---|\n"
-        "| pass@1 | 14.3% |\n\n"
-        "## Sampled, n = 100, protocol `bbbbbbbbbbbb`\n\n| metric | this model |\n|---|---|\n"
-        "| pass@1 | 57.0% |\n"
-    )
-    found = [f for f in check_card(text) if f.is_error]
-    assert any(f.rule == "comparison" for f in found), found
-
-
-def test_a_share_of_tasks_is_known_by_its_name() -> None:
-    named = {m: metric_of(m) for m in ("pass@1_first", "pass@4/retail", "pass^4")}
-    assert {name: m.key for name, m in named.items() if m is not None} == {
-        "pass@1_first": "pass@1_first",
-        "pass@4/retail": "pass@4",
-        "pass^4": "pass^4",
-    }

@@ -16,7 +16,6 @@ from refiner_core.cards.evidence import evidence_text, load_evidence
 from refiner_core.cards.facts import CardFacts
 from refiner_core.cards.lint import Finding, check_card, lint_card
 from refiner_core.cards.lint.against import differences
-from refiner_core.cards.lint.markdown import read_document
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.evaluation.statistics import wilson
 from tests.support.card_facts import card_numbers, full_facts, sft_facts
@@ -567,14 +566,3 @@ def test_a_template_of_a_stranger_is_not_run() -> None:
     facts = full_facts(template=mine)
     told = check_card(build_card(facts), evidence_text(facts, []), template=mine)
     assert not [f for f in told if f.rule == "evidence"], "the user's own is run, and compared"
-
-
-def test_inline_code_and_comments_are_taken_out_as_a_renderer_takes_them() -> None:
-    document = read_document(
-        "a `b|c` ``d ` e`` `f\n\n```\n<!-- kept -->\n```\nx <!-- gone\nalso --> y"
-    )
-    assert document.paragraphs[0].text.split() == ["a", "`f"]
-    assert document.paragraphs[-1].text.split() == ["x", "y"]
-    (row,) = read_document(table("| x | y |", "| `a\\|b` | c |")).tables[0].rows
-    assert row.cells == ("a|b", "c")
-    assert read_document("# Title C ##").headings == ["Title C"]

@@ -30,15 +30,6 @@ def section(card: str, title: str) -> str:
 
 
 @pytest.mark.parametrize("given", [full_facts(), sft_facts()], ids=["grpo", "sft"])
-def test_each_number_that_is_registered_stands_in_its_section(given: CardFacts) -> None:
-    card = build_card(given)
-    front = card.split("---\n")[1]
-    for found in card_numbers(given):
-        place = front if found.section == "front matter" else section(card, found.section)
-        assert found.text in place, found
-
-
-@pytest.mark.parametrize("given", [full_facts(), sft_facts()], ids=["grpo", "sft"])
 @pytest.mark.parametrize("title", ["Results", "Training curve", "Hardware and cost", "Known notes"])
 def test_no_number_of_results_curve_cost_or_notes_is_without_a_fact(
     given: CardFacts, title: str

@@ -1,76 +1,48 @@
-"""Model cards: every value stands in them, every number has its evidence, and nothing leaks."""
+"""Cards: what they say of a run, which numbers they set side by side, and how they are used."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
-import subprocess
-import sys
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from huggingface_hub import ModelCard
 
-from refiner_core.cards.build import build_card
-from refiner_core.cards.facts import UNKNOWN, AttemptNote, CardFacts, attempt_notes
-from refiner_core.cards.lint import lint_card
-from refiner_core.contract.config import (
-    CommandConfig,
-    DataConfig,
-    GrpoConfig,
-    JudgeConfig,
-    ModelConfig,
-    RecipeConfig,
-    RewardConfig,
-)
-from refiner_core.contract.errors import DataError
+from refiner_core.cards.build import build_card, card_variables, shipped_template
+from refiner_core.cards.evidence import evidence_text
+from refiner_core.cards.facts import CONTROLS, UNKNOWN, CardFacts, attempt_notes
+from refiner_core.cards.lint import check_card, lint_card
+from refiner_core.contract.config import CommandConfig, RecipeConfig, RewardConfig
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
 from refiner_core.contract.records import Attempt, Outcome
-
-ONE, OTHER = "a" * 64, "b" * 64
-
-#: The run behind the seed card of step 50.
-SEED = RecipeConfig(
-    model=ModelConfig(name_or_path="lihaoxin2020/qwen3-4b-refiner-gpt54-ep2"),
-    data=DataConfig(
-        sft_path=None,
-        rl_path="lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric",
-        rl_revision="0123abcd",
-    ),
-    grpo=GrpoConfig(deepspeed_stage=3, num_training_steps=100),
-    reward=RewardConfig(rubric_source="instance+static"),
-    judge=JudgeConfig(kind="openai", model="Qwen/Qwen3.5-35B-A3B"),
+from tests.support.card_facts import (
+    CONFIG,
+    OTHER,
+    evaluation,
+    full_facts,
+    published_facts,
+    reports,
 )
+
 TINY = RecipeConfig()
+#: An option that came after the run.
+LATER = "reward.instance_rubrics_only"
 
 
-def evaluation(stage: str, metric: str, value: float, **changes: Any) -> dict[str, Any]:
-    entry = {
-        "stage": stage,
-        "protocol": ONE,
-        "protocol_name": "held-out questions",
-        "decoding": "greedy",
-        "metric": metric,
-        "value": value,
-        "low": value - 0.05,
-        "high": value + 0.05,
-        "n": 64,
-    }
-    return {**entry, **changes}
-
-
-def facts(config: RecipeConfig = SEED, **changes: Any) -> CardFacts:
-    given: dict[str, Any] = {
-        "repo_id": "somebody/qwen3-4b-refiner-step50",
-        "config": config,
-        "stage": "grpo",
-        "step": 50,
-        "final": False,
-        "command": "refiner run seed-000 seed=42",
-    }
-    return CardFacts(**{**given, **changes})
+def bare_facts(config: RecipeConfig = CONFIG, **changes: Any) -> CardFacts:
+    """A step in the middle of a run of which only the recipe is recorded."""
+    where: dict[str, Any] = {"stage": "grpo", "step": 50, "final": False}
+    command = "refiner run recipe.yaml seed=42"
+    return CardFacts(**{"repo_id": "a/b", "config": config, "command": command, **where, **changes})
 
 
 def front_matter(card: str) -> dict[str, Any]:
@@ -82,77 +54,64 @@ def section(card: str, title: str) -> str:
     return card.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
-# ---------------------------------------------------------------- what stands in a card
+# ---------------------------------------------------------------- shipped recipes
 
 
-def test_a_card_carries_every_flag_of_the_seed_card_with_its_value():
-    card = build_card(facts())
-    for flags in (
-        "--verification_reward 10.0",
-        "--non_stop_penalty false",
-        "--refiner_reward_gate_judge_score_with_format_bonus false",
-        "--refiner_reward_apply_paper_citation_reward true",
-        "--refiner_reward_paper_citation_weight 0.2",
-        "--kl_estimator kl3 --beta 0.001",
-        "--num_unique_prompts_rollout 32 --num_samples_per_prompt_rollout 8",
-        "--learning_rate 5e-6 --lr_scheduler_type constant",
-        "--max_prompt_token_length 6144 --response_length 1024",
-        "--max_token_length 8192 --pack_length 8192",
-        "--temperature 1.0 --seed 42",
-        "--deepspeed_stage 3",
-    ):
-        assert flags in section(card, "Reproduction")
-    assert "refiner run seed-000 seed=42" in section(card, "Reproduction")
-
-
-def test_every_identity_setting_of_a_run_stands_in_its_card():
-    reproduction = section(build_card(facts()), "Reproduction")
-    for path, info in walk(RecipeConfig):
-        part, _, name = path.rpartition(".")
-        unset = path.endswith(("_path", "_revision", "revision", "_rows", "_template", "_mode"))
-        if info.mark == "identity" and part in ("grpo", "reward", "judge", "model", "data"):
-            known = f"{name} " in reproduction or f"{path}=" in reproduction
-            assert known or unset, f"{path} is missing"
-
-
-def test_front_matter_is_what_the_hub_reads():
-    matter = front_matter(build_card(facts()))
-    assert matter["license"] == "apache-2.0"
-    assert matter["base_model"] == "lihaoxin2020/qwen3-4b-refiner-gpt54-ep2"
-    assert matter["pipeline_tag"] == "text-generation"
-    assert matter["library_name"] == "transformers"
-    assert {"grpo", "refiner", "qwen3"} <= set(matter["tags"])
-    assert matter["datasets"] == ["lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric"]
-    assert "model-index" not in matter
-    assert "datasets" not in front_matter(build_card(facts(TINY)))
-
-
-def test_the_reward_is_told_in_words_that_follow_the_configuration():
-    words = section(build_card(facts(static_rubric_titles=("Padding",))), "Training set-up")
-    assert "the row's own rubrics and the static set `v3` (`Padding`)" in words
-    assert "10.0 · [(1 − 0.2) · judge + 0.2 · citation]" in words
-    assert "`Qwen/Qwen3.5-35B-A3B`" in words
-    changed = replace(
-        SEED,
-        reward=RewardConfig(
-            apply_paper_citation_reward=False,
-            gate_judge_score_with_format_bonus=True,
-            non_stop_penalty=True,
-            rubric_source="instance",
+@pytest.mark.parametrize(
+    ("recipe", "facts"),
+    [
+        (
+            "refiner-gpt54",
+            (
+                "base_model: lihaoxin2020/qwen3-4b-refiner-gpt54-ep2",
+                "**Training step:** 50 of 200 planned",
+                "**step-50 intermediate** checkpoint",
+                "datasets/lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric",
+                "the static set `v3`",
+                "**Judge:** `Qwen/Qwen3.5-35B-A3B`",
+                "**Rollouts:** 32 unique prompts × 8 samples per prompt",
+                "--verification_reward 10.0",
+                "--non_stop_penalty false",
+                "--refiner_reward_gate_judge_score_with_format_bonus false",
+                "--refiner_reward_apply_paper_citation_reward true",
+                "--refiner_reward_paper_citation_weight 0.2",
+                "--kl_estimator kl3 --beta 0.001",
+                "--num_unique_prompts_rollout 32 --num_samples_per_prompt_rollout 8",
+                "--learning_rate 5e-6 --lr_scheduler_type constant",
+                "--max_prompt_token_length 6144 --response_length 1024",
+                "--max_token_length 8192 --pack_length 8192",
+                "--temperature 1.0 --seed 42",
+                "--deepspeed_stage 3",
+                "introduced `--refiner_reward_instance_rubrics_only`",
+                "produced before it existed**; the value in effect was `false`",
+            ),
         ),
-    )
-    words = section(build_card(facts(changed)), "Training set-up")
-    assert "static" not in words
-    assert "**Citation reward:** disabled" in words
-    assert "(1 − 0.0) · judge" in words
-    assert "multiplied by the format bonus" in words
-    assert "does not stop scores 0.0" in words
+        (
+            "refiner-answer-only",
+            (
+                "lihaoxin2020/qwen3-4B-refiner-sft-step-3201",
+                "the judge sees the row's own rubrics; the score",
+                "data.refiner_mode=answer_only",
+            ),
+        ),
+    ],
+)
+def test_the_card_of_a_shipped_recipe_has_every_flag_and_source(
+    recipe: str, facts: tuple[str, ...]
+) -> None:
+    before = tuple(path for path, _ in walk(RecipeConfig) if path != LATER)
+    card = build_card(bare_facts(load_recipe(recipe), recorded_fields=before))
+    assert [fact for fact in facts if fact not in card] == []
+    assert lint_card(card) == []
 
 
-def test_instance_rubrics_only_takes_the_static_set_out_of_the_words():
-    reward = RewardConfig(rubric_source="instance+static", instance_rubrics_only=True)
-    card = build_card(facts(replace(SEED, reward=reward)))
-    assert "static set" not in section(card, "Training set-up")
+def test_the_successor_run_says_that_static_rubrics_are_out() -> None:
+    card = build_card(bare_facts(load_recipe("refiner-instance-only")))
+    assert "--refiner_reward_instance_rubrics_only true" in card
+    assert "static set" not in card
+
+
+# ---------------------------------------------------------------- claims that follow the recipe
 
 
 @pytest.mark.parametrize(
@@ -163,8 +122,8 @@ def test_instance_rubrics_only_takes_the_static_set_out_of_the_words():
         ({"combination": "additive"}, "10.0 · [judge + 0.2 · citation]."),
     ],
 )
-def test_the_total_is_told_as_it_is_computed(reward: dict[str, Any], told: str):
-    card = build_card(facts(replace(SEED, reward=RewardConfig(**reward))))
+def test_the_total_is_told_as_it_is_computed(reward: dict[str, Any], told: str) -> None:
+    card = build_card(bare_facts(replace(CONFIG, reward=RewardConfig(**reward))))
     assert f"Total = {told}" in section(card, "Training set-up")
 
 
@@ -182,47 +141,31 @@ def test_the_total_is_told_as_it_is_computed(reward: dict[str, Any], told: str):
 )
 def test_prompts_without_rubrics_are_told_with_what_their_reward_is(
     reward: dict[str, Any], told: str | None
-):
+) -> None:
     reports = {
         "data": {"split": {"rl_without_rubrics": 3, "questions": 9, "held_out_questions": 1}}
     }
-    config = replace(SEED, reward=RewardConfig(**reward))
-    notes = section(build_card(facts(config, reports=reports)), "Known notes")
+    config = replace(CONFIG, reward=RewardConfig(**reward))
+    notes = section(build_card(bare_facts(config, reports=reports)), "Known notes")
     assert (told in notes) if told else ("no rubrics" not in notes)
 
 
-def test_a_lexical_judge_is_never_passed_off_as_a_language_model():
-    words = section(build_card(facts(TINY)), "Training set-up")
+def test_a_card_of_sft_with_the_lexical_judge_claims_neither_reward_nor_language_model() -> None:
+    words = section(build_card(bare_facts(TINY)), "Training set-up")
     assert "no language model" in words
-
-
-def test_an_intermediate_checkpoint_says_so_and_a_final_one_too():
-    assert "**step-50 intermediate**" in build_card(facts())
-    assert "50 of 100 planned" in build_card(facts())
-    final = build_card(facts(step=100, final=True))
-    assert "**final** checkpoint" in final
-    assert "intermediate" not in final
-
-
-def test_an_sft_card_tells_of_sft_and_of_no_reward():
-    card = build_card(facts(TINY, stage="sft", step=120, final=True))
-    assert "assistant tokens only" in card
+    card = build_card(bare_facts(TINY, stage="sft", step=120, final=True))
+    assert "**final** checkpoint" in card
     assert "sft.learning_rate=1e-5" in card
     assert "judge" not in section(card, "Training set-up").lower()
     assert "--kl_estimator" not in card
 
 
-def test_the_same_facts_give_the_same_bytes():
-    given = facts(evaluations=[evaluation("grpo", "reward", 1.0)])
-    assert build_card(given) == build_card(replace(given))
-
-
 # ---------------------------------------------------------------- numbers
 
 
-def test_numbers_stand_side_by_side_only_under_one_protocol():
+def test_numbers_stand_side_by_side_only_under_one_protocol() -> None:
     card = build_card(
-        facts(
+        bare_facts(
             evaluations=[
                 evaluation("base", "citation_f1", 0.2),
                 evaluation("random_copier", "citation_f1", 0.39),
@@ -242,26 +185,28 @@ def test_numbers_stand_side_by_side_only_under_one_protocol():
     assert "numbers of different tables are not comparable" in results
 
 
-def test_the_model_index_holds_this_models_numbers_only():
-    card = build_card(
-        facts(evaluations=[evaluation("base", "reward", 1.0), evaluation("grpo", "reward", 2.0)])
+def test_the_hubs_own_client_reads_the_results_with_their_n_and_interval() -> None:
+    data = ModelCard(build_card(full_facts())).data
+    found = {r.metric_type: r for r in data.eval_results or ()}
+    assert set(found) == {"citation_f1", "reward", "judge_failed"}, "only this model's own numbers"
+    assert found["citation_f1"].metric_value == 0.533
+    assert found["citation_f1"].metric_name == (
+        "citation_f1 (greedy, n = 64 prompts, 95 % interval 0.483 to 0.583)"
     )
-    index = front_matter(card)["model-index"]
-    metrics = [m for result in index[0]["results"] for m in result["metrics"]]
-    assert [metric["value"] for metric in metrics] == [2.0]
-    for key in ("task", "dataset", "metrics"):
-        assert key in index[0]["results"][0]
+    assert data.base_model == "Qwen/Qwen3-4B"
+    assert data.to_dict()["base_model_relation"] == "finetune"
+    assert data.datasets == ["somebody/demonstrations", "somebody/prompts"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
-def test_a_number_that_was_not_computed_is_neither_nan_nor_zero(value: Any):
+def test_a_number_that_was_not_computed_is_neither_nan_nor_zero(value: Any) -> None:
     missing = evaluation("grpo", "reward", 0.0) | {
         "value": value,
         "low": value,
         "high": value,
         "n": 3,
     }
-    card = build_card(facts(evaluations=[missing]))
+    card = build_card(bare_facts(evaluations=[missing]))
     assert "model-index" not in front_matter(card)
     assert "| — |" in card
     assert "Not computed, and not counted as 0: `reward` of grpo (greedy)." in card
@@ -269,22 +214,121 @@ def test_a_number_that_was_not_computed_is_neither_nan_nor_zero(value: Any):
 
 
 @pytest.mark.parametrize("missing", ["protocol", "n", "decoding"])
-def test_a_number_without_its_evidence_is_refused(missing: str):
+def test_a_number_without_its_evidence_is_refused(missing: str) -> None:
     with pytest.raises(DataError, match=missing):
-        facts(evaluations=[evaluation("grpo", "reward", 1.0, **{missing: None})])
+        bare_facts(evaluations=[evaluation("grpo", "reward", 1.0, **{missing: None})])
 
 
-def test_two_claims_to_the_same_number_are_refused_unless_they_agree():
+def test_two_claims_to_the_same_number_are_refused_unless_they_agree() -> None:
     floor = evaluation("random_copier", "reward", 1.0)
-    assert len(facts(evaluations=[floor, dict(floor)]).evaluations) == 1
+    assert len(bare_facts(evaluations=[floor, dict(floor)]).evaluations) == 1
     with pytest.raises(DataError, match="Two evaluations claim"):
-        facts(evaluations=[evaluation("grpo", "reward", 1.0), evaluation("grpo", "reward", 2.0)])
+        bare_facts(
+            evaluations=[evaluation("grpo", "reward", 1.0), evaluation("grpo", "reward", 2.0)]
+        )
 
 
-# ---------------------------------------------------------------- notes from records
+# ---------------------------------------------------------------- steps of one run
 
 
-def test_a_note_of_an_interruption_says_when_and_what_was_done_again():
+def test_steps_of_the_run_stand_below_each_other_where_the_protocol_is_the_same() -> None:
+    results = section(build_card(full_facts()), "Results")
+    _, progress, rewards = results.rsplit("### Training progression", 2)
+    assert "| step 25 | 0.487 [0.437, 0.537] |" in progress
+    assert "| **step 50 (this model)** | 0.533 [0.483, 0.583], n = 64 |" in progress
+    assert "reward" not in progress, "the reward was measured under another protocol"
+    assert rewards.index("step 25") < rewards.index("step 50") < rewards.index("step 75")
+    main = results.split("### Training progression")[0]
+    assert (
+        "| metric | base | random copier (floor) | SFT | **GRPO, step 50 (this model)** |" in main
+    )
+
+
+def test_the_step_to_prefer_is_the_one_with_the_highest_number_of_one_protocol() -> None:
+    use = section(build_card(full_facts()), "Intended use")
+    assert "Of the 3 steps that were measured, step 75 has the highest `reward`" in use
+    assert "5.060 [5.010, 5.110], n = 64; this one has 4.870 [4.820, 4.920], n = 64" in use
+    assert "prefer a later step" not in use, "it was measured which one to prefer"
+    own = full_facts(evaluations=[evaluation("grpo-step50", "reward", 4.87, protocol=OTHER)])
+    assert "prefer a later step of the same run" in section(build_card(own), "Intended use")
+
+
+def test_a_step_is_not_held_against_a_number_of_another_protocol() -> None:
+    apart = [
+        evaluation("grpo-step50", "reward", 4.87),
+        evaluation("grpo-step75", "reward", 9.99, protocol=OTHER),
+    ]
+    card = build_card(full_facts(evaluations=apart))
+    assert "highest" not in section(card, "Intended use")
+    assert "Training progression" not in card
+
+
+def test_of_a_number_that_should_be_small_the_smallest_is_preferred() -> None:
+    """As `publish.which=best` chooses; the card of the best must not name another step."""
+    shares = {25: 0.4, 50: 0.1, 75: 0.2}
+    entries = [evaluation(f"grpo-step{s}", "uncited", v) for s, v in shares.items()]
+    facts = full_facts(evaluations=entries)
+    config = replace_fields(facts.config, {"publish.best_metric": "uncited"})
+    use = section(build_card(replace(facts, config=config)), "Intended use")
+    assert "none has a lower `uncited`" in use
+    assert "A lowest number among several flatters" in use
+
+
+def test_a_checkpoint_that_nobody_measured_says_so_beside_the_others() -> None:
+    card = build_card(full_facts(evaluations=[evaluation("base", "reward", 1.0)]))
+    assert "This checkpoint itself has not been evaluated." in section(card, "Known notes")
+
+
+# ---------------------------------------------------------------- course and cost
+
+
+def test_the_course_of_training_is_at_most_ten_lines_with_both_ends() -> None:
+    curve = section(build_card(full_facts()), "Training curve")
+    rows = [line for line in curve.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == 10
+    assert rows[0] == "| 4 | 2.143 | 0.0007692 | 396.7 | 0.5323 |"
+    assert rows[-1].startswith("| 48 | 3.714 |")
+    assert "Reward from step 4 to 48: `▁▁▂▃▃▄▅▆▆▇██` (lowest 2.143, highest 3.714)." in curve
+
+
+def test_a_curve_with_gaps_is_not_set_beside_steps_it_does_not_belong_to() -> None:
+    known = reports()
+    known["grpo"]["curves"]["objective/kl3_avg"] = [[1, 0.5], [2, 0.75]]
+    curve = section(build_card(full_facts(reports=known)), "Training curve")
+    assert "| step | reward | tokens per rollout | share that stopped |" in curve
+    assert "KL was not computed in all steps; the first value is 0.5, the last 0.75." in curve
+
+
+@pytest.mark.parametrize("points", [[], [[1, 2.0]], [[1, float("nan")]], [[1, 3.0], [2, 3.0]]])
+def test_a_short_flat_or_broken_curve_is_no_trouble(points: list[Any]) -> None:
+    known = reports()
+    known["grpo"]["curves"] = {"scores": points}
+    card = build_card(full_facts(reports=known))
+    assert ("## Training curve" in card) == bool(points)
+    assert lint_card(card) == []
+
+
+def test_cost_counts_all_attempts_and_says_what_was_lost() -> None:
+    card = build_card(full_facts())
+    cost = section(card, "Hardware and cost")
+    assert "grpo 2 h 02 min." in cost
+    assert "**Time of all attempts:** data 4.1 s, sft 10 min 05 s, grpo 2 h 31 min." in cost
+    assert "17.25 GPU-hours, all attempts together. That is about 53.48 USD at 3.10 USD" in cost
+    assert "1.50 of 17.25 GPU-hours went into work" in section(card, "Known notes")
+
+
+def test_without_a_gpu_core_hours_are_counted_and_nothing_is_priced() -> None:
+    cost = {"gpu_hours": 0.0, "core_hours": 0.035, "lost_core_hours": 0.0, "price": 3.0}
+    card = build_card(full_facts(cost=cost))
+    assert "**Compute:** 0.035 core-hours" in card
+    assert "USD" not in card
+    assert "had to be done again" not in card
+
+
+# ---------------------------------------------------------------- notes
+
+
+def test_a_note_of_an_interruption_says_when_and_what_was_done_again() -> None:
     """The run behind seed 000 ended at step 100 on a quota; its card had to be told by hand."""
     full = Outcome("disk_full", "resume", "Disk quota exceeded", step=100, errno=122)
     first = Attempt(1, "c", "slurm", "o", "t", ended_at="2026-11-21T03:12:41.123+00:00")
@@ -292,75 +336,16 @@ def test_a_note_of_an_interruption_says_when_and_what_was_done_again():
         2, "c", "slurm", "o", "t", resumed_from_step=50, outcome=Outcome("none", "finish")
     )
     attempts = attempt_notes("grpo", [replace(first, outcome=full), second])
-    notes = section(build_card(facts(attempts=attempts)), "Known notes")
+    notes = section(build_card(bare_facts(attempts=attempts)), "Known notes")
     assert "ended on 2026-11-21 03:12 UTC after step 100 because the disk or its quota" in notes
     assert "went on from the checkpoint of step 50" in notes
     assert "50 steps were done again" in notes
 
 
-def test_interruptions_are_told_with_how_they_ended_and_without_their_messages():
-    def attempt(number: int, failure: Any, resumed: int | None = None) -> Attempt:
-        outcome = Outcome(failure, "resume", "/home/me/run: Disk quota exceeded on node17")
-        return Attempt(number, "c", "slurm", "o", "t", resumed_from_step=resumed, outcome=outcome)
-
-    attempts = attempt_notes("grpo", [attempt(1, "preempted"), attempt(2, "disk_full", 25)])
-    notes = section(build_card(facts(attempts=attempts)), "Known notes")
-    assert "its job was preempted; attempt 2 went on from the checkpoint of step 25" in notes
-    assert "the disk or its quota was full; the stage was not taken up again" in notes
-    assert "node17" not in notes
-    assert "/home" not in notes
-
-
-def test_an_attempt_that_succeeded_is_no_note():
-    notes = section(build_card(facts(TINY, attempts=[AttemptNote("grpo", 1)])), "Known notes")
-    assert "Nothing unusual" in notes
-
-
-def test_dropped_rows_and_judge_failures_are_told_with_their_counts():
-    reports = {
-        "data": {
-            "rl": {"read": 88, "kept": 60, "dropped": {"prompt_too_long": 27, "duplicate": 1}},
-            "sft": {"read": 0, "kept": 0, "dropped": {}},
-            "split": {"questions": 56, "held_out_questions": 6, "rl_without_rubrics": 0},
-        },
-        "grpo": {"episodes": 12800, "counts": {"samples/unscored": 17}},
-    }
-    notes = section(build_card(facts(reports=reports)), "Known notes")
-    assert "28 of 88 prompts were dropped" in notes
-    assert "27 `prompt_too_long`" in notes
-    assert "The judge failed on 17 of 12800 rollouts" in notes
-
-
-def test_an_option_that_came_after_the_run_is_named_with_the_value_in_effect():
-    recorded = tuple(p for p, _ in walk(RecipeConfig) if p != "reward.instance_rubrics_only")
-    card = build_card(facts(recorded_fields=recorded))
-    notes = section(card, "Known notes")
-    assert "`--refiner_reward_instance_rubrics_only`" in notes
-    assert "produced before it existed**; the value in effect was `false`" in notes
-    assert "instance_rubrics_only" not in section(card, "Reproduction")
-    assert "instance_rubrics_only" not in section(build_card(facts()), "Known notes")
-
-
-def test_provenance_says_when_the_code_had_uncommitted_changes():
-    provenance = {
-        "commit": "0123abc",
-        "dirty": True,
-        "packages": {"torch": "2.13.0"},
-        "host": "8 x H200",
-        "durations": {"grpo": 7322.4},
-    }
-    card = build_card(facts(provenance=provenance))
-    told = section(card, "Provenance")
-    assert "commit `0123abc` with uncommitted changes" in told
-    assert "torch 2.13.0" in told
-    assert "8 x H200" in section(card, "Hardware and cost")
-    assert "grpo 2 h 02 min" in section(card, "Hardware and cost")
-
-
-def test_provenance_does_not_call_code_clean_of_which_git_did_not_say():
+def test_provenance_does_not_call_code_clean_of_which_git_did_not_say() -> None:
     told = {
         dirty: section(
-            build_card(facts(provenance={"commit": "012", "dirty": dirty})), "Provenance"
+            build_card(bare_facts(provenance={"commit": "012", "dirty": dirty})), "Provenance"
         )
         for dirty in (False, None)
     }
@@ -368,98 +353,39 @@ def test_provenance_does_not_call_code_clean_of_which_git_did_not_say():
     assert "commit `012` (whether with uncommitted changes, git did not say)." in told[None]
 
 
-# ---------------------------------------------------------------- leaks and lint
-
-
-def test_no_path_of_the_users_machine_stands_in_a_card():
-    config = RecipeConfig(
-        model=ModelConfig(name_or_path="/home/me/models/qwen3-mine"),
-        data=DataConfig(sft_path="~/data/demos.jsonl", rl_path="/scratch/me/rl.jsonl"),
-        reward=RewardConfig(rubric_source="static", static_rubrics="/home/me/strict.yaml"),
-    )
-    command = "refiner run tiny data.rl_path=/scratch/me/rl.jsonl"
-    card = build_card(
-        facts(config, command=command, reports={"sft": {"steps": 3}}, provenance={"host": "/x/y"})
-    )
-    assert "refiner run tiny data.rl_path=rl.jsonl\n" in card
-    assert "/home" not in card
-    assert "/scratch" not in card
-    assert "~/" not in card
-    assert "/x" not in card
-    assert front_matter(card)["base_model"] == "qwen3-mine"
+def test_a_training_that_went_on_with_other_processes_says_so() -> None:
+    facts = full_facts()
+    two = {"ranks": 2, "nodes": 1, "engine": "DeepSpeed ZeRO-3", "attempt": 1, "up_to_step": 20}
+    report = {**facts.reports["grpo"], "ranks": 1, "engine": "torch", "resumed_on": [two]}
+    card = build_card(replace(facts, reports={**facts.reports, "grpo": report}))
+    assert (
+        "GRPO was resumed on other processes: up to step 20 on 2 processes (DeepSpeed ZeRO-3), "
+        "then on 1 process (torch)"
+    ) in card
     assert lint_card(card) == []
+    same = {**report, "resumed_on": []}
+    card = build_card(replace(facts, reports={**facts.reports, "grpo": same}))
+    assert "other processes" not in card
 
 
-@pytest.mark.parametrize(
-    ("damage", "problem"),
-    [
-        (("license: apache-2.0\n", ""), "no license"),
-        (("base_model: lihaoxin2020/qwen3-4b-refiner-gpt54-ep2\n", ""), "no base_model"),
-        (("license: apache-2.0", "license: [apache"), "not YAML"),
-        (("## Results", "From /home/me/run7.\n\n## Results"), "path of some machine"),
-        (("## Results", "hf_abcdefghijklmnopqrstuvwxyz\n\n## Results"), "access token"),
-        (("---\nlicense", "license"), "no front matter"),
-    ],
-)
-def test_lint_finds_what_makes_a_card_unfit(damage: tuple[str, str], problem: str):
-    card = build_card(facts(evaluations=[evaluation("grpo", "reward", 0.5)]))
-    assert lint_card(card) == []
-    assert damage[0] in card
-    found = lint_card(card.replace(*damage, 1))
-    assert any(problem in line for line in found), found
+def test_a_repository_that_was_read_at_a_branch_is_named() -> None:
+    moving = replace_fields(CONFIG, {"model.revision": "main", "data.rl_revision": "main"})
+    notes = section(build_card(full_facts(config=moving)), "Known notes")
+    assert "The revision of the base model and the prompts is recorded as `main`" in notes
+    assert "`main`" not in section(build_card(full_facts()), "Known notes")
 
 
-def test_lint_lets_real_links_pass():
-    card = build_card(facts()) + "\nSee https://github.com/owner/repo and [x](https://hf.co/a/b).\n"
-    assert lint_card(card) == []
-
-
-numbers = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True), st.integers(0, 5))
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["base", "random_copier", "sft", "grpo", "other"]),
-            st.sampled_from(["reward", "citation_f1"]),
-            st.sampled_from([ONE, OTHER]),
-            st.sampled_from(["greedy", "sampled"]),
-            numbers,
-        ),
-        unique_by=lambda entry: entry[:4],
-    ),
-    st.sampled_from([SEED, TINY]),
-    st.sampled_from(["sft", "grpo"]),
-    st.booleans(),
-)
-def test_whatever_was_measured_the_card_is_clean_and_parses(
-    entries: list[Any], config: RecipeConfig, stage: str, final: bool
-):
-    evaluations = [
-        evaluation(model, metric, 0.0)
-        | {"protocol": protocol, "decoding": decoding, "value": value, "low": value, "high": value}
-        for model, metric, protocol, decoding, value in entries
-    ]
-    card = build_card(facts(config, stage=stage, final=final, evaluations=evaluations))
-    assert lint_card(card) == []
-    for result in front_matter(card).get("model-index", [{"results": []}])[0]["results"]:
-        assert all(math.isfinite(metric["value"]) for metric in result["metrics"])
-
-
-def test_cards_load_without_torch():
-    code = "import sys, refiner_core.cards; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
-# ---------------------------------------------------------------- another trainer's model
+def test_a_training_that_ended_before_its_last_step_says_so() -> None:
+    report = {"steps": 20, "steps_planned": 60}
+    cut = full_facts(stage="command", step=20, measured_as="", reports={"command": report})
+    notes = " ".join(section(build_card(cut), "Known notes").split())
+    assert "this checkpoint is step 20 of the 60 that the trainer had spoken of" in notes
 
 
 def test_a_card_of_another_trainers_model_claims_nothing_that_is_not_recorded() -> None:
     command = CommandConfig(run="torchrun /home/me/train.py --out {output}", version="v2")
     card = build_card(
-        facts(
+        bare_facts(
             replace(TINY, command=command),
             stage="command",
             base_model=UNKNOWN,
@@ -480,10 +406,172 @@ def test_a_card_of_an_adopted_checkpoint_says_so() -> None:
     config = replace(TINY, command=CommandConfig(adopted="ab" * 32))
     report = {"steps": 50, "adopted": True, "source": "/scratch/me/run/checkpoint-50"}
     card = build_card(
-        facts(config, stage="command", base_model="Qwen/Qwen3-4B", reports={"command": report})
+        bare_facts(config, stage="command", base_model="Qwen/Qwen3-4B", reports={"command": report})
     )
     assert front_matter(card)["base_model"] == "Qwen/Qwen3-4B"
     assert "adopted from the folder of a run that had ended" in card
     assert "`checkpoint-50`" in card
     assert "/scratch" not in card
     assert lint_card(card) == []
+
+
+# ---------------------------------------------------------------- reproduction and use
+
+
+def test_reproduction_says_what_the_command_needs_and_what_it_plans() -> None:
+    told = section(build_card(full_facts()), "Reproduction")
+    assert "```bash\nrefiner run recipe.yaml seed=42\n```" in told
+    assert "It takes refiner 0.1.0 at commit `0123abc`." in told
+    assert "`recipe.yaml` lies beside this card (SHA-256 `572b25e5d1bac28e" in told
+    assert (
+        f"It reads `rl.jsonl` from the folder that it is given in (SHA-256 `{'ab' * 32}`)" in told
+    )
+    assert f"the fingerprint of the stage `grpo`, `{'c9' * 32}`" in told
+    assert "step 50 is a checkpoint that it saves on the way (every 50 steps)" in told
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from refiner_core.models import tiny_model_dir
+    from refiner_core.training.model.loading import export
+
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir())
+    export(model, AutoTokenizer.from_pretrained(tiny_model_dir()), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"revision": "main"},
+        {"config": replace_fields(CONFIG, {"grpo.stop_strings": ["</answer>"]})},
+        {"config": replace_fields(CONFIG, {"data.refiner_mode": "with_reasoning"})},
+    ],
+    ids=["step of a shared repository", "own repository", "stop strings", "other mode"],
+)
+def test_the_usage_section_runs_as_a_reader_would_run_it(
+    changes: dict[str, Any], exported: Path
+) -> None:
+    """Only the repository's name is replaced, by the folder that would be there."""
+    short = replace_fields(changes.get("config", CONFIG), {"grpo.response_length": 6})
+    given = full_facts(**{**changes, "config": short})
+    usage = section(build_card(given), "Usage")
+    code = usage.split("```python\n")[1].split("\n```")[0]
+    assert ('revision="step-50"' in code) == (given.revision == "step-50")
+    printed = io.StringIO()
+    space: dict[str, Any] = {}
+    with contextlib.redirect_stdout(printed):
+        exec(code.replace(given.repo_id, str(exported)), space)  # the point of this test
+    assert space["output"].shape[1] > space["inputs"]["input_ids"].shape[1]
+    assert printed.getvalue() == space["answer"] + "\n"
+
+
+@pytest.mark.parametrize("revision", ["main", "step-50"])
+def test_the_usage_section_of_a_folder_loads_the_folder_of_that_step(
+    revision: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder has no revisions: transformers would load what main is, and say nothing."""
+    config = replace_fields(CONFIG, {"publish.target": "folder", "grpo.response_length": 6})
+    given = full_facts(config=config, revision=revision)
+    usage = section(build_card(given), "Usage")
+    code = usage.split("```python\n")[1].split("\n```")[0]
+    assert "revision=" not in code
+    here = given.repo_id if revision == "main" else f"{given.repo_id}@{revision}"
+    shutil.copytree(exported, tmp_path / here)
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {}
+    exec(code, space)  # the point of this test
+    assert space["name"] == here
+
+
+# ---------------------------------------------------------------- templates of users
+
+
+def test_a_user_can_change_the_template_and_has_all_that_the_shipped_one_has() -> None:
+    mine = shipped_template().replace("## Known notes", "## What else happened")
+    given = full_facts(template=mine + "\nbeta is {{ facts.config['grpo.beta'] }}.\n")
+    card = build_card(given)
+    assert "## What else happened" in card
+    assert card.endswith("beta is 0.001.\n")
+    assert build_card(full_facts(template=shipped_template())) == build_card(full_facts())
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "said"),
+    [
+        ("# {{ name }}\n\n{{ nmae }}\n", 3, "nmae"),
+        ("# {{ name }}\n{% for x in notes %}\n", 2, "endfor"),
+        ("a\nb\n{{ step / 0 }}\n", 3, "division by zero"),
+        ("{{ ''.__class__.__mro__ }}\n", 1, "unsafe"),
+        ("\n{{ notes.append(1) }}\n", 2, "unsafe|not safely callable"),
+        ("{{ format.nothing }}", 1, "nothing"),
+    ],
+)
+def test_a_template_that_fails_names_the_line_and_what_there_is(
+    template: str, line: int, said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        build_card(full_facts(template=template))
+    assert f"at line {line}" in str(caught.value)
+    assert "notes, preferred, progression" in str(caught.value)
+
+
+def test_the_table_in_the_templates_head_names_every_variable() -> None:
+
+    head = shipped_template().split("-#}")[0]
+    rows = [line.split("|")[1].strip() for line in head.splitlines() if line.startswith("| ")]
+    assert set(rows) - {"variable"} == {*card_variables(published_facts(full_facts())), "facts"}
+
+
+# ---------------------------------------------------------------- hostile or missing values
+
+
+def test_a_card_with_nothing_recorded_is_short_and_claims_nothing() -> None:
+    bare = CardFacts("me/m", RecipeConfig(), "grpo", 3, True, "refiner run tiny")
+    card = build_card(bare)
+    assert lint_card(card) == []
+    for title in ("Training curve", "Hardware and cost"):
+        assert f"## {title}" not in card
+    assert "No evaluation of this checkpoint is recorded." in card
+    assert "Nothing was recorded of the code" in card
+    assert build_card(replace(bare)) == card
+
+
+def test_names_from_rows_and_trainers_forge_no_table_link_or_markup() -> None:
+    forged = "".join(
+        f"x{sign}{sign}| metric | own |{sign}|---|---|{sign}| citation_f1 | **0.99** |{sign}"
+        for sign in ("\r", "\n", "\x1b[2J", "\u2028", "\u202e", "\x85")
+    )
+    hostile = forged + "<img src=x onerror=y> [free](https://evil.example/a) `a`"
+    told = reports()
+    told["data"]["rl"]["modes"] = {hostile: 3, "answer_only": 2}
+    evaluations = [evaluation("grpo", "citation_f1", 0.5), evaluation("grpo", hostile, 0.5)]
+    for facts in (
+        full_facts(reports=told),
+        full_facts(evaluations=evaluations),
+        full_facts(static_rubric_titles=(hostile,), static_rubric_weights=(1.0,)),
+        full_facts(
+            stage="command",
+            reports={"command": {"steps": 3, "final": {hostile: 1.0}, "source": "s"}},
+        ),
+    ):
+        card = build_card(facts)
+        assert not CONTROLS.search(card)
+        assert "<img" not in card
+        assert "](https://evil" not in card
+        assert not any(line.startswith("| citation_f1 | **0.99**") for line in card.split("\n"))
+        found = check_card(card, evidence_text(facts, []))
+        assert {f.rule for f in found} <= {"evidence-inconsistent"}, "made-up intervals"
+        assert build_card(published_facts(facts)) == card
+
+
+def test_a_card_with_a_character_that_nobody_sees_is_refused() -> None:
+    card = build_card(full_facts())
+    for sign in ("\r", "\x1b", "\u202e", "\u2028", "\x00"):
+        forged = card.replace("## Usage", f"## Usage{sign}| grpo | 0.99 |")
+        assert "control-character" in {f.rule for f in check_card(forged)}
+    assert "control-character" not in {f.rule for f in check_card(card.replace("\n", "\r\n"))}
