@@ -151,22 +151,6 @@ def test_an_outage_is_told_once_not_per_try(place: Place) -> None:
     assert (place.told[0]["cause"], place.told[0]["stage"]) == ("judge_outage", "data")
 
 
-def test_a_failure_says_its_class_the_log_and_the_next_command(place: Place) -> None:
-    behaviour = {"fail": "bug", "fail_at_step": 1}
-    assert told_run(place.root, {"command": place.command}, behaviour=behaviour).exit_code != 0
-    (message,) = place.told
-    assert (message["kind"], message["stage"], message["cause"]) == ("failed", "data", "bug")
-    assert "told to fail" in message["text"]
-    assert "log.txt" in message["text"]
-    assert message["next"] == f"refiner logs data {place.run} workspace={place.root}"
-
-
-def test_a_run_that_ends_at_once_is_quiet_where_somebody_watches(place: Place) -> None:
-    years = 60.0 * 24 * 365 * 1000
-    told_run(place.root, {"command": place.command, "after_min": years})
-    assert place.told == []
-
-
 def test_ctrl_c_is_told_where_that_is_asked_for(place: Place) -> None:
     place.behave(steps=1000)
     process = place.start({"command": place.command, "on": ["stopped"]})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -89,22 +88,6 @@ def test_arms_are_sorted_by_what_is_asked_and_missing_ones_come_last(
     assert seen(browser, ".cmp tbody .arm")[:2] == ["static-0", "static-0.2"]
 
 
-def test_arms_are_filtered_by_name_in_every_view(browser: Page, show: Show) -> None:
-    show("full_report", "v=arms&q=-0.2")
-    shown = ["static-0", "static-0.2", "mixed-0.2", "instance-0.2"]
-    assert seen(browser, ".cmp tbody .arm") == shown
-    assert seen(browser, "#shown-count") == ["4 of 6"]
-    browser.run("document.querySelector('a[data-view=judges]').click()")
-    assert seen(browser, ".matrix tbody .arm") == shown
-
-
-def test_hovering_tells_the_seeds_behind_a_point(browser: Page, show: Show) -> None:
-    show("full_report", "arms")
-    browser.hover(".cmp.on tr:nth-child(3) svg.strip")
-    assert seen(browser, "#tip")[0].startswith("mixed-0: 0.635 [0.611, 0.659]; seed 1: 0.6")
-    assert "seed 3: — (missing)" in seen(browser, "#tip")[0]
-
-
 def test_curves_of_arms_are_overlaid_put_out_and_chosen_by_metric(
     browser: Page, show: Show
 ) -> None:
@@ -119,14 +102,6 @@ def test_curves_of_arms_are_overlaid_put_out_and_chosen_by_metric(
     assert drawn(browser)[2][1] is False, "an arm is put out in all charts"
     browser.run("document.querySelector('.plot-of.on summary').click()")
     assert "step 100" in seen(browser, ".plot-of.on tbody tr:first-child td")[1]
-
-
-def test_the_matrix_says_who_trains_on_what_and_who_is_held_out(browser: Page, show: Show) -> None:
-    show("full_report", "judges")
-    heads = seen(browser, ".matrix thead th")
-    assert "● trains static-0 and static-0.2" in heads[1]
-    assert "held out" in heads[3]
-    assert any("#1" in cell for cell in seen(browser, ".matrix td"))
 
 
 def test_a_flipped_prompt_leads_to_its_answers(browser: Page, show: Show) -> None:
@@ -156,19 +131,6 @@ def test_answers_are_chosen_by_arm_and_seed_and_prompt(browser: Page, show: Show
     assert seen(browser, ".prompt h3")[0].startswith("Who founded")
 
 
-def test_the_keyboard_reaches_views_and_choices(browser: Page, show: Show) -> None:
-    show("full_report")
-    reached = []
-    for _ in range(14):
-        browser.press("Tab")
-        reached.append(browser.run("document.activeElement.textContent.trim()"))
-    assert reached[0] == "Skip to the content"
-    assert "Learning curves" in reached
-    browser.run("document.querySelector('nav a[data-view=cost]').focus()")
-    browser.press("Enter")
-    assert seen(browser, ".view > h2") == ["Cost and waste"]
-
-
 def test_a_page_of_a_running_sweep_loads_itself_again_and_stays_where_it_was(
     browser: Page, show: Show
 ) -> None:
@@ -182,12 +144,6 @@ def test_a_page_of_a_running_sweep_loads_itself_again_and_stays_where_it_was(
     assert browser.run("scrollY") == 300
     assert browser.run("document.querySelector('#pause').click(), true")
     assert seen(browser, "#pause") == ["Go on"]
-
-
-def test_the_page_of_a_sweep_that_is_over_stays(browser: Page, show: Show) -> None:
-    show("full_report", reload_s=1)
-    assert browser.run("document.body.dataset.reload") is None
-    assert seen(browser, "#pause") == []
 
 
 def test_hostile_text_is_shown_and_does_nothing(browser: Page, show: Show) -> None:
@@ -276,29 +232,6 @@ def test_nothing_runs_out_of_a_narrow_screen(browser: Page, show: Show) -> None:
             assert browser.run("document.documentElement.scrollWidth") <= 400, view
     finally:
         browser.call("Emulation.clearDeviceMetricsOverride")
-
-
-def test_text_can_be_read_on_its_ground_in_light_and_dark(browser: Page, show: Show) -> None:
-    for scheme in ("light", "dark"):
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        browser.call("Emulation.setEmulatedMedia", features=[feature])
-        show("full_report")
-        for view, _ in VIEWS:
-            go(browser, view)
-            poor = browser.run(POOR_CONTRAST)
-            assert poor == [], f"{scheme}, {view}"
-    browser.call("Emulation.setEmulatedMedia", features=[])
-
-
-def test_it_prints_with_all_views_and_without_controls(browser: Page, show: Show) -> None:
-    show("full_report")
-    printed = base64.b64decode(browser.call("Page.printToPDF", printBackground=True)["data"])
-    assert printed.startswith(b"%PDF")
-    assert len(re.findall(rb"/Type\s*/Page\b", printed)) >= len(VIEWS)
-    browser.call("Emulation.setEmulatedMedia", media="print")
-    assert seen(browser, ".view > h2") == [title for _, title in VIEWS]
-    assert seen(browser, "nav, form, #scheme") == []
-    browser.call("Emulation.setEmulatedMedia", media="")
 
 
 def test_without_scripts_everything_can_be_read(browser: Page, show: Show) -> None:

@@ -7,8 +7,6 @@ import json
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +18,9 @@ from click.testing import CliRunner, Result
 
 from flows.cli.judge import rescore_command
 from infra.attempt.attempt import AttemptRun
-from infra.store.traces import encode_rollouts, list_rollouts, read_rollouts
+from infra.store.traces import list_rollouts, read_rollouts
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
@@ -39,7 +37,7 @@ from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.training.batches import prompt_batch
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.rollouts.rollout import Sampled, form_groups, rollout_rows
-from tests.support.command import command, environment, start, wait_until
+from tests.support.command import start, wait_until
 from tests.support.judge_server import JudgeServer, Reply, digest_of, score
 from tests.support.recorded_run import RecordedRun
 
@@ -222,20 +220,6 @@ def test_options_are_settings_of_their_own_or_combined(run: RecordedRun) -> None
     assert only(given, given["settings"][1]["name"])["means"]["total"]["setting"]["value"] < 1
 
 
-def test_it_is_said_when_rollouts_do_not_come_out_as_they_were_stored(tmp_path: Path) -> None:
-    """As if the code that rewards had changed since."""
-    run = make_run(tmp_path / "runs", steps=1)
-    (path,) = rollout_files(run, run.stage("grpo").id)
-    rows = read_rollouts(path)
-    judged = next(r for r in rows if r["status"] == "scored")
-    judged["reward"] += 1.0
-    path.write_bytes(encode_rollouts(rows))
-    done = rescore(tmp_path / "runs", "--citation-weight", "0")
-    assert "warning: grpo: the run's own settings do not give back" in done.stdout
-    assert "1 of 12 totals differ" in done.stdout
-    assert "own, again" in done.stdout, "how much of the differences is the code's"
-
-
 # ---------------------------------------------------------------- with a server of judges
 
 
@@ -280,21 +264,6 @@ def test_what_the_same_judge_has_said_is_not_asked_again(judged: tuple[Path, Jud
     (bill,) = document["judging"]
     assert bill["reused"] == bill["questions"] > 0
     assert bill["asked"] == 0
-
-
-def test_a_judge_of_the_same_opinion_changes_nothing(judged: tuple[Path, JudgeServer]) -> None:
-    root, server = judged
-    document, calls = calls_of(server, lambda: found(root, "--judge", "model=same"))
-    entry = only(document, "judge=same")
-    assert entry["kendall"]["value"] == pytest.approx(1.0)
-    assert entry["best_changed"]["numerator"] == 0
-    assert entry["best_changed"]["denominator"] == STEPS * PER_STEP
-    assert entry["sign_changed"]["numerator"] == 0
-    kinds = {a["kind"]: a for a in entry["agreement"]}
-    assert kinds["rubric"]["raw"]["value"] == 1.0
-    assert kinds["rubric"]["kappa"]["value"] == kinds["rubric"]["quadratic"]["value"] == 1.0
-    bill = next(b for b in document["judging"] if b["judge"] == "same")
-    assert calls == bill["calls"] == bill["asked"] == bill["questions"]
 
 
 def test_a_contrary_judge_turns_everything_around(judged: tuple[Path, JudgeServer]) -> None:
@@ -463,13 +432,6 @@ def test_policies_on_the_same_prompts_stand_in_one_matrix(tmp_path: Path) -> Non
     assert all(set(ranks.values()) == {1} for ranks in matrix["ranks"].values())
 
 
-def test_policies_are_compared_on_the_prompts_that_they_share(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
-    a, b = make_run(root, steps=1), make_run(root, "seed=7", steps=2)
-    document = found(root, a.run.run, b.run.run)
-    assert document["matrix"]["prompts"] == 3
-
-
 def test_models_are_compared_on_the_samples_of_their_evaluations(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs")
     run.data()
@@ -510,35 +472,6 @@ def test_what_cannot_be_meant_is_refused_with_the_way_out(
 ) -> None:
     with pytest.raises(error, match=message):
         rescore(run.workspace.root, *words)
-
-
-def test_prompts_that_are_gone_are_named(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "runs", steps=1)
-    data = run.workspace.output_dir(run.stage("data").id)
-    assert data is not None
-    (data / "rl_train.parquet").unlink()
-    with pytest.raises(DataError, match=r"rollouts are gone: data-\w+ has no rl_train"):
-        rescore(run.workspace.root)
-
-
-def test_no_model_library_is_loaded_to_rescore(run: RecordedRun) -> None:
-    script = (
-        "import sys\n"
-        "from flows.cli.main import main\n"
-        "code = main(sys.argv[1:])\n"
-        "heavy = {'torch', 'transformers', 'prefect', 'submitit', 'aiohttp'} & set(sys.modules)\n"
-        "print('HEAVY', sorted(heavy), code, file=sys.stderr)\n"
-    )
-    words = ["rescore", f"workspace={run.workspace.root}", "--citation-weight", "0"]
-    done = subprocess.run(
-        [command()[0], "-c", script, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(),
-    )
-    assert "HEAVY [] 0" in done.stderr, done.stderr
-    assert sys.executable == command()[0]
 
 
 class Talker:

@@ -129,22 +129,6 @@ def test_claims_without_evidence_look_different_and_say_why(browser: Page, show:
     assert len(set(looks)) == 3
 
 
-def test_a_reward_is_taken_apart(browser: Page, show: Show) -> None:
-    show("full_report", "examples")
-    cells = [" ".join(c.split()) for c in seen(browser, ".answer-card:nth-child(2) .parts td")]
-    assert cells[:2] == ["1.00 × 8.00", "8.00"]
-    assert "−0.50" in cells
-    left = "document.querySelectorAll('.example.on .answer-card:nth-child(2) .fall rect')"
-    first, second = browser.run(
-        f"[...{left}].slice(0, 2).map(e => [e.getBoundingClientRect().left,"
-        " e.getBoundingClientRect().right])"
-    )
-    assert second[0] == pytest.approx(first[1], abs=1), "the second part begins where one ends"
-    browser.run("document.querySelector('.example.on details:last-child > summary').click()")
-    assert "a fault: lower is better" in browser.text()
-    assert "recall 0.36" in browser.text()
-
-
 def test_curves_are_smoothed_on_a_logarithmic_axis_and_stand_in_numbers(
     browser: Page, show: Show
 ) -> None:
@@ -167,14 +151,6 @@ def test_curves_are_smoothed_on_a_logarithmic_axis_and_stand_in_numbers(
     assert cells[-1] == "3", "where nothing was logged is counted"
 
 
-def test_a_chart_tells_hostile_names_as_text(browser: Page, show: Show) -> None:
-    show("hostile_report", "curves")
-    drawn(browser)
-    browser.hover(".chart")
-    browser.run("new Promise(done => setTimeout(done, 300))")
-    assert browser.run("document.title").startswith("Recipe </script>")
-
-
 def test_a_change_is_called_better_only_where_its_interval_keeps_clear_of_0(
     browser: Page, show: Show
 ) -> None:
@@ -185,22 +161,6 @@ def test_a_change_is_called_better_only_where_its_interval_keeps_clear_of_0(
     go(browser, "numbers")
     browser.run("document.querySelectorAll('#numbers details')[1].open = true")
     assert "■ +0.17 [−0.23, 0.57] not clear" in " ".join(browser.text().split())
-
-
-def test_light_or_dark_is_chosen_and_remembered_in_the_address(browser: Page, show: Show) -> None:
-    show("full_report", "stages")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    light = browser.run(ground)
-    focus(browser, "#scheme")
-    browser.press("Enter")
-    assert browser.run(ground) != light
-    assert "d=dark" in browser.run("location.hash")
-    browser.show(browser.run("location.href"))
-    assert browser.run(ground) != light
-    browser.press("Tab")
-    focus(browser, "#scheme")
-    browser.press("Enter")
-    assert browser.run(ground) == light
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -17,7 +17,6 @@ from flows.cli.main import main
 from flows.cli.plan import why_command
 from flows.why.explanation import parse_query
 from refiner_core.evaluation.metrics import load_samples
-from tests.support.command import refiner
 from tests.support.recorded_run import RecordedRun
 
 
@@ -80,15 +79,6 @@ def test_what_it_shows_is_what_the_samples_file_has(run: RecordedRun) -> None:
     assert sample["question"] in sample["prompt"]
 
 
-def test_any_sample_can_be_asked_for(run: RecordedRun) -> None:
-    (found,) = figures(run, "reward", "grpo", "--sample", "row-5")
-    assert found["sample"]["which"]["sample_id"] == "row-5"
-    done = refiner("why", "reward", "grpo", "--sample", "row-99", f"workspace={run.workspace.root}")
-    assert done.code == 2
-    assert "No sample 'row-99'" in done.stderr
-    assert "row-" in done.stderr.partition("Expected")[2]
-
-
 def test_a_number_that_does_not_recompute_is_said_so(run: RecordedRun, tmp_path: Path) -> None:
     """Somebody has edited the result."""
     copy = tmp_path / "runs"
@@ -127,15 +117,6 @@ def test_numbers_of_the_same_names_from_two_evaluations_are_told_apart(
         words = ["format_valid", "sft", stage_id, "--json", f"workspace={copy}"]
         (found,) = json.loads(CliRunner().invoke(why_command, words).stdout)["figures"]
         assert found["stage_id"] == stage_id
-
-
-def test_a_training_number_leads_to_the_rollouts_of_its_step(run: RecordedRun) -> None:
-    (found,) = figures(run, "scores", "step3", "grpo")
-    assert found["kind"] == "training"
-    assert found["files"]["samples"].endswith("step-00000003.parquet")
-    assert found["sample"]["judgements"]
-    (loss,) = figures(run, "loss/train_avg", "sft")
-    assert "not kept" in loss["notes"][0]
 
 
 @given(st.floats(-1e6, 1e6), st.integers(0, 6))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from flows.running.console import Console, state_line
+from flows.running.console import Console
 from flows.sweeping.admission import TrialWord
 from refiner_core.contract.types import Progress, StageView
 from refiner_core.report.printing import clock
@@ -45,10 +45,6 @@ def shown(*views: StageView, every_s: float = 1.0, quiet: bool = False) -> list[
     return stream.getvalue().splitlines()
 
 
-def test_a_stage_that_waits_says_nothing() -> None:
-    assert shown(SFT, SFT) == []
-
-
 def test_every_change_of_state_is_one_line() -> None:
     done = replace(RUNNING, state="done", seconds=7.2)
     assert shown(SFT, RUNNING, RUNNING, done, done) == ["sft: running", "sft: done (7.2 s)"]
@@ -63,20 +59,11 @@ def test_progress_is_a_line_every_ten_seconds_at_most() -> None:
     ]
 
 
-def test_no_line_when_nothing_moved() -> None:
-    assert len(shown(*[at(1)] * 30)) == 1
-
-
 def test_quiet_leaves_failures() -> None:
     assert shown(RUNNING, at(3), FAILED, every_s=20.0, quiet=True) == [
         "sft: failed (1 min 05 s), loss is NaN",
         "  log: /w/sft.log",
     ]
-
-
-def test_a_reattached_stage_names_its_job() -> None:
-    view = replace(RUNNING, state="reattached", job_id="4711")
-    assert state_line(view) == "sft: reattached as job 4711"
 
 
 def test_the_summary_names_logs_and_the_next_commands() -> None:
@@ -101,19 +88,6 @@ def test_the_summary_names_logs_and_the_next_commands() -> None:
         "refiner run tiny 'workspace=/w space'",
         "refiner status 'workspace=/w space'",
     ]
-
-
-def test_after_success_nothing_is_run_again() -> None:
-    console = Console(command=["refiner", "run", "tiny"], stream=io.StringIO())
-    done, skipped = replace(SFT, state="done"), replace(SFT, state="skipped")
-    assert console.next_commands({"a": done, "b": skipped}) == ["refiner status"]
-
-
-def test_a_recorded_run_has_a_report() -> None:
-    run = "20261121-153012-tiny-3f2a"
-    console = Console(command=["refiner", "run", "tiny"], run=run, stream=io.StringIO())
-    done = {"a": replace(SFT, state="done")}
-    assert console.next_commands(done) == [f"refiner report {run}", "refiner status"]
 
 
 def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from refiner_core.contract.fingerprint import (
     stage_fingerprint,
 )
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.marks import FieldInfo, identity, walk
+from refiner_core.contract.marks import FieldInfo, walk
 from refiner_core.contract.plan import make_plan
 
 FIELDS = dict(walk(RecipeConfig))
@@ -241,15 +241,6 @@ def test_a_field_added_later_keeps_old_fingerprints_at_its_legacy_value() -> Non
 
 def _has_legacy(info: FieldInfo) -> bool:
     return repr(info.legacy_value) != "ABSENT"
-
-
-def test_legacy_value_is_declared_through_the_mark() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Section:
-        option: bool = identity(True, doc="new", legacy_value=False)
-
-    (info,) = dict(walk(Section)).values()
-    assert info.legacy_value is False
 
 
 def test_inputs_come_before_the_stages_that_read_them() -> None:

@@ -93,21 +93,6 @@ def test_a_step_is_one_row_and_what_is_not_finite_is_missing(made: RecordedRun) 
     ]
 
 
-def test_stages_that_wait_have_no_attempt_and_no_zero(made: RecordedRun) -> None:
-    frame = api.stages_frame(workspace=made.workspace.root).set_index("name")
-    assert frame.loc["grpo", "state"] == "done"
-    assert frame.loc["grpo", "attempts"] == 2
-    assert pd.isna(frame.loc["card", "attempt"])
-    assert pd.isna(frame.loc["card", "started_at"])
-    assert pd.isna(frame.loc["card", "seconds"])
-
-
-def test_incidents_say_what_was_lost_where_that_is_known(made: RecordedRun) -> None:
-    (incident,) = api.incidents_frame(workspace=made.workspace.root).to_dict("records")
-    assert incident["failure"] == "preempted"
-    assert incident["resolved"] is True
-
-
 def test_rollouts_have_their_judgements_in_short(made: RecordedRun) -> None:
     root = made.workspace.root
     frame = api.rollouts_frame(workspace=root)
@@ -182,11 +167,6 @@ def test_what_is_not_there_is_said_with_what_is(
         function(workspace=made.workspace.root, **{k: v for k, v in call.items() if k != "f"})
 
 
-def test_a_workspace_without_runs_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="No run is recorded"):
-        api.stages_frame(workspace=tmp_path)
-
-
 def test_trials_have_their_arms_levels_and_states(drawn: RecordedSweep) -> None:
     frame = api.trials_frame("drawn", drawn.workspace.root).set_index(["arm", "seed"])
     assert frame.loc[("more", 1), "level/arm"] == "more"
@@ -208,10 +188,3 @@ def test_a_trial_that_is_not_done_has_no_samples_and_no_curve(drawn: RecordedSwe
     curves = api.sweep_metrics_frame("drawn", "grpo", root, arms=["more"], columns=["scores"])
     assert set(curves["seed"]) == {1}
     assert curves["step"].tolist() == [1, 2, 3]
-
-
-def test_columns_are_described_with_units() -> None:
-    said = api.describe_columns("stages").set_index("column")
-    assert said.loc["eta_s", "unit"] == "seconds"
-    with pytest.raises(ConfigurationError, match="Did you mean 'rollouts'"):
-        api.describe_columns("rollout")

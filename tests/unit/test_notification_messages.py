@@ -94,13 +94,6 @@ def test_a_failure_begins_with_what_failed_by_itself_and_says_how_to_mend_it() -
     )
 
 
-def test_who_gave_up_waiting_is_told_to_resume_and_not_to_look_for_a_bug() -> None:
-    views = {"grpo": view("grpo", "interrupted", message="no room for 1440 min", exit_code=5)}
-    message = words.failed(TOPIC, views, {"grpo": "disk_full"})
-    assert "stands still: grpo, no room on the disk" in message["title"]
-    assert message["next"].startswith("refiner resume ")
-
-
 def test_a_message_is_short_and_has_no_credentials() -> None:
     text = "x" * 9000 + " https://me:hunter2@host/"
     signed = words.stopped(TOPIC, "https://me:hunter2@host/a?X-Amz-Signature=abcdef")

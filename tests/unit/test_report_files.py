@@ -10,7 +10,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,7 +33,6 @@ from refiner_core.report.printing import (
     plain,
     with_interval,
 )
-from refiner_core.report.sweep.document import SweepReport
 from refiner_core.report.sweep.rendering import (
     csv_of,
     markdown,
@@ -128,28 +126,6 @@ def test_the_answer_claims_what_is_clear_and_names_what_is_not() -> None:
         "[0.012, 0.046] (adjusted p = 0.038; 2 seeds × 200 prompts)"
     )
     assert said.endswith("Without a comparison: instance-0.")
-
-
-def with_verdicts(verdict: Any) -> SweepReport:
-    report = full_report()
-    assert report.primary is not None
-    numbers = tuple(
-        n if n.difference is None else replace(n, verdict=verdict) for n in report.primary.numbers
-    )
-    return replace(report, comparisons=(replace(report.primary, numbers=numbers),))
-
-
-def test_where_nothing_is_clear_the_answer_says_what_could_have_been_seen() -> None:
-    said = answer(with_verdicts("not clear"))
-    assert "An effect of 0.021 would have been seen in 80\u00a0% of such sweeps" in said
-    assert "does not clearly differ from static-0: +0.0" in said
-    assert "better" not in said
-
-
-def test_where_the_judge_moved_nothing_is_claimed() -> None:
-    said = answer(with_verdicts("judge moved"))
-    assert "nothing is claimed: the judge scored the same answers differently" in said
-    assert "is better" not in said
 
 
 # ---------------------------------------------------------------- texts of others

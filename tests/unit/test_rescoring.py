@@ -125,36 +125,6 @@ def test_held_against_itself_nothing_changes(totals: list[list[float]]) -> None:
     assert found["no_signal"]["baseline"] == found["no_signal"]["setting"]
 
 
-@settings(max_examples=20, deadline=None)
-@given(TOTALS, st.randoms(use_true_random=False), st.data())
-def test_the_order_of_groups_and_samples_does_not_matter(
-    totals: list[list[float]], order: Any, data: st.DataObject
-) -> None:
-    other = [
-        data.draw(st.lists(st.sampled_from([0.0, 1.0, 3.0]), min_size=len(g), max_size=len(g)))
-        for g in totals
-    ]
-    rollouts, first = scored(totals)
-    _, second = scored(other)
-    before = compare(rollouts, first, second, resamples=2)
-    places = list(range(len(rollouts)))
-    order.shuffle(places)
-    after = compare(
-        [rollouts[i] for i in places], _taken(first, places), _taken(second, places), resamples=2
-    )
-    for name in ("best_changed", "sign_changed", "kendall"):
-        a, b = before[name], after[name]
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert a.value == pytest.approx(b.value)
-            assert a.denominator == b.denominator
-
-
-def _taken(scores: Scores, places: Sequence[int]) -> Scores:
-    results, advantages = ([of[i] for i in places] for of in (scores.results, scores.advantages))
-    return Scores(results, advantages, scores.dropped)
-
-
 # ---------------------------------------------------------------- what is known and what is asked
 
 

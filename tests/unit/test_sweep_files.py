@@ -59,11 +59,6 @@ def test_every_key_is_read_with_values_as_their_fields_hold_them() -> None:
     assert found.text == WHOLE, "a workspace keeps the file word for word"
 
 
-def test_a_file_without_more_than_a_recipe_is_three_runs_of_it() -> None:
-    found = sweep()
-    assert (found.name, found.seeds, found.factors, found.arms) == ("mine", (1, 2, 3), {}, {})
-
-
 def test_overrides_say_the_same_wherever_they_stand_and_keep_their_interpolations() -> None:
     listed = sweep(overrides=["sft.max_train_steps=60", "publish.repo_id=me/x-${seed}"])
     mapped = sweep(overrides={"sft": {"max_train_steps": 60}, "publish.repo_id": "me/x-${seed}"})
@@ -157,12 +152,6 @@ def test_names_that_yaml_takes_for_numbers_are_names() -> None:
     found = sweep(name=7, arms={1: [], 2: ["grpo.beta=1"]}, baseline=2)
     assert (found.name, list(found.arms), found.baseline) == ("7", ["1", "2"], "2")
     assert sweep(name="").name == "mine", "as the file is called"
-
-
-def test_names_become_such_as_need_no_quotes_in_a_shell_or_path() -> None:
-    found = sweep(name="a b", arms={"-c/d": []}, factors={"grpo.beta": {"x+y": 0, ".z": 1}})
-    assert (found.name, list(found.arms)) == ("a-b", ["c-d"])
-    assert list(found.factors["grpo.beta"]) == ["x-y", "z"]
 
 
 @pytest.mark.parametrize(

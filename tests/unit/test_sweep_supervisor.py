@@ -332,20 +332,6 @@ def test_a_stop_saves_what_runs_and_begins_nothing_more(workspace: Workspace) ->
     assert len(workspace.run_ids()) == 4
 
 
-def test_a_wish_to_end_the_sweep_is_heard(workspace: Workspace) -> None:
-    plan = small_sweep()
-    told = bench(workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99)})
-    told.orchestrator.begin()
-    for _ in range(8):
-        told.orchestrator.step()
-    workspace.ask_cancel(sweep_call("small"), "somebody")
-    while not told.orchestrator.step():
-        pass
-    assert "interrupted" in told.states().values()
-    asked = workspace.stop_asked(*told.jobs.stopped[0])
-    assert asked["failure"] == "cancelled"
-
-
 def test_suspended_a_sweep_begins_nothing_more_and_what_runs_ends_by_itself(
     workspace: Workspace,
 ) -> None:
