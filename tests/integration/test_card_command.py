@@ -177,13 +177,6 @@ def test_what_is_not_there_is_refused(
     assert told in done.stderr
 
 
-def test_what_is_no_text_is_refused(tmp_path: Path, capsys: Captured) -> None:
-    (tmp_path / "README.md").write_bytes(b"\xff\xfe")
-    done = call(capsys, "check", str(tmp_path))
-    assert done.code == 3
-    assert "is not text in UTF-8" in done.stderr
-
-
 # ---------------------------------------------------------------- on a Hub
 
 
@@ -261,13 +254,6 @@ def test_a_card_that_is_not_there_cannot_be_shown(
     done = call(capsys, "show", *words, f"workspace={run.workspace.root}")
     assert done.code == 2
     assert told in done.stderr
-
-
-def test_an_empty_workspace_has_no_card(tmp_path: Path, capsys: Captured) -> None:
-    done = call(capsys, "show", f"workspace={tmp_path / 'none'}")
-    assert done.code == 2
-    assert "No run is recorded" in done.stderr
-    assert not (tmp_path / "none").exists()
 
 
 def test_the_template_is_printed_as_it_is_shipped(capsys: Captured) -> None:

@@ -135,13 +135,6 @@ def test_runs_that_share_stages_say_so_and_name_the_field_that_parts_them(tmp_pa
     assert rubric["difference"] < 0, "second minus first"
 
 
-def test_a_run_against_itself_is_the_same_stages(tmp_path: Path) -> None:
-    run = _finished(tmp_path, *TRAINED)
-    found = _diff(run, run)
-    assert found["equal"] is True
-    assert "The same stages" in "\n".join(difference_lines(found))
-
-
 def test_rows_are_told_apart_by_what_they_say(tmp_path: Path) -> None:
     prompts = prompt_rows(2 * PROMPTS)
     changed = [replace(prompts[0], question="another?"), *prompts[2:PROMPTS], prompts[1]]
@@ -185,7 +178,6 @@ def test_code_and_environment_are_listed_and_make_nothing_unequal(tmp_path: Path
     result.write_text(json.dumps(written))
     found = _diff(one, other)
     assert found["equal"] is True
-    assert found["code"] is not None
     assert found["code"]["files"] == ["flows/thing.py"]
     torch = next(c for c in found["environment"] if c["what"] == "torch")
     assert (torch["b"], torch["stages"]) == ("9.9", ("sft",))

@@ -16,7 +16,6 @@ from infra.doctor.check import Check, Finding, Look, run_checks
 from tests.support.command import ROOT, environment, refiner
 from tests.support.git_hub import EXPIRED, READ_ONLY, LoopbackHub
 from tests.support.judge_server import JudgeServer, verdict
-from tests.support.prefect_server import PrefectApi
 from tests.support.quota import fill, quota_folder, small_tmpfs
 from tests.support.slurm_cluster import Cluster
 from tests.support.wandb_server import KEY, WandbServer
@@ -54,17 +53,6 @@ def test_without_a_recipe_nothing_is_broken_and_nothing_is_left(tmp_path: Path) 
     assert {f["area"] for f in found["findings"]} >= {"python", "machine", "workspace", "vllm"}
     assert not [f for f in found["findings"] if f["state"] == "broken"]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_it_imports_nothing_heavy() -> None:
-    code = (
-        "import sys; from flows.doctor import examine; examine('tiny', offline=True); "
-        "print([m for m in ('torch', 'prefect', 'wandb', 'transformers') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
-    )
-    assert done.stdout.strip() == "[]"
 
 
 def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_recorded(
@@ -309,15 +297,6 @@ def test_a_judge_is_asked_a_real_question() -> None:
     assert gone.mend.startswith("curl --max-time 10 http://127.0.0.1:")
     secret = [*asked[:2], "judge.base_url=http://me:secret@127.0.0.1:9/v1"]
     assert "secret" not in repr(examine("tiny", secret, only=["judge"]))
-
-
-@pytest.mark.prefect
-def test_the_server_of_prefect_answers(prefect: PrefectApi) -> None:
-    found = examine(only=["prefect"])
-    server = named(found, "prefect", "server")
-    assert server.ok
-    assert server.what.endswith(f"answers at {prefect.info.url}")
-    assert prefect.info.auth not in json.dumps([f.what + f.mend for f in found])
 
 
 def test_a_prefect_server_of_ones_own_that_is_gone_is_only_a_warning(

@@ -218,7 +218,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def a_number(workspace: Workspace, stages: dict[str, str]) -> str:
     """A number of the run as its table prints it: one that is not 0."""
     result = workspace.read_result(stages["evaluate-grpo"])
-    assert result is not None
     found = (e["value"] for e in result.report["reference"] if e["value"])
     return f"{next(found):.3f}"
 
@@ -226,7 +225,6 @@ def a_number(workspace: Workspace, stages: dict[str, str]) -> str:
 def block(readme: str, language: str) -> str:
     """The first block of a language that a README shows."""
     found = re.search(rf"```{language}\n(.*?)```", (ROOT / readme).read_text(), re.S)
-    assert found is not None
     return found[1]
 
 

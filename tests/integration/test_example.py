@@ -64,7 +64,6 @@ def test_its_numbers_are_those_of_the_report(ran: tuple[str, Path], sweep: Recor
     frame = api.comparisons_frame(sweep.name, sweep.root)
     (said,) = frame[frame["primary"] & (frame["arm"] == "more")].to_dict("records")
     printed = re.search(r"^(\S+) \[(\S+), (\S+)\], p = (\S+)$", ran[0], re.MULTILINE)
-    assert printed is not None
     wanted = [said[k] for k in ("difference", "difference_low", "difference_high")]
     assert [float(x) for x in printed.groups()[:3]] == pytest.approx(wanted, abs=6e-5)
     assert float(printed[4]) == pytest.approx(said["p"], rel=6e-3)

@@ -57,7 +57,6 @@ def said(prompt: PromptRow, step: int, index: int) -> str:
 def write_rollouts(run: RecordedRun, attempt: AttemptRun, judge: Judge, step: int) -> None:
     """A step's rollouts as training stores them: its own samples, rewards, advantages, rows."""
     data = run.workspace.output_dir(run.stage("data").id)
-    assert data is not None
     prompts = load_prompts(data / "rl_train.parquet")
     first = (step - 1) * PER_STEP % len(prompts)
     samples = [
@@ -138,7 +137,6 @@ def test_another_weight_changes_totals_as_training_would_have(run: RecordedRun) 
     prompts = {r["sample_id"] for r in stored}
     assert len(rewarded) == len(stored)
     data = run.workspace.output_dir(run.stage("data").id)
-    assert data is not None
     by_id = {p.sample_id: p for p in load_prompts(data / "rl_train.parquet")}
     assert prompts <= by_id.keys()
     config = replace(run.config.reward, paper_citation_weight=0.5)
@@ -380,17 +378,15 @@ def test_where_nobody_is_to_be_asked_no_server_need_run(tmp_path: Path) -> None:
         rescore(root, "--judge", "model=third", *gone)
 
 
-@pytest.mark.parametrize("where", ["file", "file/below", "/proc/nothing"])
-def test_results_that_cannot_be_written_are_told_before_anybody_is_asked(
-    tmp_path: Path, where: str
+def test_results_that_cannot_be_written_are_reported_before_the_judge_is_paid(
+    tmp_path: Path,
 ) -> None:
-    """Else the judge would be paid first."""
     make_run(tmp_path / "runs", steps=1)
     (tmp_path / "file").write_text("mine")
     with JudgeServer(opinion) as server:
         words = ["--judge", f"model=plain,base_url={server.base_url}", "--out"]
         with pytest.raises(ConfigurationError, match="--out DIR"):
-            rescore(tmp_path / "runs", *words, str(tmp_path / where))
+            rescore(tmp_path / "runs", *words, str(tmp_path / "file" / "below"))
         assert server.bodies == []
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -452,25 +448,20 @@ def test_models_are_compared_on_the_samples_of_their_evaluations(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "message"),
+    ("words", "message"),
     [
-        (["nosuchrun"], ConfigurationError, "has no run 'nosuchrun'"),
-        (["--steps", "40-50"], ConfigurationError, "no rollouts of steps 40-50.*1 to 3"),
-        (["--steps", "some"], ConfigurationError, "--steps some is not understood"),
-        (["--judge", "gpt"], ConfigurationError, "--judge gpt is not understood"),
-        (["--judge", "none.yaml"], ConfigurationError, "none.yaml cannot be read"),
-        (["--judge", "kind=openai,model=m"], ConfigurationError, "a running server"),
-        (["--judge", "modell=m"], ConfigurationError, "Did you mean 'judge.model'"),
-        (["--rubrics", "v33"], ConfigurationError, "no rubric set or file 'v33'"),
-        (["--citation-weight", "2"], ConfigurationError, "paper_citation_weight.*between 0 and 1"),
-        (["grpo.beta=0.1"], ConfigurationError, "does not know 'grpo.beta=0.1'"),
-        (["--from", "evaluation"], ConfigurationError, "no finished evaluation"),
+        (["--steps", "40-50"], "no rollouts of steps 40-50.*1 to 3"),
+        (["--steps", "some"], "--steps some is not understood"),
+        (["--judge", "kind=openai,model=m"], "a running server"),
+        (["--rubrics", "v33"], "no rubric set or file 'v33'"),
+        (["grpo.beta=0.1"], "does not know 'grpo.beta=0.1'"),
+        (["--from", "evaluation"], "no finished evaluation"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_way_out(
-    run: RecordedRun, words: list[str], error: type[Exception], message: str
+    run: RecordedRun, words: list[str], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(ConfigurationError, match=message):
         rescore(run.workspace.root, *words)
 
 

@@ -17,7 +17,7 @@ from refiner_core.cards.results import (
     model_index,
     result_tables,
 )
-from refiner_core.cards.words import Sentences, grpo_flags
+from refiner_core.cards.words import Sentences
 from refiner_core.contract.fields import replace_fields
 from refiner_core.evaluation.episodes import evaluate_episodes
 from tests.support.card_facts import card_numbers
@@ -159,14 +159,6 @@ def test_the_index_has_the_few_numbers_that_stand_for_it(facts: CardFacts) -> No
     assert all("tasks" in name for name in said)
 
 
-def test_flags_that_mean_nothing_to_an_agent_are_not_listed(facts: CardFacts) -> None:
-    flags = " ".join(grpo_flags(facts))
-    assert "--beta" in flags
-    assert "--verification_reward" not in flags
-    assert "--refiner_reward_" not in flags
-    assert "--stop_strings" not in flags
-
-
 def changed(card: str, row: str, old: str, new: str) -> str:
     lines = card.split("\n")
     place = next(i for i, line in enumerate(lines) if line.startswith(f"| `{row}` |"))
@@ -180,7 +172,6 @@ def test_a_number_that_no_attempts_give_is_refused(facts: CardFacts) -> None:
     sampled = card[card.index("sampled decoding") :]
     head = card[: card.index("sampled decoding")]
     shown = re.search(r"\| `pass@1` \| (\d\.\d{3})", sampled)
-    assert shown is not None
     wrong = head + changed(sampled, "pass@1", shown[1], "0.330")
     problems = " ".join(lint_card(wrong, evidence_text(facts, ())))
     assert "0.330" in problems

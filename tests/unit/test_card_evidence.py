@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +23,7 @@ from refiner_core.contract.errors import DataError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.marks import walk
 from refiner_core.contract.records import OutputFile
-from tests.support.card_facts import published_facts
+from tests.support.card_facts import full_facts, published_facts
 
 CONFIG = RecipeConfig()
 EVALUATION = {
@@ -62,35 +59,10 @@ names = st.sampled_from(["base", "random_copier", "sft", "grpo", "grpo-step50", 
 numbers = st.one_of(
     st.none(), st.integers(-5, 10**6), st.floats(allow_nan=True, allow_infinity=True)
 )
-counts = st.integers(0, 10**6)
-curves = st.lists(st.tuples(st.integers(1, 99), st.floats(-9, 9)).map(list), max_size=5)
-reports = st.fixed_dictionaries(
-    {},
-    optional={
-        "data": st.fixed_dictionaries(
-            {},
-            optional={
-                "rl": st.fixed_dictionaries(
-                    {"read": counts, "kept": counts},
-                    optional={"dropped": st.dictionaries(texts, counts, max_size=2)},
-                ),
-                "split": st.just(
-                    {"questions": 9, "held_out_questions": 2, "rl_without_rubrics": 1}
-                ),
-            },
-        ),
-        "grpo": st.fixed_dictionaries(
-            {"steps": counts},
-            optional={
-                "episodes": counts,
-                "tokens": counts,
-                "counts": st.dictionaries(st.sampled_from(["samples/unscored"]), counts),
-                "curves": st.dictionaries(
-                    st.sampled_from(["scores", "objective/kl3_avg", "val/sequence_lengths"]), curves
-                ),
-            },
-        ),
-    },
+reports = st.dictionaries(
+    st.sampled_from(["data", "sft", "grpo", "command"]),
+    st.sampled_from([{}, *full_facts().reports.values(), {"steps": 3, "curves": {"scores": []}}]),
+    max_size=3,
 )
 entries = st.lists(
     st.builds(
@@ -151,7 +123,7 @@ any_facts = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(any_facts)
 def test_whatever_the_facts_their_evidence_makes_the_same_card(given: CardFacts) -> None:
     evidence = evidence_text(given, [])
@@ -204,12 +176,6 @@ def test_evidence_with_facts_of_a_newer_version_is_refused_rather_than_read_in_p
     content["config"]["grpo.new_option"] = 1
     with pytest.raises(DataError, match="new_option"):
         facts_from_json(content)
-
-
-def test_evidence_from_before_an_option_existed_has_the_value_that_was_in_effect() -> None:
-    content = facts_to_json(facts())
-    del content["config"]["reward.instance_rubrics_only"]
-    assert facts_from_json(content).config.reward.instance_rubrics_only is False
 
 
 # ---------------------------------------------------------------- nothing private
@@ -339,12 +305,6 @@ def test_an_evaluation_that_came_twice_keeps_the_record_of_the_first() -> None:
     )
     assert [record_of(given, f"evaluations.{i}.value") for i in (0, 1)] == ["one", "three"]
     assert replace(given).records == given.records
-
-
-def test_a_number_that_is_none_is_null_in_the_evidence() -> None:
-    text = evidence_text(facts(evaluations=[{**EVALUATION, "value": math.nan}]), [])
-    content: Mapping[str, Any] = json.loads(text)
-    assert content["facts"]["evaluations"][0]["value"] is None
 
 
 # ---------------------------------------------------------------- by which rules

@@ -11,7 +11,6 @@ import pytest
 from flows.running.console import Console
 from flows.sweeping.admission import TrialWord
 from refiner_core.contract.types import Progress, StageView
-from refiner_core.report.printing import clock
 
 SFT = StageView("sft", "sft", "f" * 12, "waiting")
 RUNNING = replace(SFT, state="running", attempt=1)
@@ -175,18 +174,3 @@ def test_work_goes_on_when_nobody_can_read_any_more(
     console.note("stopping")
     console.finish({"sft": FAILED})
     console.close()
-
-
-def test_closing_twice_does_no_harm() -> None:
-    console = Console(stream=Terminal())
-    console.show({"sft": RUNNING})
-    console.close()
-    console.close()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0 s"), (59.96, "1 min 00 s"), (185, "3 min 05 s"), (7440, "2 h 04 min")],
-)
-def test_durations_read_well(seconds: float, text: str) -> None:
-    assert clock(seconds) == text

@@ -21,8 +21,7 @@ from flows.nightly.night import (
 from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import warn_former
-from refiner_core.nightly.definition import Alarm, Checkpoint, Source
+from refiner_core.nightly.definition import Checkpoint, Source
 from tests.support.git_hub import LoopbackHub
 from tests.support.hook import Hook
 from tests.support.nightly import NightLab
@@ -86,13 +85,6 @@ def test_a_night_that_a_dead_process_has_left_goes_on(lab: NightLab) -> None:
     gone = ProcessId(ProcessId.of().host, os.getpid(), 1.0)
     path.write_text(json.dumps({"process": str(gone)}))
     assert lab.night(DAYS[0]).state == "done"
-
-
-def test_two_that_write_one_line_leave_one(lab: NightLab) -> None:
-    lab.both(DAYS[0])
-    row = lab.records.rows()[0]
-    assert not lab.records.add_row(row)
-    assert len(lab.records.rows()) == 2
 
 
 # ---------------------------------------------------------------- late
@@ -181,19 +173,6 @@ def test_a_channel_that_fails_fails_no_night_and_the_record_says_so(
     assert [list(whys) for whys in status["undelivered"].values()] == [["LAB_HOOK"]]
     whole = "".join(p.read_text() for p in lab.workspace.root.rglob("*.json"))
     assert "secret-path" not in whole
-
-
-def test_what_files_said_before_still_work_or_are_left_out_with_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_former.cache_clear()
-    lab = NightLab(tmp_path, alerts="channels: [{prefect: true}, {webhook: LAB_HOOK}]\ncatch_up: 3")
-    assert lab.nightly.alerts.alarms == (Alarm("url", "LAB_HOOK"),)
-    assert [r.message.partition(" ")[0] for r in caplog.records] == [
-        "catch_up",
-        "alerts.channels.prefect",
-        "alerts.channels.webhook",
-    ]
 
 
 # ---------------------------------------------------------------- the file

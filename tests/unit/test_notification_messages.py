@@ -25,10 +25,10 @@ from infra.store.orchestrators import Orchestrator
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import NotifyConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import load_recipe, warn_former
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import from_json, to_json
-from refiner_core.contract.sections.steering import Alarm, alarms_of
+from refiner_core.contract.sections.steering import Alarm
 from refiner_core.contract.types import StageView
 from tests.support.command import wait_until
 from tests.support.hook import Hook
@@ -131,13 +131,6 @@ def test_a_pause_is_told_once_when_it_lasts(
     sights: tuple[Sight, ...], expected: list[float]
 ) -> None:
     assert told(Pauses(30.0), *sights) == expected
-
-
-def test_several_stages_that_wait_for_the_same_are_one_pause() -> None:
-    pauses, short = Pauses(0.0), Sight("disk_full", "12 GB more are needed")
-    news = pauses.look({"grpo": short, "evaluate": short}, 1.0)
-    assert news == [("disk_full", ["grpo", "evaluate"], "12 GB more are needed")]
-    assert pauses.look({"grpo": TRIES, "evaluate": short}, 2.0) == []
 
 
 # ---------------------------------------------------------------- sweeps
@@ -281,25 +274,6 @@ def test_an_address_that_is_not_there_is_said_before_the_run(
     said = capsys.readouterr().err
     assert said.count("Nobody will be told") == 1
     assert f"notify.urls=[{tmp_path}/none]" in said
-
-
-def test_what_recipes_said_before_still_loads_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_former.cache_clear()
-    recipe = tmp_path / "own.yaml"
-    recipe.write_text("notify: {prefect: true, webhook: TEAM_HOOK, 'on': [failed, resumed]}")
-    notify = load_recipe(str(recipe)).notify
-    assert notify == NotifyConfig(on=("failed",), webhook="TEAM_HOOK")
-    assert alarms_of(notify) == (Alarm("url", "TEAM_HOOK"),)
-    assert [r.message.partition(" ")[0] for r in caplog.records] == [
-        "notify.prefect",
-        "notify.webhook",
-        "`resumed`",
-    ]
-    record = to_json(RecipeConfig())
-    record["notify"] |= {"prefect": True, "on": ["failed", "resumed"]}
-    assert from_json(RecipeConfig, record).notify.on[0] == "failed", "records are read as they are"
 
 
 # ---------------------------------------------------------------- how they go out

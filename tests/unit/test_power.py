@@ -88,15 +88,12 @@ def test_likely_spreads_of_three_seeds_by_hand() -> None:
     known = Components(0.01, 0.02, 0.5, 3, 100)
     square = 100 * 0.01 + 0.5
     found = likely_components(known)
-    assert found is not None
     least, most = found
     assert least == known._replace(seed=pytest.approx((square / math.log(10) - 0.5) / 100))
     assert most == known._replace(seed=pytest.approx((square / -math.log(0.9) - 0.5) / 100))
     half = likely_components(known, 0.5)
-    assert half is not None
     assert half[1].seed == pytest.approx((square / -math.log(0.75) - 0.5) / 100)
     small = likely_components(known._replace(seed=0.0))
-    assert small is not None
     assert small[0].seed == 0.0
     assert likely_components(known._replace(seeds=2)) is not None
     assert likely_components(known._replace(seeds=1)) is None

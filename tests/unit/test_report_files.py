@@ -25,11 +25,7 @@ from refiner_core.contract.records import (
 from refiner_core.report.pages import json_text
 from refiner_core.report.printing import (
     decimals_for,
-    duration,
     escaped,
-    hours,
-    number,
-    p_text,
     plain,
     with_interval,
 )
@@ -72,13 +68,6 @@ def test_digits_follow_from_how_well_a_number_is_known(
 ) -> None:
     width = None if low is None or high is None else high - low
     assert with_interval(value, low, high, decimals_for(width, value)) == text
-
-
-def test_what_is_no_number_is_a_dash() -> None:
-    for text in (number(NAN), number(None), p_text(NAN), hours(None), duration(float("inf"))):
-        assert text == "—"
-    assert (p_text(0.0004), p_text(0.0312), p_text(0.4)) == ("< 0.001", "0.031", "0.40")
-    assert (duration(0), duration(59.6), duration(3725)) == ("0 s", "1 min", "1 h 2 min")
 
 
 def test_page_markdown_and_tables_print_the_same_numbers() -> None:

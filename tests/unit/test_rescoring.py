@@ -73,8 +73,6 @@ def test_every_number_of_a_comparison_is_what_one_counts_by_hand() -> None:
     # g0: best 3 -> 0, lost. g1: {0, 1} -> {0}. g2: all -> {3}. g3: 1 -> 0, lost.
     assert (found["best_changed"].numerator, found["best_changed"].denominator) == (2, 4)
     baseline, setting = found["no_signal"].values()
-    assert baseline is not None
-    assert setting is not None
     assert (baseline.numerator, baseline.denominator) == (1, 4), "g2 taught nothing"
     assert (setting.numerator, setting.denominator) == (0, 4)
     # g0: samples 0 and 3 change sides. g1: none does. g2: there was no sign before. g3: sample 1
@@ -86,9 +84,7 @@ def test_every_number_of_a_comparison_is_what_one_counts_by_hand() -> None:
     assert found["kendall"].numerator == pytest.approx(-4 / 6 + 4 / math.sqrt(20) - 1)
     assert found["unscored"] == {"baseline": 2, "setting": 1}
     before, after = found["means"]["total"].values()
-    assert before is not None
     assert before.value == pytest.approx((6 + 12 + 16 + 3) / 14)
-    assert after is not None
     assert after.value == pytest.approx((6 + 11 + 10 + 3) / 14), "7 has nothing beside it"
 
 
@@ -120,7 +116,6 @@ def test_held_against_itself_nothing_changes(totals: list[list[float]]) -> None:
     found = compare(rollouts, scores, scores, resamples=20)
     assert found["kendall"] is None or found["kendall"].value == pytest.approx(1.0)
     for share in (found["best_changed"], found["sign_changed"]):
-        assert share is not None
         assert share.numerator == 0
     assert found["no_signal"]["baseline"] == found["no_signal"]["setting"]
 

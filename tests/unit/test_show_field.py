@@ -43,10 +43,6 @@ def test_every_field_can_be_shown() -> None:
         json.dumps(field_json(facts, found))
 
 
-def test_no_execution_field_reaches_a_fingerprint() -> None:
-    assert not [p for p in field_paths() if facts_of(p).mark == "execution" and facts_of(p).kinds]
-
-
 @pytest.mark.parametrize(
     ("path", "value"),
     [
@@ -176,23 +172,6 @@ def test_what_there_is_is_listed_with_a_line_each(
     if name != "sweep":
         assert len(lines) == 1 + len(value[kind])
         assert max(map(len, lines)) <= 100
-
-
-@pytest.mark.parametrize(
-    "former", ["recipes", "profiles", "rubrics list", "protocols list", "environments list"]
-)
-def test_former_names_of_listings_say_what_they_are_now(
-    former: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kind = former.split()[0]
-    assert main(["list", kind]) == 0
-    now = capsys.readouterr().out
-    assert main(former.split()) == 0
-    shown = capsys.readouterr()
-    assert (shown.out, f"`refiner list {kind}` now" in shown.err) == (now, True)
-    if former != kind:
-        assert main([kind]) == 0
-        assert capsys.readouterr().out == now
 
 
 # ---------------------------------------------------------------- files beside a recipe
