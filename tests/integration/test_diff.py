@@ -184,16 +184,6 @@ def test_code_and_environment_are_listed_and_make_nothing_unequal(tmp_path: Path
     assert next_commands(found)[-1].startswith("diff -ru ")
 
 
-def test_single_stages_are_compared_by_name(tmp_path: Path) -> None:
-    one = _finished(tmp_path / "a", *TRAINED)
-    other = _finished(tmp_path / "b", *TRAINED, parts_at=2)
-    found = _diff(one, other, ":grpo")
-    assert [s["stage"] for s in found["stages"]] == ["grpo"]
-    by_id = find_side(one.workspace, one.stage("grpo").id)
-    named = find_side(one.workspace, f"{one.run.run}:grpo")
-    assert diff_sides(by_id, named)["stages"][0]["relation"] == "same"
-
-
 def test_trials_are_named_by_sweep_arm_and_seed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,6 @@ from tests.support.documented import (
     ROOT,
     Shown,
     anchors,
-    is_a_test,
     links,
     paths_named,
     shown_commands,
@@ -48,7 +47,8 @@ class Trial:
 
     ``small``: a run of tiny that is cut down. ``planned``: what would run for hours, or on GPUs, is
     planned with the same words. ``slurm``: it needs one. ``where``: ``swept`` is a folder whose
-    workspace has a finished sweep, ``checkout`` that of the project. ``by``: another test runs it.
+    workspace has a finished sweep, ``checkout`` that of the project. ``by``: the file of tests that
+    runs it.
     ``words`` are put in the place of others, ``stdin`` is typed, ``codes`` are good ends.
     """
 
@@ -87,57 +87,16 @@ TRIALS = (
     Trial(r"python -m tests.support.slurm_cluster .*", words=_SLURM, where="checkout", slurm=True),
     Trial("export SLURM.*", words=_SLURM),
     Trial("export TEAM.*"),
-    Trial(
-        "refiner notify test .*TEAM_HOOK.*",
-        by="tests/integration/test_notifications.py"
-        "::test_the_command_that_tries_channels_says_what_came_of_each",
-    ),
-    Trial(
-        "refiner sweep .* --yes",
-        by="tests/integration/test_sweep.py::test_a_sweep_trains_compares_and_knows_what_is_done",
-    ),
-    Trial(
-        "refiner nightly (run|status|page) .*",
-        by="tests/integration/test_nights.py"
-        "::test_a_night_is_evaluated_by_ordinary_runs_and_the_canary_is_judged_afresh",
-    ),
-    Trial(
-        "refiner serve.*",
-        by="tests/integration/test_flows.py"
-        "::test_cancelled_in_the_middle_of_grpo_and_retried_it_ends_with_the_same_weights",
-    ),
-    Trial(
-        "refiner deploy .*",
-        by="tests/integration/test_flows.py::test_a_worker_of_a_pool_carries_out_what_is_deployed",
-    ),
-    Trial(
-        "refiner card check me/.*",
-        by="tests/integration/test_publishing.py"
-        "::test_every_step_has_its_tag_its_numbers_and_a_card_that_can_be_checked",
-    ),
-    Trial(
-        "refiner adopt .*",
-        by="tests/integration/test_adopt.py"
-        "::test_a_dead_run_of_anybodys_is_adopted_published_and_evaluated",
-    ),
-    Trial(
-        "refiner logs judge .*",
-        by="tests/integration/test_judge_service.py"
-        "::test_its_key_is_in_one_file_that_only_its_owner_reads_and_by_hand_it_is_ended",
-    ),
-    Trial(
-        "(srun .*)?refiner certify.*",
-        by="tests/integration/test_certify.py::test_a_cpu_is_certified_by_every_part",
-    ),
-    Trial(
-        "refiner prove-resume .*",
-        by="tests/integration/test_prove_resume.py"
-        "::test_grpo_that_is_killed_and_stopped_is_proven_bitwise",
-    ),
-    Trial(
-        "(git clone|pip install|export TAU2|REFINER_TAU2).*",
-        by="tests/unit/test_tau2.py::test_the_real_package_behaves_as_the_double",
-    ),
+    Trial("refiner notify test .*TEAM_HOOK.*", by="integration/test_notifications.py"),
+    Trial("refiner sweep .* --yes", by="integration/test_sweep.py"),
+    Trial("refiner nightly (run|status|page) .*", by="integration/test_nights.py"),
+    Trial("refiner (serve.*|deploy .*)", by="integration/test_flows.py"),
+    Trial("refiner card check me/.*", by="integration/test_publishing.py"),
+    Trial("refiner adopt .*", by="integration/test_adopt.py"),
+    Trial("refiner logs judge .*", by="integration/test_judge_service.py"),
+    Trial("(srun .*)?refiner certify.*", by="integration/test_certify.py"),
+    Trial("refiner prove-resume .*", by="integration/test_prove_resume.py"),
+    Trial("(git clone|pip install|export TAU2|REFINER_TAU2).*", by="unit/test_tau2.py"),
 )
 
 
@@ -257,7 +216,7 @@ def write_files(folder: Path) -> None:
 def test_what_is_shown_can_be_typed(shown: Shown, place: Place) -> None:
     trial = trial_of(shown)
     if trial.by:
-        assert is_a_test(trial.by), f"{shown.text} is said to be run by {trial.by}"
+        assert (ROOT / "tests" / trial.by).is_file(), f"{trial.by} should run {shown.text}"
         return
     if trial.slurm:
         require("slurm", not missing(), f"no Slurm of our own: {missing()}")

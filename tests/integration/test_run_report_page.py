@@ -165,12 +165,11 @@ def test_a_change_is_called_better_only_where_its_interval_keeps_clear_of_0(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_runs_texts_can_be_read_on_their_ground(browser: Page, show: Show, scheme: str) -> None:
-    for name, views in (("full_report", VIEWS), ("agents_run_report", (("examples", ""),))):
-        show(name, f"d={scheme}")
-        for view, _ in views:
-            go(browser, view)
-            browser.run("document.querySelectorAll('details').forEach(d => { d.open = true })")
-            assert browser.run(POOR_CONTRAST) == [], f"{scheme}, {name}, {view}"
+    show("full_report", f"d={scheme}")
+    for view, _ in VIEWS:
+        go(browser, view)
+        browser.run("document.querySelectorAll('details').forEach(d => { d.open = true })")
+        assert browser.run(POOR_CONTRAST) == [], f"{scheme}, {view}"
     show("full_report", f"v=examples&d={scheme}")
     focus(browser, 'a.claim[data-n="4"]')
     browser.press("Enter")
@@ -182,7 +181,7 @@ def test_a_runs_page_fits_a_narrow_screen_and_a_wide_one(browser: Page, show: Sh
         for width in (400, 1600):
             size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
             browser.call("Emulation.setDeviceMetricsOverride", **size)
-            for name in ("full_report", "hostile_report", "agents_run_report"):
+            for name in ("full_report", "hostile_report"):
                 show(name)
                 for view, _ in VIEWS:
                     go(browser, view)
@@ -223,17 +222,6 @@ def test_the_page_of_a_long_run_is_bounded_and_opens(browser: Page, show: Show, 
     ):
         go(browser, view)
         assert left in browser.text(), view
-
-
-def test_an_agents_attempts_are_conversations(browser: Page, show: Show) -> None:
-    show("agents_run_report", "examples")
-    outcomes = [o.split(":")[0] for o in seen(browser, ".outcome")]
-    assert outcomes[0] == "✓ passed"
-    assert outcomes[1].startswith("✕ failed rule_broken")
-    words = browser.text()
-    for said in ("which order is it?", 'get_order(order="S_0", fields=["state", "lamp"])'):
-        assert said in words
-    assert "held-out tasks" in " ".join(browser.run("document.body.textContent").split())
 
 
 def test_a_running_runs_page_loads_itself_again_and_stays_where_it_was(

@@ -414,7 +414,7 @@ def measured(draw: st.DrawFn) -> CardFacts:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(measured(), st.data())
 def test_a_card_is_silent_until_a_number_is_changed(given: CardFacts, data: st.DataObject) -> None:
     card, evidence = published(given)

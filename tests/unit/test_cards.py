@@ -274,11 +274,6 @@ def test_of_a_number_that_should_be_small_the_smallest_is_preferred() -> None:
     assert "A lowest number among several flatters" in use
 
 
-def test_a_checkpoint_that_nobody_measured_says_so_beside_the_others() -> None:
-    card = build_card(full_facts(evaluations=[evaluation("base", "reward", 1.0)]))
-    assert "This checkpoint itself has not been evaluated." in section(card, "Known notes")
-
-
 # ---------------------------------------------------------------- course and cost
 
 

@@ -173,18 +173,3 @@ def test_trials_have_their_arms_levels_and_states(drawn: RecordedSweep) -> None:
     assert frame.loc[("more", 2), "state"] == "waiting"
     assert bool(frame.loc[("base", 1), "baseline"])
     assert pd.isna(frame.loc[("base", 1), "judge_calls"]), "nobody counted: that is not 0"
-
-
-def test_a_trial_that_is_not_done_has_no_samples_and_no_curve(drawn: RecordedSweep) -> None:
-    root = drawn.workspace.root
-    samples = api.sweep_samples_frame(
-        "drawn", root, model="grpo", decoding="sampled", columns=["oracle"]
-    )
-    assert set(samples.groupby(["arm", "seed"]).size().index) == {
-        ("base", 1),
-        ("base", 2),
-        ("more", 1),
-    }
-    curves = api.sweep_metrics_frame("drawn", "grpo", root, arms=["more"], columns=["scores"])
-    assert set(curves["seed"]) == {1}
-    assert curves["step"].tolist() == [1, 2, 3]

@@ -40,36 +40,7 @@ def view(name: str, state: Any, **more: Any) -> StageView:
     return StageView(name, name.partition("-")[0], "f", state, **more)
 
 
-def number(stage: str, metric: str, value: float, decoding: str = "sampled") -> dict[str, Any]:
-    interval = {"low": value - 0.1, "high": value + 0.1}
-    return {
-        "stage": stage, "metric": metric, "value": value, "decoding": decoding, "under": "",
-    } | interval  # fmt: skip
-
-
 # ---------------------------------------------------------------- what they say
-
-
-def test_a_finished_run_says_numbers_before_and_after_and_where_the_models_lie() -> None:
-    views = {
-        "sft": view("sft", "skipped"),
-        "grpo": view("grpo", "done", seconds=7200.0),
-        "publish": view("publish", "done", report={"target": "/runs/published/refiner"}),
-    }
-    numbers = [
-        *(number("base", m, 0.1) for m in ("reward", "oracle")),
-        number("grpo", "reward", 8.633),
-        number("grpo", "oracle", 0.811),
-        number("grpo", "oracle", 0.9, decoding="greedy"),
-        number("random_copier", "oracle", 0.42),
-    ]
-    message = words.finished(TOPIC, views, numbers)
-    assert message["title"] == "20261121-120000-tiny-ab12 has finished"
-    assert "  oracle: 0.100 (base) -> 0.811 [0.711, 0.911] (grpo)" in message["text"].splitlines()
-    assert "random_copier" not in message["text"]
-    assert "2 stages done" in message["text"]
-    assert "published: /runs/published/refiner" in message["text"]
-    assert message["next"] == f"refiner report {TOPIC.name} 'workspace=/scratch/me/my runs'"
 
 
 def test_a_failure_begins_with_what_failed_by_itself_and_says_how_to_mend_it() -> None:

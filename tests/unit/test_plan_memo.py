@@ -26,7 +26,7 @@ STAGES = (
     ("data", "grpo", "evaluate"),
 )
 PROTOCOLS = tuple(load_protocol(name).text for name in shipped_protocols())
-PLANS = 600
+PLANS = 200
 
 
 def values(path: str) -> list[Any]:

@@ -22,7 +22,6 @@ from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.protocols import FIELDS, protocol_text
 from sweeps.definition import parse_sweep, shipped_sweeps
-from sweeps.planning import plan_sweep
 from sweeps.values import SweepPlan
 
 WEIGHTS = "reward.paper_citation_weight"
@@ -137,37 +136,6 @@ def test_a_field_that_follows_from_another_follows_in_every_trial(tmp_path: Path
         assert trial.plan.stages == make_recipe_plan(str(recipe), trial.overrides).stages
 
 
-def test_thousands_of_trials_take_no_longer_each() -> None:
-    """Counted in calls, which no other load on the machine changes."""
-    import sys
-
-    base = load_recipe("tiny")
-
-    def calls(levels: int) -> int:
-        keys = {
-            "recipe": "tiny",
-            "factors": {"grpo.learning_rate": [1e-5 * (i + 1) for i in range(levels)]},
-            "question": {"metric": "oracle"},
-        }
-        sweep, count = parse_sweep(keys, "mine"), 0
-
-        def profile(frame: object, event: str, argument: object) -> None:
-            nonlocal count
-            count += event == "call"
-
-        sys.setprofile(profile)
-        try:
-            plan_sweep(sweep, base, lambda _: {"data.rl": "synthetic:x", "model": "w"})
-        finally:
-            sys.setprofile(None)
-        return count
-
-    calls(2)
-    few, many = calls(20), calls(80)
-    assert many < 4.3 * few
-    assert many / 240 < 1000, "function calls for each trial"
-
-
 # ---------------------------------------------------------------- what is said before a launch
 
 
@@ -178,28 +146,14 @@ def test_thousands_of_trials_take_no_longer_each() -> None:
             {"factors": {"grpo.resources.gpus": [1, 2]}},
             r"varies `grpo.resources.gpus`.*never what is computed.*overrides: \[grpo.resources",
         ),
-        ({"arms": {"a": [], "b": ["workspace=x"]}}, r"`arms: b`.*varies `workspace`"),
         ({"factors": {"evaluate.models": [["sft"], ["grpo"]]}}, r"not measured alike"),
-        (
-            {"factors": {"judge.form": ["per_rubric", "batched"]}},
-            r"Arm form=batched.*changes nothing against the baseline form=per_rubric.*`judge.form` "
-            r"has no effect: `judge.kind` is lexical",
-        ),
         (
             {"factors": {"grpo.kl_estimator": ["kl2", "kl3"], "grpo.beta": [0, 0.1]}},
             r"beta=0\+kl_estimator=kl3.*`grpo.kl_estimator`.*`grpo.beta` is 0",
         ),
         (
-            {"arms": {"a": [], "b": [f"{WEIGHTS}=0.2"]}},
-            r"Arm b.*changes nothing against the baseline a.*same fields to the same values",
-        ),
-        (
             {"overrides": NO_PUBLISH, "factors": {"publish.license": ["mit", "apache-2.0"]}},
             r"`publish.license` is read by no stage that trains or measures",
-        ),
-        (
-            {"overrides": ["stages=[data, evaluate]"], "question": {}},
-            r"seeds 1, 2 of sweep mine do not reach arm recipe.*trained with a seed",
         ),
         (
             {
@@ -214,8 +168,6 @@ def test_thousands_of_trials_take_no_longer_each() -> None:
         ),
         ({"overrides": ["grpo.bta=1"]}, r"The recipe of sweep mine: .*'grpo.bta'.*'grpo.beta'"),
         ({"question": {"metric": "orakle"}}, r"`question: metric`.*'orakle'.*'oracle'"),
-        ({"question": {"decoding": "beam"}}, r"`question: decoding`.*'beam'.*greedy, sampled"),
-        ({"question": {"model": "rft"}}, r"`question: model`.*'rft'.*base, grpo, sft"),
         ({"question": {"protocol": "x"}}, r"`question: protocol`.*'x'.*evaluate.protocols=\[x\]"),
         (
             {"overrides": ["stages=[data, sft]"]},
@@ -236,10 +188,6 @@ def test_thousands_of_trials_take_no_longer_each() -> None:
                 "question": {"metric": "oracle", "protocol": "held-out-reader-v1"},
             },
             r"`grpo.response_length`, which protocol held-out-reader-v1 leaves to the recipe",
-        ),
-        (
-            {"factors": {WEIGHTS: [0, 0.5]}, "question": {"model": "sft"}},
-            r"has the same model sft as the baseline.*cannot differ",
         ),
     ],
 )
