@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import shutil
@@ -147,17 +146,6 @@ def test_without_evidence_a_card_of_ours_says_what_could_not_be_checked(
     junk = call(capsys, "check", str(folder), "--evidence", str(elsewhere))
     assert junk.code == 3
     assert "or the refiner.json of a card, in JSON." in junk.stderr
-
-
-def test_a_card_comes_from_a_pipe(
-    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = (folder / "README.md").read_bytes() + b"\nOf 3 rows 5 of 3 were kept.\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-    done = call(capsys, "check", "-")
-    assert done.code == 3
-    last = text.decode().count("\n")
-    assert f"<stdin>:{last}: parts: " in done.stdout
 
 
 @pytest.mark.parametrize(

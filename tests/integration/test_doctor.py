@@ -208,7 +208,7 @@ def test_a_scheduler_that_never_answers_holds_nobody_up(
 
 
 @pytest.mark.slurm
-def test_a_cluster_is_examined_and_a_node_reports(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_cluster_its_node_and_its_partitions_are_examined(slurm: Cluster, tmp_path: Path) -> None:
     profile = tmp_path / "mine.yaml"
     profile.write_text("cpu_stages: slurm\npartition: high\n")
     asked = ["dispatch.executor=slurm", f"dispatch.profile={profile}", f"workspace={tmp_path}/runs"]
@@ -225,19 +225,13 @@ def test_a_cluster_is_examined_and_a_node_reports(slurm: Cluster, tmp_path: Path
     assert not [f for f in found if f.state == "broken"]
     assert [p.name for p in tmp_path.iterdir()] == ["mine.yaml"]
 
-
-@pytest.mark.slurm
-def test_a_profile_that_names_what_is_not_there_is_broken(slurm: Cluster, tmp_path: Path) -> None:
-    profile = tmp_path / "mine.yaml"
-    profile.write_text("cpu_stages: slurm\npartition: gpu\n")
-    asked = ["dispatch.executor=slurm", f"dispatch.profile={profile}", f"workspace={tmp_path}/runs"]
-    found = examine("tiny", asked, offline=True, only=["slurm"])
-    assert any("partition" in f.what for f in found if f.state == "broken")
-    profile.write_text("cpu_stages: slurm\n")
     large = examine("tiny", [*asked, "sft.resources.cpus=64"], offline=True, only=["slurm"])
     job = named(large, "slurm", "job of sft")
     assert job.state == "broken"
     assert job.mend.startswith("sinfo ")
+    profile.write_text("cpu_stages: slurm\npartition: gpu\n")
+    wrong = examine("tiny", asked, offline=True, only=["slurm"])
+    assert any("partition" in f.what for f in wrong if f.state == "broken")
 
 
 # ---------------------------------------------------------------- Hub, W&B, judge, Prefect

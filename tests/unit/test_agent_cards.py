@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.facts import CardFacts, unmarked
 from refiner_core.cards.lint import lint_card
 from refiner_core.cards.results import (
-    model_index,
     result_tables,
 )
 from refiner_core.cards.words import Sentences
-from refiner_core.contract.fields import replace_fields
 from refiner_core.evaluation.episodes import evaluate_episodes
 from tests.support.card_facts import card_numbers
 from tests.support.playing import (
@@ -106,16 +103,6 @@ def test_the_table_has_tasks_overall_and_by_domain(facts: CardFacts) -> None:
     assert "n = 4" in unmarked(main["title"])
 
 
-def test_a_user_that_is_another_one_than_in_training_is_said(facts: CardFacts) -> None:
-    user = {"model": "gpt-4.1", "temperature": 0.0}
-    for trained_with, other in (("qwen3-32b", True), ("gpt-4.1", False)):
-        config = replace_fields(facts.config, {"environment.user.model": trained_with})
-        protocols = {"p": {"environment": {"name": "tau2", "user": user}}}
-        said = Sentences(replace(facts, config=config, protocols=protocols)).protocol("p")
-        assert "user: `gpt-4.1`, temperature 0.0" in said
-        assert ("(another one than in training)" in said) is other
-
-
 def test_a_card_claims_no_more_of_held_out_tasks_than_rows_tell() -> None:
     """Demonstrations that name no task may be at any of them."""
     split = {"held_out_questions": 5, "questions": 9}
@@ -148,15 +135,6 @@ def test_a_card_of_an_agent_is_fit_to_be_published(facts: CardFacts) -> None:
     numbers = {n.fact for n in card_numbers(facts) if n.section == "Results"}
     assert any(fact.endswith(".numerator") for fact in numbers)
     assert all(record is None for record in {n.record for n in card_numbers(facts)})
-
-
-def test_the_index_has_the_few_numbers_that_stand_for_it(facts: CardFacts) -> None:
-    (index,) = model_index(facts)
-    names = {m["type"] for r in index["results"] for m in r["metrics"]}
-    assert names == {"pass@1_first", "pass@1", "pass@4", "pass^4"}
-    assert {r["task"]["name"] for r in index["results"]} == {"tool use over several turns"}
-    said = [m["name"] for r in index["results"] for m in r["metrics"]]
-    assert all("tasks" in name for name in said)
 
 
 def changed(card: str, row: str, old: str, new: str) -> str:

@@ -286,14 +286,6 @@ def test_the_course_of_training_is_at_most_ten_lines_with_both_ends() -> None:
     assert "Reward from step 4 to 48: `▁▁▂▃▃▄▅▆▆▇██` (lowest 2.143, highest 3.714)." in curve
 
 
-def test_a_curve_with_gaps_is_not_set_beside_steps_it_does_not_belong_to() -> None:
-    known = reports()
-    known["grpo"]["curves"]["objective/kl3_avg"] = [[1, 0.5], [2, 0.75]]
-    curve = section(build_card(full_facts(reports=known)), "Training curve")
-    assert "| step | reward | tokens per rollout | share that stopped |" in curve
-    assert "KL was not computed in all steps; the first value is 0.5, the last 0.75." in curve
-
-
 @pytest.mark.parametrize("points", [[], [[1, 2.0]], [[1, float("nan")]], [[1, 3.0], [2, 3.0]]])
 def test_a_short_flat_or_broken_curve_is_no_trouble(points: list[Any]) -> None:
     known = reports()

@@ -141,22 +141,6 @@ def test_a_sweep_tells_of_its_trials_and_now_and_then_of_the_stages_at_work() ->
     ]
 
 
-def test_a_quiet_sweep_tells_of_failures_and_of_an_end_that_is_not_whole() -> None:
-    found = of_sweep(io.StringIO(), *MOMENTS, quiet=True)
-    assert found == ["a: failed: loss is NaN", "2 trials: 1 held, 1 failed in 3 min"]
-    assert of_sweep(io.StringIO(), trials(a="running"), trials(a="done"), quiet=True) == []
-
-
-def test_a_terminal_shows_the_stages_of_a_sweep_that_are_at_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    text = "\n".join(of_sweep(Terminal(), trials(a="running", b="waiting")))
-    assert "2 trials: 1 running, 1 waiting" in text
-    assert "a/sft" in text
-    assert "a/data" not in text, "it waits, while another stage of the trial is at work"
-
-
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
 def test_work_goes_on_when_nobody_can_read_any_more(
     monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]

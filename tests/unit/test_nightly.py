@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,11 +23,13 @@ from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.nightly.definition import Checkpoint, Source
+from refiner_core.nightly.page import VIEWS, trend_page
 from tests.support.git_hub import LoopbackHub
 from tests.support.hook import Hook
 from tests.support.nightly import NightLab
 from tests.support.recorded_run import RecordedRun
 
+HOSTILE = "<script>alert(1)</script>"
 DAYS = [f"2026-11-{day:02d}" for day in range(1, 31)]
 
 
@@ -118,6 +121,13 @@ def test_a_regression_is_told_once_with_its_weights_and_so_is_the_recovery(lab: 
     assert first["difference"] == pytest.approx(-0.15, abs=0.02)
     assert (first["weights_changed"], first["direction"]) == (True, "drop")
     assert "The canary has not moved: the model has changed." in first["text"]
+    trends = lab.reading()
+    hostile = replace(trends, nightly=replace(trends.nightly, name=HOSTILE))
+    page = trend_page(hostile, "2026-11-30T04:00:00+00:00")
+    assert HOSTILE not in page
+    assert "default-src 'none'" in page
+    assert [alert for alert in trends.alerts if alert["night"] not in page] == []
+    assert [title for _, title in VIEWS if title not in page] == []
 
 
 def test_a_lenient_judge_is_drift_and_no_progress(lab: NightLab) -> None:

@@ -1,9 +1,10 @@
-"""Parts of a run's report that need no run: which points and prompts are shown, what is hidden."""
+"""Parts of a run's report that need no run: points, prompts, rewards, markup and hidden secrets."""
 
 from __future__ import annotations
 
 import json
-import math
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,14 @@ from flows.reporting.run.results import choose, points_of, said_in_evaluation, s
 from flows.reporting.samples import SamplesReader
 from infra.host.secrets import HIDDEN, masked, without_secrets
 from infra.store.traces import MetricsLine, read_metrics
+from refiner_core.answers import parse_answer
 from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.records import to_json
+from refiner_core.report.printing import plain
+from refiner_core.report.run.rendering import page
+from refiner_core.report.transcripts import answer_markup, evidence_of, spans
 from refiner_core.rewards.combine import total_reward
+from tests.support.run_reports import empty_report, hostile_report
 
 REWARD = RewardConfig()
 
@@ -48,14 +54,6 @@ def test_a_metric_of_every_step_has_gaps_and_one_of_few_steps_has_none() -> None
     assert found["scores"][0] == tuple(range(1, 11))
     assert [s for s, v in zip(*found["scores"], strict=True) if v is None] == [3, 5]
     assert found["loss/validation"] == ((5, 10), (1.0, 1.0))
-
-
-def test_a_later_line_of_a_step_counts_and_names_of_another_trainer_are_shown() -> None:
-    lines = [MetricsLine(1, {"eval_f1": 0.1}), MetricsLine(1, {"eval_f1": math.inf})]
-    assert points_of(lines, foreign=True) == {}, "nothing finite is no curve"
-    lines.append(MetricsLine(2, {"eval_f1": 0.25}))
-    assert points_of(lines, foreign=True) == {"eval_f1": ((1, 2), (None, 0.25))}
-    assert points_of(lines) == {}
 
 
 # ---------------------------------------------------------------- examples
@@ -221,3 +219,49 @@ def test_answers_are_found_wherever_in_a_file_they_lie(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples.parquet")
     found = SamplesReader().rows(tmp_path / "samples.parquet", ["p9", "p1"])
     assert [row["text"] for row in found] == ["2", "18"], "the first sample of each, in order"
+
+
+_PIECES = (
+    "<answer>", "</answer>", "<answer x>", "<snippet id=S_1>", "<snippet id='S_2, S_9'>",
+    "<snippet>", "<SNIPPET id=S_1>", "</snippet>", "<snippet id=S_1", "<webpage id=W_1>", " it is",
+    " & so", "\n", ".", "\ud800",
+)  # fmt: skip
+_PROMPT = "<tool_output><snippet id=S_1> one</snippet><snippet id=S_2> two</snippet></tool_output>"
+
+
+def test_claims_are_numbered_as_the_judge_numbers_them_whatever_was_sampled() -> None:
+    rng = random.Random(1)
+    evidence = evidence_of(_PROMPT, (), "e0")
+    single = 0
+    for _ in range(4_000):
+        text = "".join(rng.choice(_PIECES) for _ in range(rng.randrange(12)))
+        if rng.random() < 0.7:
+            text = f"<answer>{text.replace('<answer>', '').replace('</answer>', '')}</answer>"
+        parsed = parse_answer(text)
+        markup = answer_markup(text, evidence)
+        numbers = [int(n) for n in re.findall(r'data-n="(\d+)"', markup)]
+        assert numbers == list(range(1, len(parsed.claims) + 1)), text
+        shown = re.sub("<[^>]*>", "", markup)
+        assert shown.replace("&#39;", "'").replace("&lt;", "<").replace("&gt;", ">").replace(
+            "&amp;", "&"
+        ) == plain(text), "nothing is lost or added"
+        single += parsed.body is not None
+    assert single > 2_000
+
+
+def test_pieces_of_a_text_make_the_text_again() -> None:
+    rng = random.Random(2)
+    for _ in range(2_000):
+        text = "".join(rng.choice(_PIECES) for _ in range(rng.randrange(14)))
+        for any_case in (False, True):
+            found = list(spans(text, any_case=any_case))
+            assert "".join(s.before + s.text + s.after for s in found) == text
+
+
+@pytest.mark.parametrize("make", [hostile_report, empty_report])
+def test_a_page_is_text_that_a_file_can_hold(make: object) -> None:
+    assert callable(make)
+    text = page(make())
+    text.encode("utf-8")
+    assert "\x00" not in text
+    assert "default-src 'none'" in text

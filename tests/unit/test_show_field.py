@@ -151,29 +151,6 @@ def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [f["field"] for f in found] == ["grpo.beta"]
 
 
-@pytest.mark.parametrize(
-    "name", ["recipes", "profiles", "rubrics", "protocols", "environments", "sweep"]
-)
-def test_what_there_is_is_listed_with_a_line_each(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-    words = [name] if name == "sweep" else ["list", name]
-    assert main(words) == 0
-    plain = capsys.readouterr()
-    assert "Next:" in plain.err
-    assert main([*words, "--json"]) == 0
-    value = json.loads(capsys.readouterr().out)
-    kind = {"rubrics": "sets", "sweep": "shipped"}.get(name, name)
-    assert len(value[kind]) >= 3
-    lines = plain.out.splitlines()
-    assert len(lines) >= 1 + len(value[kind])
-    if name != "sweep":
-        assert len(lines) == 1 + len(value[kind])
-        assert max(map(len, lines)) <= 100
-
-
 # ---------------------------------------------------------------- files beside a recipe
 
 

@@ -283,14 +283,6 @@ def test_what_is_under_way_counts_by_its_forecast(workspace: Workspace) -> None:
         assert len(told.admission.live) <= 2
 
 
-def test_judge_calls_are_a_limit_too(workspace: Workspace) -> None:
-    plan = small_sweep(limits=Limits(judge_calls=50))
-    budget = bench(workspace, plan, SCRIPT).admission.budget
-    budget.expect(hours(plan, 0.0))
-    why = budget.why_held(plan.trials[0], (), ())
-    assert why == "limits.judge_calls is 50 judge calls: 0 used, 300 forecast for it"
-
-
 def test_what_is_left_of_a_stopped_trial_counts_before_it_goes_on(workspace: Workspace) -> None:
     plan = on_gpus(small_sweep(limits=Limits(gpu_hours=1.5)), 1)
     script = {"grpo": ("step", "step", "save", *["wait"] * 99)}
