@@ -6,6 +6,8 @@ later one finds. Runs are the tiny recipe cut down to seconds.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -16,9 +18,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from flows.cli.main import main
 from infra.store.workspace import Workspace
 from refiner_core.data.synthetic import generate_rows
 from tests.support.command import SMALL, refiner
@@ -124,24 +128,46 @@ class Place:
         for old, new in trial.words:
             assert old in text, f"no {old} in {text}"
             text = text.replace(old, new.format(second=self.newest, **self.names))
-        folders = {"": self.folder, "swept": self.folder / "swept", "checkout": ROOT}
         more = " ".join(map(shlex.quote, SMALLEST)) if trial.small and "publish" not in text else ""
+        text = f"{text} {more}"
+        cwd = {"": self.folder, "swept": self.folder / "swept", "checkout": ROOT}[trial.where]
+        python_path = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
+        env = {
+            **os.environ,
+            "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": python_path,
+            "REFINER_STATE_DIR": str(self.folder / "state"),  # a Prefect server of its own
+            "COLUMNS": "120",
+        }
+        if re.fullmatch(rf"refiner ({LOOKING}) [^|<>&;$*]*", text):
+            return in_process(text, cwd, env)
         return subprocess.run(
-            ["bash", "-c", f"{text} {more}"],
-            cwd=folders[trial.where],
-            env={
-                **os.environ,
-                "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")])),
-                "REFINER_STATE_DIR": str(self.folder / "state"),  # a Prefect server of its own
-                "COLUMNS": "120",
-            },
+            ["bash", "-c", text],
+            cwd=cwd,
+            env=env,
             input=trial.stdin,
             capture_output=True,
             text=True,
             timeout=200,
             check=False,
         )
+
+
+#: Commands that only read records run in this process: they need no shell and start no job.
+LOOKING = "plan|show|list|explain|status|report|why|diff|disk|card|rubrics|protocols|rescore"
+
+
+def in_process(text: str, cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A command without its interpreter's start."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(cwd),
+        mock.patch.dict(os.environ, env),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = main(shlex.split(text)[1:])
+    return subprocess.CompletedProcess(text, code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The evidence of a card: it makes the same card again, covers every number, and holds no secret."""
+"""The evidence of a card: it makes the same card again, has every number, and holds no secret."""
 
 from __future__ import annotations
 

@@ -104,69 +104,59 @@ def test_identity_fields_change_a_fingerprint(path: str) -> None:
     assert fingerprints(changed) != fingerprints(config)
 
 
-def test_what_a_health_check_has_stopped_goes_on_under_another_policy_or_limit() -> None:
-    stopped = {"grpo.health.kl_blow_up": "stop", "sft.health.loss_spike": "stop"}
-    eased = {"grpo.health.max_kl": 50.0, "grpo.health.patience": 9, "sft.health.spike_factor": 2.0}
-    config = RecipeConfig()
-    assert fingerprints(replace_fields(config, stopped | eased)) == fingerprints(config)
-    skipping = replace_fields(config, eased | {"grpo.health.kl_blow_up": "skip"})
-    assert fingerprints(skipping)["grpo"] != fingerprints(config)["grpo"]
-    assert fingerprints(skipping)["sft"] == fingerprints(config)["sft"]
+AGENT = {"environment.name": "desk"}
+JUDGED = {"judge.kind": "openai", "judge.model": "m", "reward.paper_citation_weight": 0.7}
+EASED = {
+    **{"grpo.health.kl_blow_up": "stop", "sft.health.loss_spike": "stop"},
+    **{"grpo.health.max_kl": 50.0, "grpo.health.patience": 9, "sft.health.spike_factor": 2.0},
+}
+RFT = {"stages": ("data", "sft", "rft", "grpo", "evaluate")}
+EVALUATIONS = "evaluate-base evaluate-sft evaluate-grpo"
 
 
-def test_an_agent_is_judged_by_its_environment_alone() -> None:
-    agent = replace_fields(RecipeConfig(), {"environment.name": "desk"})
-    judged = {"judge.kind": "openai", "judge.model": "m", "reward.paper_citation_weight": 0.7}
-    assert fingerprints(replace_fields(agent, judged)) == fingerprints(agent)
-    asked = replace_fields(agent, {"environment.nl_assertions": "judge"})
-    assert fingerprints(replace_fields(asked, judged)) != fingerprints(asked)
+@pytest.mark.parametrize(
+    ("recipe", "change", "reached"),
+    [
+        ({}, {"grpo.beta": 0.5}, "grpo evaluate-grpo publish card"),
+        ({"seed": 1}, {"seed": 2}, "sft grpo evaluate-sft evaluate-grpo publish card"),
+        # A run that a health check has stopped goes on under another policy or limit.
+        ({}, EASED, ""),
+        ({}, {"grpo.health.kl_blow_up": "skip"}, "grpo evaluate-grpo publish card"),
+        (RFT, {"rft.learning_rate": 1e-6}, "rft grpo evaluate-rft evaluate-grpo"),
+        # An agent is judged by its environment alone.
+        (AGENT, JUDGED, ""),
+        (
+            {**AGENT, "environment.nl_assertions": "judge"},
+            JUDGED,
+            f"grpo {EVALUATIONS} publish card",
+        ),
+        (
+            AGENT,
+            {"environment.max_argument_bytes": 999},
+            f"data sft grpo {EVALUATIONS} publish card",
+        ),
+        (AGENT, {"evaluate.user.model": "m"}, f"{EVALUATIONS} card"),
+        (
+            {**AGENT, "evaluate.user.model": "m"},
+            {"environment.user.temperature": 0.1},
+            "grpo evaluate-grpo publish card",
+        ),
+    ],
+)
+def test_a_change_reaches_exactly_the_stages_downstream(
+    recipe: dict[str, Any], change: dict[str, Any], reached: str
+) -> None:
+    config = replace_fields(RecipeConfig(), recipe)
+    before, after = fingerprints(config), fingerprints(replace_fields(config, change))
+    assert [name for name in before if before[name] != after[name]] == reached.split()
 
 
-def test_rows_of_an_agent_that_are_dropped_otherwise_are_other_data() -> None:
-    """A demonstration with a longer call is dropped by the data stage."""
-    agent = replace_fields(RecipeConfig(), {"environment.name": "desk"})
-    shorter = replace_fields(agent, {"environment.max_argument_bytes": 999})
-    assert fingerprints(shorter)["data"] != fingerprints(agent)["data"]
-
-
-def test_the_user_of_an_evaluation_is_part_of_it_and_of_nothing_else() -> None:
-    agent = replace_fields(RecipeConfig(), {"environment.name": "desk"})
-    other = replace_fields(agent, {"evaluate.user.model": "m"})
-    before, after = fingerprints(agent), fingerprints(other)
-    assert before["grpo"] == after["grpo"]
-    assert before["evaluate-sft"] != after["evaluate-sft"]
-    trained = fingerprints(replace_fields(other, {"environment.user.temperature": 0.1}))
-    assert trained["grpo"] != after["grpo"]
-    assert trained["evaluate-sft"] == after["evaluate-sft"]
-
-
-def test_rft_trains_on_what_sample_kept_and_grpo_goes_on_from_it() -> None:
-    stages = ("data", "sft", "rft", "grpo", "evaluate")
-    config = dataclasses.replace(RecipeConfig(), stages=stages)
-    plan = {s.name: s for s in make_plan(config, {}).stages}
+def test_rft_trains_on_what_sample_kept_and_grpo_continues_from_it() -> None:
+    plan = make_plan(replace_fields(RecipeConfig(), RFT), {}).by_name
     assert plan["sample"].inputs == {"data": "data", "policy": "sft"}
     assert plan["rft"].inputs == {"data": "sample", "policy": "sft"}
     assert plan["grpo"].inputs == {"data": "data", "policy": "rft"}
     assert plan["evaluate-rft"].inputs["weights"] == "rft"
-    again = replace_fields(config, {"rft.learning_rate": 1e-6})
-    assert fingerprints(again)["sample"] == fingerprints(config)["sample"]
-
-
-def test_a_change_reaches_exactly_the_stages_downstream() -> None:
-    config = RecipeConfig()
-    changed = replace_fields(config, {"grpo.beta": 0.5})
-    before, after = fingerprints(config), fingerprints(changed)
-    assert {n for n in before if before[n] != after[n]} == {
-        "grpo",
-        "publish",
-        "evaluate-grpo",
-        "card",
-    }
-
-
-def test_seeds_share_data_and_the_evaluation_of_the_base() -> None:
-    one, two = (fingerprints(replace_fields(RecipeConfig(), {"seed": s})) for s in (1, 2))
-    assert {n for n in one if one[n] == two[n]} == {"data", "evaluate-base"}
 
 
 def test_dropping_a_stage_changes_only_what_follows_from_it() -> None:
@@ -175,28 +165,17 @@ def test_dropping_a_stage_changes_only_what_follows_from_it() -> None:
     assert part == {n: whole[n] for n in ("data", "sft", "evaluate-base", "evaluate-sft")}
 
 
-def test_content_of_data_and_model_is_part_of_the_fingerprint() -> None:
-    config = RecipeConfig()
-    one = {s.name: s.fingerprint for s in make_plan(config, {"data.rl": "a", "model": "m"}).stages}
-    two = {s.name: s.fingerprint for s in make_plan(config, {"data.rl": "b", "model": "m"}).stages}
-    assert one["data"] != two["data"]
-    assert one["grpo"] != two["grpo"]
+def test_contents_are_part_of_a_fingerprint_and_places_are_not() -> None:
+    def planned(config: RecipeConfig, rows: str) -> dict[str, str]:
+        sources = {"data.sft": "a", "data.rl": rows, "model": "c"}
+        return {s.name: s.fingerprint for s in make_plan(config, sources).stages}
 
-
-def test_moving_a_file_does_not_run_anything_again() -> None:
-    sources = {"data.sft": "a", "data.rl": "b", "model": "c"}
-    moved = replace_fields(
-        RecipeConfig(),
-        {
-            "data.sft_path": "/new/a.jsonl",
-            "data.rl_path": "/new/b.jsonl",
-            "model.name_or_path": "m",
-        },
-    )
-    for one, two in zip(
-        make_plan(RecipeConfig(), sources).stages, make_plan(moved, sources).stages, strict=True
-    ):
-        assert one.fingerprint == two.fingerprint
+    places = {"data.sft_path": "/a.jsonl", "data.rl_path": "/b.jsonl", "model.name_or_path": "m"}
+    before = planned(RecipeConfig(), "b")
+    assert planned(replace_fields(RecipeConfig(), places), "b") == before
+    other = planned(RecipeConfig(), "other")
+    assert other["data"] != before["data"]
+    assert other["grpo"] != before["grpo"]
 
 
 def test_a_field_added_later_keeps_old_fingerprints_at_its_legacy_value() -> None:
