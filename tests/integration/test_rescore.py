@@ -18,7 +18,6 @@ from click.testing import CliRunner, Result
 
 from flows.cli.judge import rescore_command
 from infra.attempt.attempt import AttemptRun
-from infra.store.traces import list_rollouts, read_rollouts
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import (
@@ -126,40 +125,9 @@ def test_the_runs_own_settings_give_back_what_was_stored_to_the_bit(run: Recorde
     assert document["comparisons"] == [], "nothing else was asked for"
 
 
-def test_another_weight_changes_totals_as_training_would_have(run: RecordedRun) -> None:
-    """Held against a run that was rewarded with that weight from the beginning."""
-    document = found(run.workspace.root, "--citation-weight", "0.5")
-    rewarded = {
-        (r["group"], r["sample_index"]): r for r in rows_of(document, "citation_weight=0.5")
-    }
-    stage = run.stage("grpo").id
-    stored = [r for p in rollout_files(run, stage) for r in read_rollouts(p)]
-    prompts = {r["sample_id"] for r in stored}
-    assert len(rewarded) == len(stored)
-    data = run.workspace.output_dir(run.stage("data").id)
-    by_id = {p.sample_id: p for p in load_prompts(data / "rl_train.parquet")}
-    assert prompts <= by_id.keys()
-    config = replace(run.config.reward, paper_citation_weight=0.5)
-    items = [
-        RewardInput(by_id[r["sample_id"]], r["response_text"], r["finish_reason"] == "stop")
-        for r in stored
-    ]
-    expected = compute_rewards(items, config, build_judge(run.config.judge))
-    totals = [
-        rewarded[f"step {r['step']}, prompt {r['prompt_index']}", r["sample_index"]]["total"]
-        for r in stored
-    ]
-    assert totals == [result.total for result in expected]
-
-
 def rows_of(document: dict[str, Any], setting: str) -> list[dict[str, Any]]:
     rows = pq.read_table(Path(document["folder"]) / "rewards.parquet").to_pylist()
     return [row for row in rows if row["setting"] == setting]
-
-
-def rollout_files(run: RecordedRun, stage_id: str) -> list[Path]:
-    stage = run.workspace.layout.stage(stage_id)
-    return list_rollouts(stage.attempt(max(stage.attempt_numbers())).rollouts)
 
 
 def test_a_file_of_rubrics_of_ones_own_is_tried_before_a_run_depends_on_it(

@@ -149,28 +149,3 @@ def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"section": "notify", "doc": "who hears of it"}.items() <= listed[-1].items()
     found = json.loads(shown(capsys, "--search", "KL coefficient", "--json"))["fields"]
     assert [f["field"] for f in found] == ["grpo.beta"]
-
-
-# ---------------------------------------------------------------- files beside a recipe
-
-
-def test_rows_and_a_profile_beside_a_recipe_are_found_from_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
-    for folder in (mine, elsewhere, mine / "rows"):
-        folder.mkdir()
-    for name in ("mine/sft.jsonl", "elsewhere/here.jsonl", "mine/cluster.yaml"):
-        (tmp_path / name).write_text("{}\n")
-    (mine / "recipe.yaml").write_text(
-        "include: tiny\n"
-        "data: {sft_path: sft.jsonl, rl_path: rows}\n"
-        "dispatch: {profile: cluster.yaml}\n"
-    )
-    monkeypatch.chdir(elsewhere)
-    config = load_recipe("../mine/recipe.yaml")
-    assert config.data.sft_path == str(mine / "sft.jsonl")
-    assert config.data.rl_path == str(mine / "rows")
-    assert config.dispatch.profile == str(mine / "cluster.yaml")
-    config = load_recipe("../mine/recipe.yaml", ["data.sft_path=here.jsonl"])
-    assert config.data.sft_path == str(elsewhere / "here.jsonl")
