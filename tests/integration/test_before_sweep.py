@@ -15,11 +15,7 @@ from infra.attempt.attempt import AttemptRun
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import ArmRecord, Outcome
 from sweeps.values import Question, SweepFile, SweepPlan, Trial
-from tests.support.recorded_run import (
-    PROMPTS,
-    SMALL,
-    RecordedRun,
-)
+from tests.support.recorded_run import PROMPTS, SMALL, RecordedRun
 
 
 def _plan(root: Path, arms: dict[str, tuple[str, ...]], seeds: tuple[int, ...]) -> SweepPlan:

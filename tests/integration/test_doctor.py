@@ -157,10 +157,7 @@ def test_the_environment_of_servers_is_asked_in_its_own_shell(tmp_path: Path) ->
     assert bare.state == "broken"
     loaded = [*setting, "grpo.rollout_server.setup=['export MODULE=loaded']"]
     ready = named(examine("tiny", loaded, only=["vllm"]), "vllm", "grpo.rollout_server")
-    assert (ready.state, ready.what) == (
-        "ok",
-        "vllm 0.33, torch 2.13, CUDA none, sees 0 GPUs",
-    )
+    assert (ready.state, ready.what) == ("ok", "vllm 0.33, torch 2.13, CUDA none, sees 0 GPUs")
 
 
 # ---------------------------------------------------------------- workspace

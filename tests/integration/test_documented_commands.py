@@ -26,14 +26,7 @@ from flows.cli.main import main
 from infra.store.workspace import Workspace
 from refiner_core.data.synthetic import generate_rows
 from tests.support.command import SMALL, refiner
-from tests.support.documented import (
-    ROOT,
-    Shown,
-    anchors,
-    links,
-    paths_named,
-    shown_commands,
-)
+from tests.support.documented import ROOT, Shown, anchors, links, paths_named, shown_commands
 from tests.support.judge_server import JudgeServer
 from tests.support.known_judges import KnownJudge
 from tests.support.recorded_sweep import RecordedSweep

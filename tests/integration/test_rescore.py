@@ -222,8 +222,7 @@ def calls_of(server: JudgeServer, act: Callable[[], Any]) -> tuple[Any, int]:
 def test_what_the_same_judge_has_said_is_not_asked_again(judged: tuple[Path, JudgeServer]) -> None:
     root, server = judged
     document, calls = calls_of(
-        server,
-        lambda: found(root, "--citation-weight", "0.5", "reward.combination=additive"),
+        server, lambda: found(root, "--citation-weight", "0.5", "reward.combination=additive")
     )
     assert calls == 0
     assert document["fidelity"]["grpo"]["exact"]

@@ -168,9 +168,7 @@ def test_settings_are_those_that_are_not_defaults_and_no_secrets(report: RunRepo
 # ---------------------------------------------------------------- other runs
 
 
-def test_what_was_there_before_says_who_made_it_and_costs_nothing(
-    finished: RecordedRun,
-) -> None:
+def test_what_was_there_before_says_who_made_it_and_costs_nothing(finished: RecordedRun) -> None:
     second = RecordedRun(finished.workspace.root, *finished.overrides[8:])
     assert second.run.stages == finished.run.stages
     report = report_of_run(second.run.run, second.workspace.root)
@@ -304,8 +302,7 @@ def damage_orchestrator(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [damage_record, damage_metrics, damage_samples, damage_rollouts, damage_orchestrator],
+    "damage", [damage_record, damage_metrics, damage_samples, damage_rollouts, damage_orchestrator]
 )
 def test_a_damaged_file_is_a_warning_and_costs_its_part_alone(
     copied: Workspace, finished: RecordedRun, damage: Any, capsys: pytest.CaptureFixture[str]

@@ -13,12 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refiner_core.cards.build import build_card
-from refiner_core.cards.evidence import (
-    evidence_text,
-    facts_from_json,
-    facts_to_json,
-    load_evidence,
-)
+from refiner_core.cards.evidence import evidence_text, facts_from_json, facts_to_json, load_evidence
 from refiner_core.cards.facts import AttemptNote, CardFacts, record_of
 from refiner_core.cards.public import public_address, public_command, public_text
 from refiner_core.contract.checks.environment import ONLY_OF_AGENTS

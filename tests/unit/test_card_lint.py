@@ -408,10 +408,7 @@ def measured(draw: st.DrawFn) -> CardFacts:
             evaluations.append(evaluation(model, metric, value, **numbers))
     kept, dropped = draw(st.integers(1, 10**5)), draw(st.integers(1, 999))
     counts = {"read": kept + dropped, "kept": kept, "dropped": {"duplicate": dropped}}
-    return facts(
-        evaluations=evaluations,
-        reports={"data": {"rl": counts, "sft": {}, "split": {}}},
-    )
+    return facts(evaluations=evaluations, reports={"data": {"rl": counts, "sft": {}, "split": {}}})
 
 
 @settings(max_examples=8, deadline=None)

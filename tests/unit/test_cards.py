@@ -24,14 +24,7 @@ from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
 from refiner_core.contract.records import Attempt, Outcome
-from tests.support.card_facts import (
-    CONFIG,
-    OTHER,
-    evaluation,
-    full_facts,
-    published_facts,
-    reports,
-)
+from tests.support.card_facts import CONFIG, OTHER, evaluation, full_facts, published_facts, reports
 
 TINY = RecipeConfig()
 #: An option that came after the run.

@@ -12,13 +12,7 @@ import pytest
 
 from flows.nightly.checkpoints import NothingYet, resolve
 from flows.nightly.history import status_json
-from flows.nightly.night import (
-    check_nightly,
-    due_night,
-    load_nightly,
-    run_night,
-    shipped_nightlies,
-)
+from flows.nightly.night import check_nightly, due_night, load_nightly, run_night, shipped_nightlies
 from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
@@ -289,9 +283,7 @@ def test_a_branch_of_the_hub_means_the_commit_that_it_is_at(
         api.create_repo("me/model")
         (tmp_path / "config.json").write_text("{}")
         made = api.upload_file(
-            path_or_fileobj=tmp_path / "config.json",
-            path_in_repo="config.json",
-            repo_id="me/model",
+            path_or_fileobj=tmp_path / "config.json", path_in_repo="config.json", repo_id="me/model"
         )
         workspace = Workspace.open(tmp_path / "runs")
         found = resolve(Checkpoint("m", Source("hub", "me/model", "main")), workspace)

@@ -10,12 +10,7 @@ import pytest
 from flows.cli.main import main
 from flows.starting.fields import InRecipe, field_json, field_lines
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.field_facts import (
-    facts_of,
-    field_paths,
-    fields_below,
-    fields_called,
-)
+from refiner_core.contract.field_facts import facts_of, field_paths, fields_below, fields_called
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.loading import load_recipe

@@ -249,10 +249,7 @@ def test_the_baseline_is_the_first_arm_or_the_one_that_is_named(baseline: Any, n
         ({"exclude": [{"grpo.beta": 7}]}, r"`exclude`.*names 7 for `grpo.beta`"),
         ({"exclude": [{"arm": "x"}]}, r"`exclude`.*names `arm`, which it does not vary"),
         ({"exclude": [{"grpo.beta": 0}, {"grpo.beta": 1}]}, r"leaves none of its 2 arms"),
-        (
-            {"zip": {WEIGHTS: [0, 0.1]}, "baseline": {"grpo.beta": 0}},
-            r"which 2 arms are",
-        ),
+        ({"zip": {WEIGHTS: [0, 0.1]}, "baseline": {"grpo.beta": 0}}, r"which 2 arms are"),
         ({"arms": {"A": [], "a": ["sft.weight_decay=1"]}}, r"would be called alike"),
     ],
 )

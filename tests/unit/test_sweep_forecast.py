@@ -169,9 +169,7 @@ def test_a_sweep_that_passes_its_limit_is_refused_with_what_fits(plan: SweepPlan
     assert more.what_fits == "the first 3 of 4 trials"
 
 
-def test_the_wall_clock_knows_the_longest_chain_and_how_many_run_at_a_time(
-    plan: SweepPlan,
-) -> None:
+def test_the_wall_clock_knows_the_longest_chain_and_how_many_run_at_a_time(plan: SweepPlan) -> None:
     single = replace(plan, sweep=replace(plan.sweep, limits=Limits(1)))
     one = plan.trials[0].plan
     history = History((_measured(one.by_name["grpo"], one, unit_s=3.0),))

@@ -10,12 +10,7 @@ import pytest
 
 from flows.running.calls import make_recipe_plan
 from flows.sweeping.launching import record_version
-from flows.sweeping.planning import (
-    forecast_sweep,
-    make_sweep_plan,
-    plan_of,
-    sweep_json,
-)
+from flows.sweeping.planning import forecast_sweep, make_sweep_plan, plan_of, sweep_json
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.fingerprint import get_field

@@ -332,9 +332,7 @@ def test_suspended_a_sweep_begins_nothing_more_and_what_runs_ends_by_itself(
     assert set(bench(workspace, plan, SCRIPT).run().values()) == {"done"}
 
 
-def test_who_ends_a_sweep_ends_no_job_that_a_run_of_its_own_waits_for(
-    workspace: Workspace,
-) -> None:
+def test_who_ends_a_sweep_ends_no_job_that_a_run_of_its_own_waits_for(workspace: Workspace) -> None:
     """After a cancelled job nobody begins another: that run would end, too."""
     plan = small_sweep()
     told = bench(workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99)})
