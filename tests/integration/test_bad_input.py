@@ -129,7 +129,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.quota
-def test_a_full_disk_is_a_state_that_the_same_command_leaves_once_there_is_room(
+def test_a_run_continues_after_a_full_disk_has_space_again(
     full_disk: Path,
 ) -> None:
     arguments = (
@@ -146,7 +146,7 @@ def test_a_full_disk_is_a_state_that_the_same_command_leaves_once_there_is_room(
 
 
 @pytest.mark.quota
-def test_no_room_at_all_is_said_before_anything_starts(full_disk: Path) -> None:
+def test_a_full_disk_is_reported_before_anything_starts(full_disk: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         (full_disk / "filler").write_bytes(b"x" * 4 * 2**20)
     words = ("run", "tiny", f"workspace={full_disk}/runs", *SMALL, "--no-server")

@@ -69,15 +69,13 @@ Captured = pytest.CaptureFixture[str]
 # ---------------------------------------------------------------- check
 
 
-def test_what_was_published_is_clean(folder: Path) -> None:
+def test_a_published_card_passes_the_check(folder: Path) -> None:
     done = refiner("card", "check", str(folder))
     assert done.code == 0, done.stdout + done.stderr
     assert "is what its evidence gives, number by number" in done.stdout
 
 
-def test_a_number_that_somebody_changed_is_traced_to_its_record(
-    folder: Path, capsys: Captured
-) -> None:
+def test_a_changed_number_is_traced_to_its_record(folder: Path, capsys: Captured) -> None:
     card = folder / "README.md"
     number = first_number(card)
     line = change(card, f"| {number} ", "| 9.999 ")
@@ -156,7 +154,7 @@ def test_without_evidence_a_card_of_ours_says_what_could_not_be_checked(
         (".", 2, "has no README.md"),
     ],
 )
-def test_what_is_not_there_is_refused(
+def test_a_missing_card_is_refused(
     target: str, code: int, told: str, tmp_path: Path, capsys: Captured, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -207,7 +205,7 @@ def test_the_same_records_give_the_same_card(run: RecordedRun, capsys: Captured)
     assert call(capsys, "show", where, "--json").json["as_published"] is True
 
 
-def test_a_record_that_changed_changes_the_card_and_is_told(
+def test_a_changed_record_is_reported_as_a_changed_card(
     run: RecordedRun, tmp_path: Path, capsys: Captured
 ) -> None:
     root = tmp_path / "runs"

@@ -116,7 +116,7 @@ def test_the_first_step_that_differs_is_found_with_its_rollout(
     assert main([*words, "--exit-code"]) == 1
 
 
-def test_runs_that_share_stages_say_so_and_name_the_field_that_parts_them(tmp_path: Path) -> None:
+def test_shared_stages_and_differing_fields_are_named(tmp_path: Path) -> None:
     one = _finished(tmp_path, *MEASURED)
     other = _finished(tmp_path, *MEASURED, "grpo.beta=0.01", "log_level=warning", parts_at=1)
     found = _diff(one, other)
@@ -135,7 +135,7 @@ def test_runs_that_share_stages_say_so_and_name_the_field_that_parts_them(tmp_pa
     assert rubric["difference"] < 0, "second minus first"
 
 
-def test_rows_are_told_apart_by_what_they_say(tmp_path: Path) -> None:
+def test_rows_are_compared_by_content(tmp_path: Path) -> None:
     prompts = prompt_rows(2 * PROMPTS)
     changed = [replace(prompts[0], question="another?"), *prompts[2:PROMPTS], prompts[1]]
     one, other = RecordedRun(tmp_path / "a", *TRAINED), RecordedRun(tmp_path / "b", *TRAINED)

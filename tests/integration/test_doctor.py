@@ -128,7 +128,7 @@ def test_a_package_of_the_wrong_version_is_named_with_its_command(tmp_path: Path
     assert found["mend"] == f"{sys.executable} -m pip install 'prefect<3.9,>=3.8'"
 
 
-def test_what_the_driver_shows_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = "'NVIDIA H200, 570.1, 143771'"
     program(tmp_path, "nvidia-smi", f"printf '%s\\n' {row} {row}")
     first_on_path(monkeypatch, tmp_path)
@@ -164,7 +164,7 @@ def test_the_environment_of_servers_is_asked_in_its_own_shell(tmp_path: Path) ->
 
 
 @pytest.mark.quota
-def test_room_is_that_of_the_quota(tmp_path: Path) -> None:
+def test_free_space_is_that_of_the_quota(tmp_path: Path) -> None:
     with quota_folder(tmp_path / "q", 64) as disk:
         found = examine("tiny", [f"workspace={disk.folder / 'runs'}"], only=["workspace"])
         room = named(found, "workspace", "room")
@@ -192,7 +192,7 @@ def test_a_full_file_system_is_a_finding(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- Slurm
 
 
-def test_a_scheduler_that_never_answers_holds_nobody_up(
+def test_a_scheduler_that_hangs_does_not_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for command in ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo", "sacct"):

@@ -232,7 +232,7 @@ def write_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("shown", COMMANDS, ids=lambda shown: shown.id)
-def test_what_is_shown_can_be_typed(shown: Shown, place: Place) -> None:
+def test_every_shown_command_runs(shown: Shown, place: Place) -> None:
     trial = trial_of(shown)
     if trial.by:
         assert (ROOT / "tests" / trial.by).is_file(), f"{trial.by} should run {shown.text}"

@@ -93,7 +93,7 @@ def senders() -> list[psutil.Process]:
     return found
 
 
-def test_the_end_is_told_once_by_every_channel_and_no_address_is_written_down(
+def test_every_channel_reports_the_end_once_and_leaks_no_address(
     place: Place, hook: Hook, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fields = f'{place.command}; echo "$REFINER_KIND $REFINER_RUN" > {place.file}.fields'
@@ -130,7 +130,7 @@ def test_a_server_that_hangs_holds_up_no_end_and_no_other_channel(
     assert (left["channel"], left["kind"]) == ("TEAM_HOOK", "finished")
 
 
-def test_a_channel_that_fails_fails_no_run_and_terminal_log_and_status_say_so(
+def test_a_failed_channel_is_reported_and_fails_no_run(
     place: Place, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told_run(place.root, {"command": "exit 7"}).exit_code == 0
@@ -142,7 +142,7 @@ def test_a_channel_that_fails_fails_no_run_and_terminal_log_and_status_say_so(
     assert (event["channel"], event["kind"]) == ("command", "finished")
 
 
-def test_an_outage_is_told_once_not_per_try(place: Place) -> None:
+def test_an_outage_is_reported_once_not_per_retry(place: Place) -> None:
     behaviour = {"steps": 4, "fail": "judge_outage", "fail_at_step": 2, "fails": 3}
     done = told_run(place.root, {"command": place.command}, behaviour=behaviour)
     assert done.exit_code == 0
@@ -151,7 +151,7 @@ def test_an_outage_is_told_once_not_per_try(place: Place) -> None:
     assert (place.told[0]["cause"], place.told[0]["stage"]) == ("judge_outage", "data")
 
 
-def test_ctrl_c_is_told_where_that_is_asked_for(place: Place) -> None:
+def test_ctrl_c_is_reported_on_request(place: Place) -> None:
     place.behave(steps=1000)
     process = place.start({"command": place.command, "on": ["stopped"]})
     wait_for(lambda: list(place.root.glob("stages/*/attempts/*/heartbeat.json")))
@@ -161,7 +161,7 @@ def test_ctrl_c_is_told_where_that_is_asked_for(place: Place) -> None:
     assert place.told[0]["next"] == f"refiner resume {place.run} workspace={place.root}"
 
 
-def test_a_killed_orchestrator_is_told_of_and_so_is_the_end_of_its_run(place: Place) -> None:
+def test_a_killed_orchestrator_and_the_end_of_its_run_are_reported(place: Place) -> None:
     place.behave(steps=100)
     notify = {"command": place.command}
     process = place.start(notify)
@@ -177,7 +177,7 @@ def test_a_killed_orchestrator_is_told_of_and_so_is_the_end_of_its_run(place: Pl
     assert place.kinds == ["failed", "finished"]
 
 
-def test_a_sender_that_is_killed_is_said_and_fails_no_run(place: Place) -> None:
+def test_a_killed_sender_is_reported_and_fails_no_run(place: Place) -> None:
     place.behave(steps=100)
     process = place.start({"command": place.command})
     (child,) = wait_for(

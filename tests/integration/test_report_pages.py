@@ -256,7 +256,7 @@ def test_claims_without_evidence_look_different_and_say_why(browser: Page, show:
     assert len(set(looks)) == 3
 
 
-def test_curves_are_smoothed_on_a_logarithmic_axis_and_stand_in_numbers(
+def test_curves_are_smoothed_drawn_on_a_logarithmic_axis_and_listed(
     browser: Page, show: Show
 ) -> None:
     show("run", "full_report", "curves")
@@ -400,7 +400,7 @@ def test_attempts_at_a_task_are_read_side_by_side(browser: Page, show: Show) -> 
     assert len(seen(browser, ".answer-card")) == 4, "the choice survives a reload"
 
 
-def test_why_attempts_fail_is_counted_by_domain_and_errors_stand_apart(
+def test_failures_of_attempts_are_counted_by_domain_and_apart_from_errors(
     browser: Page, show: Show
 ) -> None:
     show("sweep", "agents_report", "attempts")
@@ -414,7 +414,7 @@ def test_why_attempts_fail_is_counted_by_domain_and_errors_stand_apart(
     assert "Rubrics" not in names, "nobody has judged"
 
 
-def test_what_agents_and_tools_say_is_shown_and_does_nothing(browser: Page, show: Show) -> None:
+def test_messages_of_agents_and_tools_are_shown_and_do_nothing(browser: Page, show: Show) -> None:
     wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     for scheme in ("light", "dark"):
         feature = {"name": "prefers-color-scheme", "value": scheme}

@@ -219,7 +219,7 @@ def calls_of(server: JudgeServer, act: Callable[[], Any]) -> tuple[Any, int]:
     return value, len(server.bodies) - before
 
 
-def test_what_the_same_judge_has_said_is_not_asked_again(judged: tuple[Path, JudgeServer]) -> None:
+def test_stored_judgements_are_not_asked_again(judged: tuple[Path, JudgeServer]) -> None:
     root, server = judged
     document, calls = calls_of(
         server, lambda: found(root, "--citation-weight", "0.5", "reward.combination=additive")
@@ -294,7 +294,7 @@ def test_a_dry_run_says_how_many_calls_and_makes_none(tmp_path: Path) -> None:
         assert found(root, "--judge", spec, "--dry-run")["calls"] == 0, "the store knows them now"
 
 
-def test_many_calls_are_made_only_by_who_says_so(
+def test_many_calls_need_a_confirmation(
     judged: tuple[Path, JudgeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, server = judged
@@ -327,7 +327,7 @@ def test_prompts_that_were_edited_since_are_not_taken_for_those_of_the_run(tmp_p
         assert calls("--judge", f"prompt={other}") > 0
 
 
-def test_where_nobody_is_to_be_asked_no_server_need_run(tmp_path: Path) -> None:
+def test_stored_judgements_need_no_server(tmp_path: Path) -> None:
     """That of a run which served its judge has ended with it."""
     root = tmp_path / "runs"
     with JudgeServer(opinion) as server:
@@ -380,7 +380,7 @@ def test_ctrl_c_loses_nothing_that_was_judged(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- several policies, evaluations
 
 
-def test_policies_on_the_same_prompts_stand_in_one_matrix(tmp_path: Path) -> None:
+def test_policies_on_the_same_prompts_form_one_matrix(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     a = make_run(root)
     b = make_run(root, "seed=7", "reward.paper_citation_weight=0.9")
@@ -425,7 +425,7 @@ def test_models_are_compared_on_the_samples_of_their_evaluations(tmp_path: Path)
         (["--from", "evaluation"], "no finished evaluation"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_the_way_out(
+def test_invalid_options_are_refused_with_a_fix(
     run: RecordedRun, words: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -100,7 +100,7 @@ def folder_of(workspace: Workspace, kind: str, rest: str = "") -> Path:
 # ---------------------------------------------------------------- a whole run
 
 
-def test_every_stage_stands_with_its_attempts_times_and_inputs(report: RunReport) -> None:
+def test_every_stage_has_its_attempts_times_and_inputs(report: RunReport) -> None:
     assert (report.state, report.warnings) == ("done", ())
     names = [row.name for row in report.stages]
     assert names[:3] == ["data", "sft", "grpo"]
@@ -116,7 +116,7 @@ def test_every_stage_stands_with_its_attempts_times_and_inputs(report: RunReport
     assert all(not row.skipped and row.made_by == "" for row in report.stages)
 
 
-def test_what_training_changed_is_paired_with_an_interval(report: RunReport) -> None:
+def test_changes_by_training_are_paired_and_have_intervals(report: RunReport) -> None:
     (valid,) = (c for c in report.changes if c["metric"] == "format_valid")
     assert (valid["before"], valid["after"], valid["n"]) == ("sft", "grpo", 6)
     assert valid["difference"] == pytest.approx(0.5)
@@ -168,7 +168,7 @@ def test_settings_are_those_that_are_not_defaults_and_no_secrets(report: RunRepo
 # ---------------------------------------------------------------- other runs
 
 
-def test_what_was_there_before_says_who_made_it_and_costs_nothing(finished: RecordedRun) -> None:
+def test_reused_stages_name_their_run_and_cost_nothing(finished: RecordedRun) -> None:
     second = RecordedRun(finished.workspace.root, *finished.overrides[8:])
     assert second.run.stages == finished.run.stages
     report = report_of_run(second.run.run, second.workspace.root)
@@ -181,7 +181,7 @@ def test_what_was_there_before_says_who_made_it_and_costs_nothing(finished: Reco
     shutil.rmtree(second.workspace.layout.run(second.run.run).folder)
 
 
-def test_what_an_earlier_run_has_lost_is_no_cost_of_a_later_one(tmp_path: Path) -> None:
+def test_losses_of_an_earlier_run_are_no_cost_of_a_later_one(tmp_path: Path) -> None:
     first = RecordedRun(tmp_path / "runs", "stages=[data,sft]")
     first.data()
     first.fail("sft", Outcome("preempted", "resume", "taken away", step=2), 1000.0)
@@ -196,7 +196,7 @@ def test_what_an_earlier_run_has_lost_is_no_cost_of_a_later_one(tmp_path: Path) 
     assert row_of(report, "sft").seconds == pytest.approx(1000.0, abs=100.0), "of all attempts"
 
 
-def test_a_run_that_goes_on_says_how_far_it_is(tmp_path: Path) -> None:
+def test_a_running_run_reports_its_progress(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs", "stages=[data,sft,grpo]")
     run.data()
     run.train("sft")
@@ -226,7 +226,7 @@ def test_a_reason_with_half_a_character_or_a_token_can_be_written(tmp_path: Path
         assert "hf_abc" not in text
 
 
-def test_a_run_that_failed_says_why_and_how_to_go_on(tmp_path: Path) -> None:
+def test_a_failed_run_reports_the_cause_and_the_next_command(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs", "stages=[data,sft,grpo]")
     run.data()
     run.fail("sft", Outcome("not_finite", "stop", "the loss is NaN", exit_code=5, step=2))
@@ -264,7 +264,7 @@ def test_where_the_judge_failed_a_rollout_has_no_score_and_says_why(
 # ---------------------------------------------------------------- damaged, reclaimed
 
 
-def test_reclaimed_rollouts_and_prompts_are_said_and_nothing_else_is_lost(
+def test_reclaimed_rollouts_and_prompts_are_reported_and_the_rest_is_kept(
     copied: Workspace, finished: RecordedRun
 ) -> None:
     shutil.rmtree(folder_of(copied, "grpo", "attempts/0002/rollouts"))

@@ -151,7 +151,9 @@ def test_a_sweep_trains_compares_and_knows_what_is_done(tmp_path: Path) -> None:
     assert "sweep beta of tiny" in shown.stdout, "the newest thing here is a sweep"
 
 
-def test_a_failed_arm_stops_no_other_and_an_amended_sweep_runs_what_is_new(sweep: Sweep) -> None:
+def test_a_failed_arm_stops_no_other_and_an_amended_sweep_runs_only_new_stages(
+    sweep: Sweep,
+) -> None:
     bad = {"bad": [f"command.run={json.dumps(RUN + ' --die_at 3')}"]}
     sweep.write(["plain", "bad"], also=bad, seeds=[1])
     done = refiner(*sweep.call, "--json")

@@ -71,7 +71,7 @@ def test_all_attempts_at_a_stage_arrive_once_as_one_run(
         assert address == f"{server.url}/me/refiner/runs/{stage}"
 
 
-def test_without_a_network_it_says_so_in_seconds_and_nothing_counts_as_sent(
+def test_a_missing_network_is_reported_in_seconds_and_nothing_counts_as_sent(
     run: RecordedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """wandb itself would try for hours without a word."""

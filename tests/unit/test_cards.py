@@ -115,7 +115,7 @@ def test_the_successor_run_says_that_static_rubrics_are_out() -> None:
         ({"combination": "additive"}, "10.0 · [judge + 0.2 · citation]."),
     ],
 )
-def test_the_total_is_told_as_it_is_computed(reward: dict[str, Any], told: str) -> None:
+def test_the_formula_of_the_total_follows_the_recipe(reward: dict[str, Any], told: str) -> None:
     card = build_card(bare_facts(replace(CONFIG, reward=RewardConfig(**reward))))
     assert f"Total = {told}" in section(card, "Training set-up")
 
@@ -132,7 +132,7 @@ def test_the_total_is_told_as_it_is_computed(reward: dict[str, Any], told: str) 
         ({"rubric_source": "instance+static"}, None),
     ],
 )
-def test_prompts_without_rubrics_are_told_with_what_their_reward_is(
+def test_prompts_without_rubrics_are_counted_with_their_reward(
     reward: dict[str, Any], told: str | None
 ) -> None:
     reports = {
@@ -156,7 +156,7 @@ def test_a_card_of_sft_with_the_lexical_judge_claims_neither_reward_nor_language
 # ---------------------------------------------------------------- numbers
 
 
-def test_numbers_stand_side_by_side_only_under_one_protocol() -> None:
+def test_one_table_holds_numbers_of_one_protocol() -> None:
     card = build_card(
         bare_facts(
             evaluations=[
@@ -224,7 +224,7 @@ def test_two_claims_to_the_same_number_are_refused_unless_they_agree() -> None:
 # ---------------------------------------------------------------- steps of one run
 
 
-def test_steps_of_the_run_stand_below_each_other_where_the_protocol_is_the_same() -> None:
+def test_steps_of_one_protocol_form_one_table() -> None:
     results = section(build_card(full_facts()), "Results")
     _, progress, rewards = results.rsplit("### Training progression", 2)
     assert "| step 25 | 0.487 [0.437, 0.537] |" in progress
@@ -280,7 +280,7 @@ def test_the_course_of_training_is_at_most_ten_lines_with_both_ends() -> None:
 
 
 @pytest.mark.parametrize("points", [[], [[1, 2.0]], [[1, float("nan")]], [[1, 3.0], [2, 3.0]]])
-def test_a_short_flat_or_broken_curve_is_no_trouble(points: list[Any]) -> None:
+def test_short_flat_and_broken_curves_are_accepted(points: list[Any]) -> None:
     known = reports()
     known["grpo"]["curves"] = {"scores": points}
     card = build_card(full_facts(reports=known))
@@ -333,7 +333,7 @@ def test_provenance_does_not_call_code_clean_of_which_git_did_not_say() -> None:
     assert "commit `012` (whether with uncommitted changes, git did not say)." in told[None]
 
 
-def test_a_training_that_went_on_with_other_processes_says_so() -> None:
+def test_a_resume_on_other_processes_is_noted() -> None:
     facts = full_facts()
     two = {"ranks": 2, "nodes": 1, "engine": "DeepSpeed ZeRO-3", "attempt": 1, "up_to_step": 20}
     report = {**facts.reports["grpo"], "ranks": 1, "engine": "torch", "resumed_on": [two]}
@@ -355,7 +355,7 @@ def test_a_repository_that_was_read_at_a_branch_is_named() -> None:
     assert "`main`" not in section(build_card(full_facts()), "Known notes")
 
 
-def test_a_training_that_ended_before_its_last_step_says_so() -> None:
+def test_a_training_that_ended_early_is_noted() -> None:
     report = {"steps": 20, "steps_planned": 60}
     cut = full_facts(stage="command", step=20, measured_as="", reports={"command": report})
     notes = " ".join(section(build_card(cut), "Known notes").split())
@@ -382,7 +382,7 @@ def test_a_card_of_another_trainers_model_claims_nothing_that_is_not_recorded() 
     assert "builtin:tiny" not in card
 
 
-def test_a_card_of_an_adopted_checkpoint_says_so() -> None:
+def test_an_adopted_checkpoint_is_noted() -> None:
     config = replace(TINY, command=CommandConfig(adopted="ab" * 32))
     report = {"steps": 50, "adopted": True, "source": "/scratch/me/run/checkpoint-50"}
     card = build_card(
@@ -549,7 +549,7 @@ def test_names_from_rows_and_trainers_forge_no_table_link_or_markup() -> None:
         assert build_card(published_facts(facts)) == card
 
 
-def test_a_card_with_a_character_that_nobody_sees_is_refused() -> None:
+def test_invisible_characters_are_refused() -> None:
     card = build_card(full_facts())
     for sign in ("\r", "\x1b", "\u202e", "\u2028", "\x00"):
         forged = card.replace("## Usage", f"## Usage{sign}| grpo | 0.99 |")

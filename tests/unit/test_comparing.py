@@ -149,7 +149,7 @@ def test_a_protocol_without_stages_of_its_own_is_answered_by_the_one_that_measur
         assert any(c.primary for c in report.comparisons) is answered
 
 
-def test_a_trial_s_own_evaluation_does_not_stand_in_for_that_under_a_file() -> None:
+def test_an_own_evaluation_does_not_replace_one_under_a_protocol_file() -> None:
     """An arm may measure itself just as the file does, on fewer prompts: both are there."""
     few, file = drawn(prompts=10), {**PROTOCOL, "file": "held-out"}
     made = MadeSweep(("base", "new"), question={"protocol": "held-out"})
@@ -212,7 +212,7 @@ def test_a_yes_or_no_of_one_checkpoint_against_one_has_mcnemar_s_test() -> None:
     assert "McNemar" in found.interval
 
 
-def test_prompts_without_a_value_are_counted_and_many_of_them_are_told() -> None:
+def test_prompts_without_a_value_are_counted_and_noted() -> None:
     values = 0.5 + 0.05 * RNG.standard_normal((2, 3, PROMPTS))
     values[1, 0, :20] = np.nan
     found = number(make_report(made_from(values, metric="oracle_given_valid").evidence()),

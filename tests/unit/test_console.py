@@ -142,7 +142,7 @@ def test_a_sweep_tells_of_its_trials_and_now_and_then_of_the_stages_at_work() ->
 
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_work_goes_on_when_nobody_can_read_any_more(
+def test_a_closed_terminal_stops_no_work(
     monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")

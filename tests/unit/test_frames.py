@@ -159,7 +159,7 @@ def test_samples_are_those_that_numbers_were_made_of(made: RecordedRun) -> None:
         ({"f": "stages_frame", "run": "nonesuch"}, "has no run 'nonesuch'"),
     ],
 )
-def test_what_is_not_there_is_said_with_what_is(
+def test_unknown_names_are_refused_with_near_ones(
     made: RecordedRun, call: dict[str, object], said: str
 ) -> None:
     function = getattr(api, str(call["f"]))

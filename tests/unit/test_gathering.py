@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> RecordedSweep:
     return sweep
 
 
-def test_a_trial_is_hinted_at_by_whoever_forgets_its_sweep(made: RecordedSweep) -> None:
+def test_a_trial_without_its_sweep_is_refused_with_a_hint(made: RecordedSweep) -> None:
     workspace = Workspace.read_only(made.root)
     for word in ("base/seed1", "drawn/base/seed1"):
         with pytest.raises(ConfigurationError, match="Did you mean 'drawn:base/seed1'"):

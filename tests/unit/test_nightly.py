@@ -62,7 +62,7 @@ def test_unchanged_weights_keep_their_numbers_and_the_canary_is_another_stage_ea
     assert len({r.protocol for r in rows}) == 1, "the occasion is no part of the protocol"
 
 
-def test_who_finds_a_night_in_other_hands_leaves_it_there(lab: NightLab) -> None:
+def test_a_night_under_a_live_process_is_left_alone(lab: NightLab) -> None:
     lab.measure("canary", DAYS[0])
     lab.measure("model", DAYS[0])
     assert lab.records.take_night(DAYS[0], 0)  # this very process: it lives
@@ -74,7 +74,7 @@ def test_who_finds_a_night_in_other_hands_leaves_it_there(lab: NightLab) -> None
     assert lab.night(DAYS[0]).state == "done"
 
 
-def test_a_night_that_a_dead_process_has_left_goes_on(lab: NightLab) -> None:
+def test_a_night_of_a_dead_process_is_continued(lab: NightLab) -> None:
     lab.measure("canary", DAYS[0])
     lab.measure("model", DAYS[0])
     path = lab.records.folder / "nights" / DAYS[0] / "turns" / "0001.json"
@@ -102,7 +102,7 @@ def told(lab: NightLab) -> list[tuple[str, str, str, str]]:
     return [(a["checkpoint"], a["kind"], a["cause"], a["night"]) for a in lab.records.alerts()]
 
 
-def test_a_regression_is_told_once_with_its_weights_and_so_is_the_recovery(lab: NightLab) -> None:
+def test_a_regression_and_its_recovery_are_reported_once(lab: NightLab) -> None:
     for number, day in enumerate(DAYS[:12]):
         bad = 4 <= number < 8
         lab.train(f"weights {number}")
@@ -151,7 +151,7 @@ def test_another_protocol_begins_another_series(lab: NightLab) -> None:
 # ---------------------------------------------------------------- channels
 
 
-def test_a_channel_that_fails_fails_no_night_and_the_record_says_so(
+def test_a_failed_channel_is_recorded_and_fails_no_night(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flows.notifying.channels._PAUSE_S", 0.0)
@@ -198,9 +198,7 @@ def test_a_channel_that_fails_fails_no_night_and_the_record_says_so(
         ("  metrics: [oracle]", "  channels: [{url: 'http://x/y'}]", "name of the environment"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_its_field(
-    lab: NightLab, old: str, new: str, says: str
-) -> None:
+def test_invalid_files_are_refused_by_field(lab: NightLab, old: str, new: str, says: str) -> None:
     path = lab.root / "lab.yaml"
     text = path.read_text()
     assert old in text
@@ -292,7 +290,7 @@ def test_a_branch_of_the_hub_means_the_commit_that_it_is_at(
             resolve(Checkpoint("m", Source("hub", "me/model", "nope")), workspace)
 
 
-def test_what_is_served_begins_with_a_night_that_is_not_done(lab: NightLab) -> None:
+def test_serving_starts_with_the_first_unfinished_night(lab: NightLab) -> None:
     def due(moment: str) -> str:
         return due_night(lab.nightly, datetime.fromisoformat(moment).replace(tzinfo=UTC))
 

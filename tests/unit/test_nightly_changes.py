@@ -98,20 +98,20 @@ def test_a_lenient_judge_is_never_taken_for_progress() -> None:
     assert progress <= 1, f"{progress} of 150 called progress"
 
 
-def test_what_lasts_one_night_is_no_change() -> None:
+def test_a_change_of_one_night_is_not_reported() -> None:
     once = np.zeros(60)
     once[30] = -12 * ERROR
     assert not any(told(seed, own=once).model for seed in range(30))
 
 
-def test_a_recovery_is_told_when_it_was_told_that_something_had_changed() -> None:
+def test_a_recovery_follows_a_reported_change() -> None:
     own = from_night(20, -12 * ERROR) - from_night(40, -12 * ERROR)
     for seed in range(10):
         changes = told(seed, own=own).model
         assert [(c.kind, c.direction) for c in changes] == [("change", -1), ("recovery", 1)]
 
 
-def test_only_the_direction_that_matters_is_told() -> None:
+def test_only_the_relevant_direction_is_reported() -> None:
     rng = np.random.default_rng(0)
     canary = series(rng, np.zeros(40), np.zeros(40))
     better = read_series(series(rng, np.zeros(40), from_night(30, 12 * ERROR, 40)), canary)[0]
@@ -120,7 +120,7 @@ def test_only_the_direction_that_matters_is_told() -> None:
     assert worth_telling(better, "rise", canary=False) == list(better)
 
 
-def test_where_the_canary_was_not_measured_nobody_claims_a_change_of_the_model() -> None:
+def test_without_a_canary_no_change_of_the_model_is_claimed() -> None:
     rng = np.random.default_rng(0)
     model = series(rng, np.zeros(40), from_night(30, -12 * ERROR, 40))
     canary = [p for p in series(rng, np.zeros(40), np.zeros(40)) if p.night < NIGHTS[30]]

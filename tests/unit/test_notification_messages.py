@@ -43,7 +43,7 @@ def view(name: str, state: Any, **more: Any) -> StageView:
 # ---------------------------------------------------------------- what they say
 
 
-def test_a_failure_begins_with_what_failed_by_itself_and_says_how_to_mend_it() -> None:
+def test_a_failure_message_begins_with_the_cause_and_its_fix() -> None:
     views = {
         "data": view("data", "done"),
         "sft": view("sft", "failed", message="needs data"),
@@ -98,9 +98,7 @@ OUT, TRIES = Sight("judge_outage", "pauses after judge outage, 30 s more"), Sigh
         ((OUT,) + (TRIES,) * 9, []),
     ],
 )
-def test_a_pause_is_told_once_when_it_lasts(
-    sights: tuple[Sight, ...], expected: list[float]
-) -> None:
+def test_a_lasting_pause_is_reported_once(sights: tuple[Sight, ...], expected: list[float]) -> None:
     assert told(Pauses(30.0), *sights) == expected
 
 
@@ -168,7 +166,7 @@ def sweep(tmp_path: Path) -> Watched:
     return watched(tmp_path, dict.fromkeys("abcd", "running"), Orchestrator("none"), False)
 
 
-def test_of_a_sweep_the_first_failed_trial_is_told_and_the_others_with_the_end(
+def test_a_sweep_reports_its_first_failed_trial_and_the_others_at_the_end(
     sweep: Watched,
 ) -> None:
     for trial in "abc":
@@ -180,7 +178,7 @@ def test_of_a_sweep_the_first_failed_trial_is_told_and_the_others_with_the_end(
     assert sweep.told[1:] == [("failed", "sweep betas has ended without 3 trials")]
 
 
-def test_a_sweep_that_is_held_says_so_once(sweep: Watched) -> None:
+def test_a_held_sweep_is_reported_once(sweep: Watched) -> None:
     sweep.supervisor.held = "it would take 900 GPU-hours of 800"
     sweep.watching.show(sweep.supervisor.views())
     sweep.watching.show(sweep.supervisor.views())
@@ -193,7 +191,7 @@ def test_a_sweep_that_is_held_says_so_once(sweep: Watched) -> None:
     ("before", "told_"),
     [(Orchestrator("ended", exit_code=0), []), (Orchestrator("gone"), ["finished"])],
 )
-def test_a_sweep_that_was_done_is_told_when_nobody_has_said_so_before(
+def test_a_finished_sweep_is_reported_unless_it_was_before(
     tmp_path: Path, before: Orchestrator, told_: list[str]
 ) -> None:
     found = watched(tmp_path, dict.fromkeys("abcd", "done"), before, resumed=True)
@@ -226,7 +224,7 @@ def test_a_section_that_cannot_work_is_refused_without_repeating_it(
     assert "SECRET" not in str(refused.value)
 
 
-def test_who_is_told_changes_no_stage_and_records_without_the_section_are_quiet() -> None:
+def test_notifications_change_no_stage_and_are_off_in_old_records() -> None:
     loud = NotifyConfig(on=(), command="x", urls=("Y",), webhook="Z", after_min=3, pause_min=9)
     plain, told_of = RecipeConfig(), replace(RecipeConfig(), notify=loud)
     ids = [[s.id for s in make_plan(c, {}).stages] for c in (plain, told_of)]
@@ -236,7 +234,7 @@ def test_who_is_told_changes_no_stage_and_records_without_the_section_are_quiet(
     assert from_json(RecipeConfig, old).notify == NotifyConfig()
 
 
-def test_an_address_that_is_not_there_is_said_before_the_run(
+def test_a_missing_address_is_reported_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TEAM_HOOK", "json://host/")

@@ -162,7 +162,7 @@ def workspace(tmp_path: Path) -> Workspace:
     return made
 
 
-def test_a_sweep_with_nothing_done_has_a_report_that_says_so(
+def test_a_sweep_with_nothing_done_has_a_report(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", f"workspace={workspace.root}"]) == 0
@@ -191,7 +191,7 @@ def test_the_report_can_go_elsewhere_and_to_scripts(
     assert "mine" not in (out / "report.md").read_text()
 
 
-def test_a_workspace_that_takes_no_report_is_said_with_what_helps(
+def test_an_unwritable_workspace_is_reported_with_a_fix(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As one of somebody else, or on a read-only mount."""

@@ -192,7 +192,7 @@ def test_other_rubrics_ask_only_for_themselves() -> None:
     assert {r.kind for r in other.requests} == {"rubric"}
 
 
-def test_what_does_not_come_out_as_it_was_stored_is_counted() -> None:
+def test_totals_that_differ_from_stored_ones_are_counted() -> None:
     rollouts = stored_by(Asked(), RewardConfig(), [ANSWER, ANSWER.replace("Well", "So")])
     results, advantages = [r.result for r in rollouts], [r.advantage for r in rollouts]
     assert fidelity(rollouts, Scores(results, advantages))["exact"]
@@ -232,7 +232,7 @@ def test_two_judges_are_the_same_if_nothing_differs_that_decides_a_judgement() -
     assert judge_identity(judge, "older") != judge_identity(judge), "its prompts were others"
 
 
-def test_a_rubric_set_stands_beside_instance_rubrics_where_the_run_has_them() -> None:
+def test_a_rubric_set_is_added_to_instance_rubrics() -> None:
     for had, gets in (
         ("instance", "instance+static"),
         ("instance+static", "instance+static"),

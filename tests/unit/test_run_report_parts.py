@@ -118,7 +118,7 @@ EPISODE = {
 }
 
 
-def test_an_episode_stands_as_its_record_with_long_texts_cut() -> None:
+def test_long_texts_of_an_episode_are_cut() -> None:
     row = {
         **{"step": 1, "sample_id": "orders/1", "sample_index": 0, "response_text": "x"},
         **{"finish_reason": "stop", "status": "scored", "reward": 0.35, "judgements": []},
@@ -132,7 +132,7 @@ def test_an_episode_stands_as_its_record_with_long_texts_cut() -> None:
     assert said["metrics"]["turns"] == 1.0
 
 
-def test_an_episode_that_the_user_ended_says_so_and_has_no_reward() -> None:
+def test_an_episode_with_a_user_error_has_no_reward() -> None:
     broken = {**EPISODE, "status": "error", "failure": None}
     broken |= {"error_kind": "user_down", "error": "The user does not answer."}
     row = {
@@ -157,13 +157,11 @@ def test_an_episode_that_the_user_ended_says_so_and_has_no_reward() -> None:
         ("train.py --hf-token abc --steps 3", f"train.py --hf-token {HIDDEN} --steps 3"),
         ("password: abc", f"password: {HIDDEN}"),
         ("judge.api_key_env=MY_KEY", "judge.api_key_env=MY_KEY"),
-        ("judge.max_tokens=512", "judge.max_tokens=512"),
         ("data.max_prompt_token_length=256", "data.max_prompt_token_length=256"),
-        ("judge.max_tokens_field=max_tokens", "judge.max_tokens_field=max_tokens"),
         ("model.name_or_path=org/tokenizer-4b", "model.name_or_path=org/tokenizer-4b"),
     ],
 )
-def test_what_looks_like_a_secret_is_not_shown(text: str, shown: str) -> None:
+def test_secrets_are_hidden(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
 
 
@@ -191,7 +189,7 @@ def test_no_override_shows_a_secret(word: str) -> None:
     assert "abc123xyz" not in shown_overrides([word])[0]
 
 
-def test_what_a_stage_has_said_holds_no_secret_of_the_environment(
+def test_secrets_of_the_environment_are_masked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MY_WEBHOOK", "https://chat.example/hooks/T01/abc")

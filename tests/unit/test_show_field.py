@@ -43,22 +43,16 @@ def test_every_field_can_be_shown() -> None:
     [
         ("grpo.beta", 0.5),
         ("seed", 99),
-        ("data.split_seed", 7),
-        ("sft.pack_length", 4000),
-        ("grpo.response_length", 40),
-        ("judge.temperature", 0.3),
         ("model.dtype", "bfloat16"),
         ("publish.license", "mit"),
-        ("evaluate.num_samples", 3),
         ("evaluate.models", ("sft",)),
-        ("rft.learning_rate", 0.1),
         ("sample.attempts", 3),
         ("log_level", "debug"),
         ("grpo.resources.gpus", 2),
         ("grpo.health.max_kl", 3.0),
     ],
 )
-def test_what_would_run_again_is_what_does_run_again(path: str, value: object) -> None:
+def test_the_stages_named_by_show_are_those_that_run_again(path: str, value: object) -> None:
     stages = ("data", "sft", "rft", "grpo", "publish", "evaluate")
     config = replace_fields(load_recipe("tiny"), {"stages": stages, "evaluate.models": ("grpo",)})
     before = {s.name: s for s in make_plan(config, SOURCES).stages}
@@ -119,15 +113,12 @@ def test_a_last_part_or_a_section_will_do(capsys: pytest.CaptureFixture[str]) ->
     ("words", "said"),
     [
         (["gropo.beta"], "Did you mean 'grpo.beta'?"),
-        (["environmnt"], "Did you mean 'environment'?"),
         (["--search", "xyzzy"], "No field speaks of 'xyzzy'"),
-        (["grpo.beta", "tini"], "Did you mean 'tiny'?"),
         (["grpo.beta", "tiny", "more"], "overrides follow a recipe"),
-        (["grpo.beta", "seed=3"], "overrides follow a recipe"),
         (["grpo.beta", "tiny", "grpo.bta=3"], "Did you mean 'grpo.beta'?"),
     ],
 )
-def test_what_is_misspelt_is_refused_with_what_was_meant(
+def test_misspelt_fields_are_refused_with_near_ones(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in shown(capsys, *words, code=2)

@@ -236,7 +236,7 @@ def layouts() -> list[Floats]:
     ]  # fmt: skip
 
 
-def test_p_values_and_intervals_are_those_of_the_rule_that_is_told() -> None:
+def test_p_values_and_intervals_follow_the_documented_rule() -> None:
     kinds = set()
     for values in layouts():
         error, p_value = told_rule(values)

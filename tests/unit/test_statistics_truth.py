@@ -145,7 +145,7 @@ def test_one_seed_is_the_paired_t_test() -> None:
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
 
 
-def test_many_layouts_at_once_are_each_by_itself() -> None:
+def test_many_layouts_at_once_equal_each_alone() -> None:
     values = np.random.default_rng(7).normal(size=(5, 3, 20))
     values[2, 1, 4:9] = np.nan
     together = two_way_means(values)

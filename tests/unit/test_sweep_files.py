@@ -63,7 +63,7 @@ def test_every_key_is_read_with_values_as_their_fields_hold_them() -> None:
     assert found.text == WHOLE, "a workspace keeps the file word for word"
 
 
-def test_overrides_say_the_same_wherever_they_stand_and_keep_their_interpolations() -> None:
+def test_lists_and_mappings_of_overrides_are_equivalent() -> None:
     listed = sweep(overrides=["sft.max_train_steps=60", "publish.repo_id=me/x-${seed}"])
     mapped = sweep(overrides={"sft": {"max_train_steps": 60}, "publish.repo_id": "me/x-${seed}"})
     for found in (listed, mapped):
@@ -133,7 +133,7 @@ def test_shipped_sweeps_are_found_by_name_and_say_what_they_ask(name: str) -> No
         ({"question": {"metric": 3}}, r"`question: metric` of sweep mine is 3.*a valid string"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(keys: dict[str, Any], said: str) -> None:
+def test_invalid_keys_are_refused_by_name(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"(?s){said}"):
         sweep(**keys)
 
@@ -167,7 +167,7 @@ def test_text_that_is_no_sweep_is_refused(text: str, said: str) -> None:
         ("none/there.yaml", r"no sweep file none/there.yaml"),
     ],
 )
-def test_a_sweep_that_is_not_there_is_said_with_the_nearest(name: str, said: str) -> None:
+def test_an_unknown_sweep_is_refused_with_the_nearest(name: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"(?s){said}"):
         load_sweep(name)
 
@@ -211,7 +211,7 @@ def test_named_arms_are_combined_with_everything_and_come_first() -> None:
     ]
 
 
-def test_fields_with_the_same_last_word_are_told_apart() -> None:
+def test_fields_with_the_same_last_word_keep_their_section() -> None:
     found = names(sweep(factors={"sft.learning_rate": [1e-3], "grpo.learning_rate": [1e-4]}))
     assert found == ["grpo.learning_rate=0.0001+sft.learning_rate=0.001"]
 

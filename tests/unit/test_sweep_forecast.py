@@ -76,7 +76,7 @@ def test_a_stage_takes_what_one_like_it_took(plan: SweepPlan) -> None:
     assert _of(forecast, "grpo", "b/seed2").seconds == pytest.approx(100.0)
 
 
-def test_what_was_measured_before_a_field_existed_counts_as_its_old_value(plan: SweepPlan) -> None:
+def test_old_measurements_count_at_the_legacy_value_of_a_field(plan: SweepPlan) -> None:
     """Steps that overlap sampling and training take another time than steps that do not."""
     stage = plan.trials[0].plan.by_name["grpo"]
     new = dict(stage.identity)
@@ -94,7 +94,7 @@ def test_another_size_is_scaled_and_says_by_what(plan: SweepPlan) -> None:
     assert found.basis.startswith("by rule of thumb: 1 stage with another grpo.num_samples")
 
 
-def test_what_nobody_has_measured_has_no_number_and_says_so(plan: SweepPlan) -> None:
+def test_unmeasured_stages_have_no_number(plan: SweepPlan) -> None:
     """A made-up number would be believed."""
     forecast = forecast_sweep(plan, History(), set())
     assert {s.seconds for s in forecast.stages} == {None}

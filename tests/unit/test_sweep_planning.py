@@ -44,7 +44,7 @@ def test_seeds_come_first_so_that_a_sweep_that_ends_early_has_pairs() -> None:
 
 
 @pytest.mark.parametrize("name", shipped_sweeps())
-def test_a_trial_is_the_run_that_its_overrides_stand_for(name: str) -> None:
+def test_a_trial_equals_the_run_of_its_overrides(name: str) -> None:
     """What is planned for thousands at once is what `refiner run` would plan for each."""
     found = make_sweep_plan(name)
     for trial in (found.trials[0], found.trials[-1]):
@@ -89,7 +89,7 @@ def test_shared_stages_are_one_stage_and_one_object() -> None:
     assert len({id(t.plan.by_name["sft"]) for t in found.trials}) == 2
 
 
-def test_what_was_there_stays_what_it_was_when_a_sweep_grows() -> None:
+def test_a_larger_sweep_keeps_the_fingerprints_of_its_trials() -> None:
     """Only new work runs: the rest is found by its fingerprints."""
     before = fingerprints(planned(factors={WEIGHTS: [0, 0.2]}))
     grown = planned(factors={WEIGHTS: [0.5, 0.2, 0]}, seeds=[7, 2, 1], limits={"concurrency": 1})
@@ -216,7 +216,7 @@ def test_a_field_of_the_command_line_may_not_be_one_that_is_varied() -> None:
         ),
     ],
 )
-def test_what_is_only_doubtful_is_a_warning(keys: dict[str, Any], said: str) -> None:
+def test_doubtful_sweeps_have_warnings(keys: dict[str, Any], said: str) -> None:
     assert any(said in warning for warning in planned(**keys).warnings)
 
 

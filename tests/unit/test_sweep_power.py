@@ -59,7 +59,7 @@ def test_more_prompts_show_smaller_effects_and_an_unknown_number_none(plan: Swee
     assert "unknown before the data are made" in detectable_lines(unknown)[0]
 
 
-def test_what_is_told_are_the_formulas_at_the_planned_size() -> None:
+def test_the_formulas_are_evaluated_at_the_planned_size() -> None:
     known = KNOWN.components
     found = detectable(_asks(_plan(arms=4), smallest_effect=0.06), 100, KNOWN)
     strict = 0.05 / 3
@@ -72,7 +72,7 @@ def test_what_is_told_are_the_formulas_at_the_planned_size() -> None:
     assert detectable(_plan(arms=2), 1, KNOWN).effect is None
 
 
-def test_what_would_do_is_the_least_that_does(plan: SweepPlan) -> None:
+def test_the_suggested_size_is_the_least_sufficient_one(plan: SweepPlan) -> None:
     known = KNOWN.components
     for wanted in (0.02, 0.03, 0.05, 0.06, 0.079):
         found = detectable(_asks(plan, smallest_effect=wanted), 100, KNOWN)

@@ -158,7 +158,7 @@ def test_a_shared_stage_that_fails_fails_those_that_need_it_and_is_not_tried_by_
     assert told.jobs.begun.count(f"{second.name}/sft") == 1
 
 
-def test_what_failed_is_tried_again_by_the_next_call_as_a_new_run(workspace: Workspace) -> None:
+def test_a_failed_trial_is_retried_by_the_next_call_as_a_new_run(workspace: Workspace) -> None:
     """The code may have been mended meanwhile; a run that was only stopped keeps its own."""
     plan = small_sweep()
     bad = plan.trials[1].name
@@ -206,7 +206,7 @@ def test_a_canary_that_fails_releases_nothing(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize(("ends", "past"), [("bad_configuration", True), ("not_finite", False)])
-def test_past_the_canary_or_where_its_arm_is_why_it_failed_the_others_go_on(
+def test_other_trials_continue_past_the_canary_or_where_its_arm_is_the_cause(
     workspace: Workspace, ends: str, past: bool
 ) -> None:
     plan = small_sweep()
@@ -216,7 +216,7 @@ def test_past_the_canary_or_where_its_arm_is_why_it_failed_the_others_go_on(
     assert set(states.values()) == {"done"}
 
 
-def test_where_training_was_measured_in_an_earlier_call_nobody_goes_ahead(
+def test_a_measured_training_needs_no_canary(
     workspace: Workspace,
 ) -> None:
     bench(workspace, small_sweep(), SCRIPT).run()
@@ -253,7 +253,7 @@ def test_a_forecast_that_passes_a_limit_by_what_the_canary_has_shown_holds_the_s
 # ---------------------------------------------------------------- limits
 
 
-def test_no_trial_begins_that_would_pass_a_limit_and_raising_it_goes_on(
+def test_a_limit_holds_trials_until_it_is_raised(
     workspace: Workspace,
 ) -> None:
     def launched(limit: float) -> Bench:
@@ -271,7 +271,7 @@ def test_no_trial_begins_that_would_pass_a_limit_and_raising_it_goes_on(
     assert len([n for n in again.jobs.begun if n.endswith("grpo")]) == 2
 
 
-def test_what_is_under_way_counts_by_its_forecast(workspace: Workspace) -> None:
+def test_running_trials_count_by_their_forecast(workspace: Workspace) -> None:
     """Else as many would begin as there is room for one."""
     plan = on_gpus(small_sweep(limits=Limits(gpu_hours=2.5, concurrency=4)), 1)
     script = {"grpo": ("step", "step", "save", *["wait"] * 20, "done")}
@@ -283,7 +283,7 @@ def test_what_is_under_way_counts_by_its_forecast(workspace: Workspace) -> None:
         assert len(told.admission.live) <= 2
 
 
-def test_what_is_left_of_a_stopped_trial_counts_before_it_goes_on(workspace: Workspace) -> None:
+def test_the_rest_of_a_stopped_trial_counts_before_it_continues(workspace: Workspace) -> None:
     plan = on_gpus(small_sweep(limits=Limits(gpu_hours=1.5)), 1)
     script = {"grpo": ("step", "step", "save", *["wait"] * 99)}
     told = bench(workspace, plan, jobs=Jobs(workspace, plan, script, seconds=36.0))
@@ -314,7 +314,7 @@ def test_a_stop_saves_what_runs_and_begins_nothing_more(workspace: Workspace) ->
     assert len(workspace.run_ids()) == 4
 
 
-def test_suspended_a_sweep_begins_nothing_more_and_what_runs_ends_by_itself(
+def test_a_suspended_sweep_lets_running_stages_finish(
     workspace: Workspace,
 ) -> None:
     plan = small_sweep()
@@ -332,7 +332,7 @@ def test_suspended_a_sweep_begins_nothing_more_and_what_runs_ends_by_itself(
     assert set(bench(workspace, plan, SCRIPT).run().values()) == {"done"}
 
 
-def test_who_ends_a_sweep_ends_no_job_that_a_run_of_its_own_waits_for(workspace: Workspace) -> None:
+def test_cancelling_a_sweep_ends_no_job_that_another_run_waits_for(workspace: Workspace) -> None:
     """After a cancelled job nobody begins another: that run would end, too."""
     plan = small_sweep()
     told = bench(workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99)})
@@ -355,7 +355,7 @@ def test_a_version_is_written_only_when_something_has_changed(workspace: Workspa
     assert read_sweep(workspace, "small", 1).seeds == (1, 2)
 
 
-def test_anybody_can_read_how_trials_stand_and_what_they_took(workspace: Workspace) -> None:
+def test_states_and_costs_of_trials_are_read_from_records(workspace: Workspace) -> None:
     plan = on_gpus(small_sweep(), 2)
     record = recorded(workspace, plan)
     bad = plan.trials[3].name
@@ -375,7 +375,7 @@ def follower(workspace: Workspace, plan: SweepPlan, most: int = 200) -> SweepFol
     return SweepFollower(workspace, recorded(workspace, plan), most)
 
 
-def test_who_follows_a_sweep_sees_every_stage_once_and_how_it_ended(workspace: Workspace) -> None:
+def test_a_follower_sees_every_stage_once_with_its_end(workspace: Workspace) -> None:
     plan = small_sweep()
     bad = plan.trials[1].name
     told = bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
@@ -413,7 +413,7 @@ def test_a_shared_stage_that_was_cancelled_with_one_trial_is_begun_by_the_next(
     assert set(states.values()) == {"done"}
 
 
-def test_a_stage_goes_on_for_the_trial_that_still_wants_it_when_another_is_cancelled(
+def test_a_shared_stage_continues_when_one_of_its_trials_is_cancelled(
     workspace: Workspace,
 ) -> None:
     plan = small_sweep(seeds=(1,), limits=Limits(concurrency=2))
@@ -455,7 +455,7 @@ def test_a_trial_ends_while_others_still_need_the_judges_server_that_they_share(
     assert sum(name.endswith("/judge") for name in told.jobs.begun) == 1, "one server for both"
 
 
-def test_nobody_seems_to_work_on_a_trial_that_was_given_up(
+def test_a_trial_that_was_given_up_has_no_live_orchestrator(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sweep's process lives on: else the trial could not be taken up until the sweep ends."""
