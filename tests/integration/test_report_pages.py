@@ -92,6 +92,11 @@ def test_hostile_text_is_shown_and_does_nothing(browser: Page, show: Show, kind:
     assert browser.run("document.querySelectorAll('img, main script, main style').length") == 0
     on = "[...document.querySelectorAll('*')].filter(e => [...e.attributes].some("
     assert browser.run(f"{on}a => a.name.startsWith('on'))).length") == 0
+    go(browser, "curves")
+    drawn(browser)
+    browser.hover(".chart")
+    browser.run("new Promise(done => setTimeout(done, 300))")
+    assert "</script>" in browser.run("document.title"), "a name in a chart's tooltip was run"
     go(browser, "examples" if kind == "run" else "answers")
     assert "characters more are in report.json" in browser.text()
 

@@ -16,6 +16,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.metrics import load_samples, write_samples
 from refiner_core.report.sweep.comparing import make_report
+from refiner_core.report.sweep.document import SweepReport
 from tests.support.recorded_sweep import RecordedSweep
 
 ARMS = ("base", "more", "lenient", "gone")
@@ -37,6 +38,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> RecordedSweep:
     return sweep
 
 
+@pytest.fixture(scope="module")
+def report(made: RecordedSweep) -> SweepReport:
+    return make_report(gather(Workspace.read_only(made.root), made.name))
+
+
 def test_a_trial_without_its_sweep_is_refused_with_a_hint(made: RecordedSweep) -> None:
     workspace = Workspace.read_only(made.root)
     for word in ("base/seed1", "drawn/base/seed1"):
@@ -46,8 +52,7 @@ def test_a_trial_without_its_sweep_is_refused_with_a_hint(made: RecordedSweep) -
         find_run(workspace, "drawn")
 
 
-def test_a_report_is_made_from_records_alone(made: RecordedSweep) -> None:
-    report = make_report(gather(Workspace.read_only(made.root), made.name))
+def test_a_report_is_made_from_records_alone(made: RecordedSweep, report: SweepReport) -> None:
     assert report.question == "Does more help?"
     verdicts = {n.arm: n.verdict for n in report.primary.numbers}
     assert verdicts == {
@@ -60,8 +65,7 @@ def test_a_report_is_made_from_records_alone(made: RecordedSweep) -> None:
     assert all(len(c["steps"]) == made.steps for c in report.curves)
 
 
-def test_texts_are_read_of_what_is_shown(made: RecordedSweep) -> None:
-    report = make_report(gather(Workspace.read_only(made.root), made.name))
+def test_shown_prompts_have_their_texts(report: SweepReport) -> None:
     shown = report.side_by_side[0]
     assert shown["question"] == f"What is {shown['sample_id']}?"
     assert [a["arm"] for a in shown["answers"]] == ["base", "more", "lenient"]
@@ -70,8 +74,7 @@ def test_texts_are_read_of_what_is_shown(made: RecordedSweep) -> None:
     assert all(flip["question"] for flip in report.flips)
 
 
-def test_rubrics_have_credit_by_arm(made: RecordedSweep) -> None:
-    report = make_report(gather(Workspace.read_only(made.root), made.name))
+def test_rubrics_have_credit_by_arm(report: SweepReport) -> None:
     rows = {row["rubric"]: row for row in report.rubrics}
     assert set(rows) == {"Cites", "Pads"}
     assert rows["Cites"]["differences"]["more"][0] == pytest.approx(0.1, abs=0.03)
