@@ -100,20 +100,6 @@ def test_findings_for_scripts_are_json(folder: Path, capsys: Captured) -> None:
     assert (found["line"], found["rule"], found["severity"]) == (line, "evidence", "error")
 
 
-def test_a_number_changed_in_the_card_and_its_evidence_alike_is_found(
-    folder: Path, capsys: Captured
-) -> None:
-    """Who changes both leaves the counts behind."""
-    evidence = folder / "refiner.json"
-    content = json.loads(evidence.read_text())
-    entry = next(e for e in content["facts"]["evaluations"] if e["metric"] == "format_valid")
-    entry["value"] = entry["value"] / 2
-    evidence.write_text(json.dumps(content))
-    done = call(capsys, "check", str(folder))
-    assert done.code == 3
-    assert "evidence-inconsistent: facts.evaluations." in done.stdout
-
-
 def test_weights_that_are_not_those_of_the_evidence_are_found(
     folder: Path, capsys: Captured
 ) -> None:
@@ -128,22 +114,6 @@ def test_weights_that_are_not_those_of_the_evidence_are_found(
     assert "file-differs: model.safetensors has SHA-256" in done.stdout
     only_card = call(capsys, "check", str(folder / "README.md"))
     assert only_card.code == 0, "of a card alone, only the card is looked at"
-
-
-def test_without_evidence_a_card_of_ours_says_what_could_not_be_checked(
-    folder: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    elsewhere = tmp_path / "evidence.json"
-    (folder / "refiner.json").rename(elsewhere)
-    done = call(capsys, "check", str(folder))
-    assert done.code == 0
-    assert "evidence-missing (warning): its evidence (refiner.json) is not here" in done.stdout
-    again = call(capsys, "check", str(folder), "--evidence", str(elsewhere))
-    assert "is what its evidence gives" in again.stdout
-    elsewhere.write_bytes(b"\xff\xfe")
-    junk = call(capsys, "check", str(folder), "--evidence", str(elsewhere))
-    assert junk.code == 3
-    assert "or the refiner.json of a card, in JSON." in junk.stderr
 
 
 @pytest.mark.parametrize(

@@ -219,18 +219,6 @@ def calls_of(server: JudgeServer, act: Callable[[], Any]) -> tuple[Any, int]:
     return value, len(server.bodies) - before
 
 
-def test_stored_judgements_are_not_asked_again(judged: tuple[Path, JudgeServer]) -> None:
-    root, server = judged
-    document, calls = calls_of(
-        server, lambda: found(root, "--citation-weight", "0.5", "reward.combination=additive")
-    )
-    assert calls == 0
-    assert document["fidelity"]["grpo"]["exact"]
-    (bill,) = document["judging"]
-    assert bill["reused"] == bill["questions"] > 0
-    assert bill["asked"] == 0
-
-
 def test_a_contrary_judge_turns_everything_around(judged: tuple[Path, JudgeServer]) -> None:
     """Every score s becomes 1 - s, so every total t becomes 10 - t: exact expectations."""
     root, _ = judged

@@ -441,14 +441,6 @@ def test_evidence_is_held_against_itself(changes: dict[str, Any], told: str | No
     assert bool(found) == (told is not None)
 
 
-def test_a_bootstrap_that_does_not_hold_its_value_stops_no_publication() -> None:
-    odd = evaluation(
-        "grpo-step50", "reward", 0.5, low=0.6, high=0.7, interval="bootstrap over prompts"
-    )
-    card, evidence = published(facts(evaluations=[odd]))
-    assert lint_card(card, evidence) == []
-
-
 @pytest.mark.parametrize("step", [49, None])
 def test_evidence_of_another_step_or_format_is_an_error(step: int | None) -> None:
     card, evidence = published(facts())
