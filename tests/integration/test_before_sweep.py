@@ -1,4 +1,4 @@
-"""What a workspace knows is what a sweep's forecast rests on: records as runs leave them."""
+"""The forecast of a sweep from the records of a workspace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`refiner card`: a card is held against its evidence, files and records, wherever it lies."""
+"""`refiner card`: a card is checked against its evidence, files and records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completion: what a shell offers while somebody types `refiner …`."""
+"""Completion of command lines in bash, zsh and fish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`refiner diff` over records as runs leave them: what differs is named, and where it began."""
+"""`refiner diff`: stages, fields, rows, steps and numbers that differ between two runs."""
 
 from __future__ import annotations
 

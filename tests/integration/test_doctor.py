@@ -1,4 +1,4 @@
-"""`refiner doctor` says what works, calls broken what was asked for, never hangs."""
+"""`refiner doctor`: findings about machine, packages, workspace, Slurm and services."""
 
 from __future__ import annotations
 

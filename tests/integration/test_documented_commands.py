@@ -1,4 +1,4 @@
-"""What the READMEs say can be typed: every command of theirs is run, every file and link is there.
+"""Every command that a README shows runs, and every file and link exists.
 
 In the order in which they stand, in one folder, as a reader would: what an early line makes, a
 later one finds. Runs are the tiny recipe cut down to seconds.

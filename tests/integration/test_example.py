@@ -1,4 +1,4 @@
-"""The example that people begin with runs, says what the report says, and draws something.
+"""The shipped example runs, prints the numbers of the report, and draws a picture.
 
 Its sweep is drawn, with rollouts beside it; matplotlib draws without a screen.
 """

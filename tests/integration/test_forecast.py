@@ -1,4 +1,4 @@
-"""What a plan is said to take on the disk is what it takes."""
+"""The disk space of a run equals its forecast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`refiner init`: what a newcomer gets, from flags."""
+"""`refiner init`: a folder with recipe, profile and README from flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody is told, once, whatever happens to the orchestrator, and nothing waits for it."""
+"""Notifications are sent once, survive a killed orchestrator, and block nothing."""
 
 from __future__ import annotations
 

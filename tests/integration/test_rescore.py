@@ -1,5 +1,4 @@
-"""`refiner rescore`: stored rollouts under other settings, by the command, on recorded runs whose
-rollouts were rewarded by the real code, and against a real server of judges."""
+"""`refiner rescore`: stored rollouts under other rubrics, judges and weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a run, made of records as runs leave them: whole, half done, damaged, reclaimed."""
+"""The report of a run from its records: whole, running, damaged or reclaimed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps as a user runs them: launched, broken off, amended, ended, looked at from another shell.
+"""Sweeps by command: launched, interrupted, amended, cancelled, and watched from another shell.
 
 Most trials train with another trainer's script (tests/support/foreign_trainer.py), which takes a
 second; one sweep trains for real.

@@ -1,4 +1,4 @@
-"""`refiner why`: from a printed number to the judge's words, through the command."""
+"""`refiner why`: from a printed number to its samples and judgements."""
 
 from __future__ import annotations
 

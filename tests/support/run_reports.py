@@ -1,4 +1,4 @@
-"""Reports of runs, made up: every feature of a run's page, and every trouble that one may be in.
+"""Reports of runs, made up: every feature of a run's page, and hostile, empty and large ones.
 
 Texts are in the project's own format. What is gathered from records is tested elsewhere; here it
 is what the page makes of it. Values are drawn with a fixed seed.

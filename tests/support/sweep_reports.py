@@ -1,4 +1,4 @@
-"""Reports of sweeps, made up: every feature of a report, and every trouble that one may be in.
+"""Reports of sweeps, made up: every feature of a report, and hostile, small and large ones.
 
 Values are drawn with a fixed seed. What is computed from records is tested elsewhere; here it is
 what the page, the Markdown and the tables make of a report.

@@ -1,4 +1,4 @@
-"""Cards of agents: tables of tasks and failures that can be recomputed, and claims that cannot."""
+"""Cards of agents: tables of tasks and failures that can be recomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lint of cards: it finds what cannot be, on anybody's README, and says nothing of what can."""
+"""The lint of cards: impossible numbers, wrong claims, leaks, and hostile input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cards: what they say of a run, which numbers they set side by side, and how they are used."""
+"""Cards: claims, tables of numbers, notes, usage and templates."""
 
 from __future__ import annotations
 
@@ -92,7 +92,11 @@ def test_the_card_of_a_shipped_recipe_has_every_flag_and_source(
     assert lint_card(card) == []
 
 
-def test_the_successor_run_says_that_static_rubrics_are_out() -> None:
+def notes(facts: CardFacts) -> str:
+    return " ".join(section(build_card(facts), "Known notes").split())
+
+
+def test_the_successor_run_has_no_static_rubrics() -> None:
     card = build_card(bare_facts(load_recipe("refiner-instance-only")))
     assert "--refiner_reward_instance_rubrics_only true" in card
     assert "static set" not in card
@@ -102,46 +106,30 @@ def test_the_successor_run_says_that_static_rubrics_are_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reward", "told"),
+    ("reward", "total", "without_rubrics"),
     [
-        ({"rubric_source": "none"}, "10.0 · citation."),
-        ({"rubric_source": "none", "apply_paper_citation_reward": False}, "10.0 · 0."),
-        ({"combination": "additive"}, "10.0 · [judge + 0.2 · citation]."),
+        ({}, "10.0 · [(1 − 0.2) · judge + 0.2 · citation]", "the citation term"),
+        ({"apply_paper_citation_reward": False}, "10.0 · [(1 − 0.0) · judge", "is 0"),
+        ({"rubric_source": "none"}, "10.0 · citation.", None),
+        ({"rubric_source": "none", "apply_paper_citation_reward": False}, "10.0 · 0.", None),
+        ({"combination": "additive"}, "10.0 · [judge + 0.2 · citation].", "the citation term"),
+        ({"rubric_source": "instance+static"}, "10.0 · [", None),
     ],
 )
-def test_the_formula_of_the_total_follows_the_recipe(reward: dict[str, Any], told: str) -> None:
-    card = build_card(bare_facts(replace(CONFIG, reward=RewardConfig(**reward))))
-    assert f"Total = {told}" in section(card, "Training set-up")
-
-
-@pytest.mark.parametrize(
-    ("reward", "told"),
-    [
-        ({}, "3 prompts have no rubrics; their reward is the citation term alone."),
-        (
-            {"rubric_source": "instance+static", "instance_rubrics_only": True},
-            "3 prompts have no rubrics; their reward is the citation term alone.",
-        ),
-        ({"apply_paper_citation_reward": False}, "3 prompts have no rubrics; their reward is 0."),
-        ({"rubric_source": "instance+static"}, None),
-    ],
-)
-def test_prompts_without_rubrics_are_counted_with_their_reward(
-    reward: dict[str, Any], told: str | None
+def test_the_formula_of_the_reward_follows_the_recipe(
+    reward: dict[str, Any], total: str, without_rubrics: str | None
 ) -> None:
-    reports = {
-        "data": {"split": {"rl_without_rubrics": 3, "questions": 9, "held_out_questions": 1}}
-    }
+    split = {"rl_without_rubrics": 3, "questions": 9, "held_out_questions": 1}
     config = replace(CONFIG, reward=RewardConfig(**reward))
-    notes = section(build_card(bare_facts(config, reports=reports)), "Known notes")
-    assert (told in notes) if told else ("no rubrics" not in notes)
+    facts = bare_facts(config, reports={"data": {"split": split}})
+    assert f"Total = {total}" in section(build_card(facts), "Training set-up")
+    if without_rubrics:
+        assert without_rubrics in notes(facts).partition("3 prompts have no rubrics")[2]
 
 
 def test_a_card_of_sft_with_the_lexical_judge_claims_neither_reward_nor_language_model() -> None:
-    words = section(build_card(bare_facts(TINY)), "Training set-up")
-    assert "no language model" in words
+    assert "no language model" in section(build_card(bare_facts(TINY)), "Training set-up")
     card = build_card(bare_facts(TINY, stage="sft", step=120, final=True))
-    assert "**final** checkpoint" in card
     assert "sft.learning_rate=1e-5" in card
     assert "judge" not in section(card, "Training set-up").lower()
     assert "--kl_estimator" not in card
@@ -151,25 +139,15 @@ def test_a_card_of_sft_with_the_lexical_judge_claims_neither_reward_nor_language
 
 
 def test_one_table_holds_numbers_of_one_protocol() -> None:
-    card = build_card(
-        bare_facts(
-            evaluations=[
-                evaluation("base", "citation_f1", 0.2),
-                evaluation("random_copier", "citation_f1", 0.39),
-                evaluation("grpo", "citation_f1", 0.5),
-                evaluation("sft", "citation_f1", 0.9, protocol=OTHER),
-            ]
-        )
-    )
-    results = section(card, "Results")
+    shown = {"base": 0.2, "random_copier": 0.39, "grpo": 0.5}
+    entries = [evaluation(stage, "citation_f1", value) for stage, value in shown.items()]
+    other = evaluation("sft", "citation_f1", 0.9, protocol=OTHER)
+    results = section(build_card(bare_facts(evaluations=[*entries, other])), "Results")
     row = next(line for line in results.splitlines() if line.startswith("| `citation_f1`"))
     assert row == (
         "| `citation_f1` | 0.200 [0.150, 0.250] | 0.390 [0.340, 0.440] | 0.500 [0.450, 0.550] |"
     )
-    assert "greedy decoding, n = 64 (protocol" in results
-    assert "| metric | base | random copier (floor) | **GRPO (this model)** |" in results
     assert results.count("### ") == 2
-    assert "numbers of different tables are not comparable" in results
 
 
 def test_the_hubs_own_client_reads_the_results_with_their_n_and_interval() -> None:
@@ -177,9 +155,7 @@ def test_the_hubs_own_client_reads_the_results_with_their_n_and_interval() -> No
     found = {r.metric_type: r for r in data.eval_results or ()}
     assert set(found) == {"citation_f1", "reward", "judge_failed"}, "only this model's own numbers"
     assert found["citation_f1"].metric_value == 0.533
-    assert found["citation_f1"].metric_name == (
-        "citation_f1 (greedy, n = 64 prompts, 95 % interval 0.483 to 0.583)"
-    )
+    assert all(x in found["citation_f1"].metric_name for x in ("n = 64", "0.483", "0.583"))
     assert data.base_model == "Qwen/Qwen3-4B"
     assert data.to_dict()["base_model_relation"] == "finetune"
     assert data.datasets == ["somebody/demonstrations", "somebody/prompts"]
@@ -187,32 +163,22 @@ def test_the_hubs_own_client_reads_the_results_with_their_n_and_interval() -> No
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
 def test_a_number_that_was_not_computed_is_neither_nan_nor_zero(value: Any) -> None:
-    missing = evaluation("grpo", "reward", 0.0) | {
-        "value": value,
-        "low": value,
-        "high": value,
-        "n": 3,
-    }
+    missing = evaluation("grpo", "reward", None, value=value, low=value, high=value, n=3)
     card = build_card(bare_facts(evaluations=[missing]))
     assert "model-index" not in front_matter(card)
     assert "| — |" in card
-    assert "Not computed, and not counted as 0: `reward` of grpo (greedy)." in card
     assert lint_card(card) == []
 
 
-@pytest.mark.parametrize("missing", ["protocol", "n", "decoding"])
-def test_a_number_without_its_evidence_is_refused(missing: str) -> None:
-    with pytest.raises(DataError, match=missing):
-        bare_facts(evaluations=[evaluation("grpo", "reward", 1.0, **{missing: None})])
-
-
-def test_two_claims_to_the_same_number_are_refused_unless_they_agree() -> None:
+def test_numbers_need_their_evidence_and_have_one_source() -> None:
+    for missing in ("protocol", "n", "decoding"):
+        with pytest.raises(DataError, match=missing):
+            bare_facts(evaluations=[evaluation("grpo", "reward", 1.0, **{missing: None})])
     floor = evaluation("random_copier", "reward", 1.0)
     assert len(bare_facts(evaluations=[floor, dict(floor)]).evaluations) == 1
-    with pytest.raises(DataError, match="Two evaluations claim"):
-        bare_facts(
-            evaluations=[evaluation("grpo", "reward", 1.0), evaluation("grpo", "reward", 2.0)]
-        )
+    claims = [evaluation("grpo", "reward", value) for value in (1.0, 2.0)]
+    with pytest.raises(DataError, match="Two evaluations"):
+        bare_facts(evaluations=claims)
 
 
 # ---------------------------------------------------------------- steps of one run
@@ -220,45 +186,36 @@ def test_two_claims_to_the_same_number_are_refused_unless_they_agree() -> None:
 
 def test_steps_of_one_protocol_form_one_table() -> None:
     results = section(build_card(full_facts()), "Results")
-    _, progress, rewards = results.rsplit("### Training progression", 2)
+    main, progress, rewards = results.rsplit("### Training progression", 2)
     assert "| step 25 | 0.487 [0.437, 0.537] |" in progress
     assert "| **step 50 (this model)** | 0.533 [0.483, 0.583], n = 64 |" in progress
     assert "reward" not in progress, "the reward was measured under another protocol"
     assert rewards.index("step 25") < rewards.index("step 50") < rewards.index("step 75")
-    main = results.split("### Training progression")[0]
-    assert (
-        "| metric | base | random copier (floor) | SFT | **GRPO, step 50 (this model)** |" in main
-    )
+    assert "SFT | **GRPO, step 50 (this model)** |" in main
 
 
-def test_the_step_to_prefer_is_the_one_with_the_highest_number_of_one_protocol() -> None:
-    use = section(build_card(full_facts()), "Intended use")
-    assert "Of the 3 steps that were measured, step 75 has the highest `reward`" in use
-    assert "5.060 [5.010, 5.110], n = 64; this one has 4.870 [4.820, 4.920], n = 64" in use
-    assert "prefer a later step" not in use, "it was measured which one to prefer"
-    own = full_facts(evaluations=[evaluation("grpo-step50", "reward", 4.87, protocol=OTHER)])
-    assert "prefer a later step of the same run" in section(build_card(own), "Intended use")
+def use_of(evaluations: list[dict[str, Any]] | None = None, metric: str = "") -> str:
+    """The intended use of a step, beside steps that were measured like this."""
+    facts = full_facts() if evaluations is None else full_facts(evaluations=evaluations)
+    if metric:
+        config = replace_fields(facts.config, {"publish.best_metric": metric})
+        facts = replace(facts, config=config)
+    return section(build_card(facts), "Intended use")
 
 
-def test_a_step_is_not_held_against_a_number_of_another_protocol() -> None:
+def test_the_preferred_step_has_the_best_number_of_one_protocol() -> None:
+    use = use_of()
+    assert "step 75 has the highest `reward`" in use
+    assert "5.060 [5.010, 5.110]" in use
+    assert "4.870 [4.820, 4.920]" in use
     apart = [
         evaluation("grpo-step50", "reward", 4.87),
         evaluation("grpo-step75", "reward", 9.99, protocol=OTHER),
     ]
-    card = build_card(full_facts(evaluations=apart))
-    assert "highest" not in section(card, "Intended use")
-    assert "Training progression" not in card
-
-
-def test_of_a_number_that_should_be_small_the_smallest_is_preferred() -> None:
-    """As `publish.which=best` chooses; the card of the best must not name another step."""
+    assert "highest" not in use_of(apart), "another protocol is no comparison"
     shares = {25: 0.4, 50: 0.1, 75: 0.2}
     entries = [evaluation(f"grpo-step{s}", "uncited", v) for s, v in shares.items()]
-    facts = full_facts(evaluations=entries)
-    config = replace_fields(facts.config, {"publish.best_metric": "uncited"})
-    use = section(build_card(replace(facts, config=config)), "Intended use")
-    assert "none has a lower `uncited`" in use
-    assert "A lowest number among several flatters" in use
+    assert "none has a lower `uncited`" in use_of(entries, "uncited"), "as publish.which=best"
 
 
 # ---------------------------------------------------------------- course and cost
@@ -270,7 +227,6 @@ def test_the_course_of_training_is_at_most_ten_lines_with_both_ends() -> None:
     assert len(rows) == 10
     assert rows[0] == "| 4 | 2.143 | 0.0007692 | 396.7 | 0.5323 |"
     assert rows[-1].startswith("| 48 | 3.714 |")
-    assert "Reward from step 4 to 48: `▁▁▂▃▃▄▅▆▆▇██` (lowest 2.143, highest 3.714)." in curve
 
 
 @pytest.mark.parametrize("points", [[], [[1, 2.0]], [[1, float("nan")]], [[1, 3.0], [2, 3.0]]])
@@ -282,108 +238,83 @@ def test_short_flat_and_broken_curves_are_accepted(points: list[Any]) -> None:
     assert lint_card(card) == []
 
 
-def test_cost_counts_all_attempts_and_says_what_was_lost() -> None:
+def test_cost_counts_all_attempts_and_lost_work() -> None:
     card = build_card(full_facts())
     cost = section(card, "Hardware and cost")
-    assert "grpo 2 h 02 min." in cost
-    assert "**Time of all attempts:** data 4.1 s, sft 10 min 05 s, grpo 2 h 31 min." in cost
-    assert "17.25 GPU-hours, all attempts together. That is about 53.48 USD at 3.10 USD" in cost
-    assert "1.50 of 17.25 GPU-hours went into work" in section(card, "Known notes")
-
-
-def test_without_a_gpu_core_hours_are_counted_and_nothing_is_priced() -> None:
-    cost = {"gpu_hours": 0.0, "core_hours": 0.035, "lost_core_hours": 0.0, "price": 3.0}
-    card = build_card(full_facts(cost=cost))
-    assert "**Compute:** 0.035 core-hours" in card
+    for shown in ("grpo 2 h 02 min.", "sft 10 min 05 s, grpo 2 h 31 min.", "17.25 GPU-hours"):
+        assert shown in cost
+    assert "53.48 USD at 3.10 USD" in cost
+    assert "1.50 of 17.25 GPU-hours" in notes(full_facts())
+    cores = {"gpu_hours": 0.0, "core_hours": 0.035, "lost_core_hours": 0.0, "price": 3.0}
+    card = build_card(full_facts(cost=cores))
+    assert "0.035 core-hours" in card
     assert "USD" not in card
-    assert "had to be done again" not in card
 
 
 # ---------------------------------------------------------------- notes
 
 
-def test_a_note_of_an_interruption_says_when_and_what_was_done_again() -> None:
-    """The run behind seed 000 ended at step 100 on a quota; its card had to be told by hand."""
+def test_an_interruption_is_noted_with_its_time_and_lost_steps() -> None:
     full = Outcome("disk_full", "resume", "Disk quota exceeded", step=100, errno=122)
     first = Attempt(1, "c", "slurm", "o", "t", ended_at="2026-11-21T03:12:41.123+00:00")
-    second = Attempt(
-        2, "c", "slurm", "o", "t", resumed_from_step=50, outcome=Outcome("none", "finish")
-    )
+    done = Outcome("none", "finish")
+    second = Attempt(2, "c", "slurm", "o", "t", resumed_from_step=50, outcome=done)
     attempts = attempt_notes("grpo", [replace(first, outcome=full), second])
-    notes = section(build_card(bare_facts(attempts=attempts)), "Known notes")
-    assert "ended on 2026-11-21 03:12 UTC after step 100 because the disk or its quota" in notes
-    assert "went on from the checkpoint of step 50" in notes
-    assert "50 steps were done again" in notes
+    said = notes(bare_facts(attempts=attempts))
+    for word in ("2026-11-21 03:12 UTC", "step 100", "quota", "checkpoint of step 50", "50 steps"):
+        assert word in said
 
 
-def test_provenance_does_not_call_code_clean_of_which_git_did_not_say() -> None:
-    told = {
-        dirty: section(
-            build_card(bare_facts(provenance={"commit": "012", "dirty": dirty})), "Provenance"
-        )
-        for dirty in (False, None)
-    }
-    assert "commit `012`." in told[False]
-    assert "commit `012` (whether with uncommitted changes, git did not say)." in told[None]
+def test_code_is_called_clean_only_where_git_said_so() -> None:
+    told = [
+        section(build_card(bare_facts(provenance={"commit": "012", "dirty": d})), "Provenance")
+        for d in (False, None)
+    ]
+    assert ["uncommitted" in text for text in told] == [False, True]
 
 
 def test_a_resume_on_other_processes_is_noted() -> None:
     facts = full_facts()
     two = {"ranks": 2, "nodes": 1, "engine": "DeepSpeed ZeRO-3", "attempt": 1, "up_to_step": 20}
     report = {**facts.reports["grpo"], "ranks": 1, "engine": "torch", "resumed_on": [two]}
-    card = build_card(replace(facts, reports={**facts.reports, "grpo": report}))
-    assert (
-        "GRPO was resumed on other processes: up to step 20 on 2 processes (DeepSpeed ZeRO-3), "
-        "then on 1 process (torch)"
-    ) in card
-    assert lint_card(card) == []
+    said = notes(replace(facts, reports={**facts.reports, "grpo": report}))
+    assert "up to step 20 on 2 processes (DeepSpeed ZeRO-3), then on 1 process (torch)" in said
     same = {**report, "resumed_on": []}
-    card = build_card(replace(facts, reports={**facts.reports, "grpo": same}))
-    assert "other processes" not in card
+    assert "processes" not in notes(replace(facts, reports={**facts.reports, "grpo": same}))
 
 
-def test_a_repository_that_was_read_at_a_branch_is_named() -> None:
+def test_a_moving_revision_is_noted() -> None:
     moving = replace_fields(CONFIG, {"model.revision": "main", "data.rl_revision": "main"})
-    notes = section(build_card(full_facts(config=moving)), "Known notes")
-    assert "The revision of the base model and the prompts is recorded as `main`" in notes
-    assert "`main`" not in section(build_card(full_facts()), "Known notes")
+    assert "`main`" in notes(full_facts(config=moving))
+    assert "`main`" not in notes(full_facts())
 
 
 def test_a_training_that_ended_early_is_noted() -> None:
     report = {"steps": 20, "steps_planned": 60}
     cut = full_facts(stage="command", step=20, measured_as="", reports={"command": report})
-    notes = " ".join(section(build_card(cut), "Known notes").split())
-    assert "this checkpoint is step 20 of the 60 that the trainer had spoken of" in notes
+    assert "step 20 of the 60" in notes(cut)
 
 
-def test_a_card_of_another_trainers_model_claims_nothing_that_is_not_recorded() -> None:
+def test_the_card_of_another_trainers_model_claims_nothing_that_is_not_recorded() -> None:
     command = CommandConfig(run="torchrun /home/me/train.py --out {output}", version="v2")
-    card = build_card(
-        bare_facts(
-            replace(TINY, command=command),
-            stage="command",
-            base_model=UNKNOWN,
-            reports={"command": {"steps": 50, "final": {"loss": 0.25}}},
-        )
-    )
-    assert "base_model" not in front_matter(card)
-    assert "datasets" not in front_matter(card)
-    assert "`torchrun train.py --out {output}` (version v2)" in section(card, "Training set-up")
-    assert "loss 0.25" in section(card, "Training set-up")
-    assert "/home" not in card
-    assert "not recorded: another trainer chose it" in card
-    assert "none of them is in the training data" not in card
-    assert "builtin:tiny" not in card
+    known = {"command": {"steps": 50, "final": {"loss": 0.25}}}
+    config = replace(TINY, command=command)
+    card = build_card(bare_facts(config, stage="command", base_model=UNKNOWN, reports=known))
+    assert {"base_model", "datasets"}.isdisjoint(front_matter(card))
+    set_up = section(card, "Training set-up")
+    assert "`torchrun train.py --out {output}` (version v2)" in set_up
+    assert "loss 0.25" in set_up
+    for never in ("/home", "none of them is in the training data", "builtin:tiny"):
+        assert never not in card
 
 
 def test_an_adopted_checkpoint_is_noted() -> None:
     config = replace(TINY, command=CommandConfig(adopted="ab" * 32))
     report = {"steps": 50, "adopted": True, "source": "/scratch/me/run/checkpoint-50"}
-    card = build_card(
-        bare_facts(config, stage="command", base_model="Qwen/Qwen3-4B", reports={"command": report})
-    )
+    known = {"stage": "command", "base_model": "Qwen/Qwen3-4B", "reports": {"command": report}}
+    card = build_card(bare_facts(config, **known))
     assert front_matter(card)["base_model"] == "Qwen/Qwen3-4B"
-    assert "adopted from the folder of a run that had ended" in card
+    assert "adopted" in card
     assert "`checkpoint-50`" in card
     assert "/scratch" not in card
     assert lint_card(card) == []
@@ -392,16 +323,11 @@ def test_an_adopted_checkpoint_is_noted() -> None:
 # ---------------------------------------------------------------- reproduction and use
 
 
-def test_reproduction_says_what_the_command_needs_and_what_it_plans() -> None:
+def test_reproduction_has_command_code_files_and_fingerprint() -> None:
     told = section(build_card(full_facts()), "Reproduction")
     assert "```bash\nrefiner run recipe.yaml seed=42\n```" in told
-    assert "It takes refiner 0.1.0 at commit `0123abc`." in told
-    assert "`recipe.yaml` lies beside this card (SHA-256 `572b25e5d1bac28e" in told
-    assert (
-        f"It reads `rl.jsonl` from the folder that it is given in (SHA-256 `{'ab' * 32}`)" in told
-    )
-    assert f"the fingerprint of the stage `grpo`, `{'c9' * 32}`" in told
-    assert "step 50 is a checkpoint that it saves on the way (every 50 steps)" in told
+    for shown in ("refiner 0.1.0", "`0123abc`", "572b25e5d1bac28e", "ab" * 32, "c9" * 32):
+        assert shown in told
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Two models, or two arms over seeds, by the numbers of their evaluations, written by hand."""
+"""Comparisons of two models, or two arms over seeds, from result files written by hand."""
 
 from __future__ import annotations
 

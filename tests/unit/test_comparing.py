@@ -1,4 +1,4 @@
-"""Reports of sweeps: what is compared, what is refused, and what is said of both."""
+"""Comparisons in the report of a sweep: verdicts, refusals, drift of the judge."""
 
 from __future__ import annotations
 

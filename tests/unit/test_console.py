@@ -1,4 +1,4 @@
-"""What a person reads on standard error while a campaign runs, and when it is over."""
+"""Progress and summaries on standard error."""
 
 from __future__ import annotations
 

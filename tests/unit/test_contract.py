@@ -1,4 +1,4 @@
-"""The contract: marks, fingerprints, plan. What breaks here would rerun or wrongly skip work."""
+"""The contract: marks, fingerprints and plans. A fault here reruns or wrongly skips work."""
 
 from __future__ import annotations
 

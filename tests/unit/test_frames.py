@@ -1,4 +1,4 @@
-"""Records as dataframes: what is missing stays missing, and nothing is read that nobody asked for.
+"""Records as dataframes: missing values stay missing, and only wanted columns are read.
 
 Runs are recorded without training (tests.support.recorded_run); sweeps are drawn.
 """

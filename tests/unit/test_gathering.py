@@ -1,4 +1,4 @@
-"""Evidence of a sweep from a workspace: each record read for what it says, gaps said."""
+"""Evidence of a sweep from a workspace: complete, damaged or with mixed code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts and recorded workspaces of users go on working: goldens of what they rely on."""
+"""Goldens of the interfaces that users' scripts and recorded workspaces rely on."""
 
 from __future__ import annotations
 

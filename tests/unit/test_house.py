@@ -1,4 +1,4 @@
-"""The house keeps its shape: arrows point down, planning never imports torch, help is quick.
+"""The structure of the code: import directions, packaging, and quick commands.
 
 What is read from the source alone is asked by :mod:`tests.lint`, which ``make lint`` runs too.
 """

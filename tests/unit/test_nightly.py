@@ -1,4 +1,4 @@
-"""Nights: each is worked on once, history never counts double, change is told from noise."""
+"""Nightly evaluations: one line per night and checkpoint, alerts, channels, files and weights."""
 
 from __future__ import annotations
 

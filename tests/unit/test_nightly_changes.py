@@ -1,4 +1,4 @@
-"""Change and noise over many nights: how often quiet series alarm, and what is found how soon."""
+"""Changes and noise over many nights: false alarms, detection, calendar."""
 
 from __future__ import annotations
 

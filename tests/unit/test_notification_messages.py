@@ -1,4 +1,4 @@
-"""What messages say, when a pause is worth one, and which sections are refused."""
+"""Notifications: messages, pauses, channels, and the section of a recipe."""
 
 from __future__ import annotations
 

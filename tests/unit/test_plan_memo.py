@@ -1,4 +1,4 @@
-"""What plans of a sweep share changes nothing about them: each is the plan made alone."""
+"""Plans that share a memo equal plans made alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The power of a comparison, worked out by other ways than the code's own."""
+"""The power of a comparison, computed independently of the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says and how its files are written; how its page is used is tested in a browser."""
+"""Files of a sweep's report: page, Markdown, tables and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rescoring: what is asked again and what is not, and numbers that were worked out by hand."""
+"""Rescoring: reuse of judgements, and numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`refiner show`: what a field is, what another value would cost, and where its value is from."""
+"""`refiner show`: a field's meaning, the stages that it changes, and the source of its value."""
 
 from __future__ import annotations
 

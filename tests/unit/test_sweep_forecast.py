@@ -1,4 +1,4 @@
-"""What a sweep will take: by what was measured, never by a number that nobody has."""
+"""The forecast of a sweep: time, GPU-hours and judge calls from measurements alone."""
 
 from __future__ import annotations
 

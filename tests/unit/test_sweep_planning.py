@@ -1,4 +1,4 @@
-"""A sweep is planned as the runs that one would type, and what is wrong with it is said first."""
+"""Planning of sweeps: trials, overrides, and refusals before a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a sweep can answer its question, before it is launched."""
+"""The effects that a planned sweep can detect."""
 
 from __future__ import annotations
 

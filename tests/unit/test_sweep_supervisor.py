@@ -1,4 +1,4 @@
-"""All trials of a sweep in one process: what begins when, what is held, what is told."""
+"""The supervisor of a sweep: start order, limits, the canary, failures, cancellation."""
 
 from __future__ import annotations
 
