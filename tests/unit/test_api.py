@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import subprocess
@@ -52,18 +53,14 @@ def test_every_command_does_its_work_through_the_api() -> None:
 _NAMES = {home: name for name, home in api._MODULES.items()}
 
 
-def _imports(module: str, seen: frozenset[str] = frozenset()) -> set[str]:
+@functools.cache
+def _imports(module: str) -> frozenset[str]:
     """API functions that a module of the command line imports, itself or through its neighbours."""
     tree = ast.parse(Path(importlib.import_module(module).__file__ or "").read_text())
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or node.module is None:
-            continue
-        for alias in node.names:
-            found.add(_NAMES.get((node.module, alias.name), ""))
-        if node.module.startswith("flows.cli.") and node.module not in seen:
-            found |= _imports(node.module, seen | {module})
-    return found
+    taken = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module]
+    found = {_NAMES.get((node.module, alias.name), "") for node in taken for alias in node.names}
+    beside = {n.module for n in taken if n.module.startswith("flows.cli.") and n.level == 0}
+    return frozenset(found).union(*(_imports(m) for m in beside - {module, "flows.cli.main"}))
 
 
 @pytest.mark.parametrize("name", sorted(functions()))

@@ -163,7 +163,7 @@ def test_the_hubs_own_client_reads_the_results_with_their_n_and_interval() -> No
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
 def test_a_number_that_was_not_computed_is_neither_nan_nor_zero(value: Any) -> None:
-    missing = evaluation("grpo", "reward", None, value=value, low=value, high=value, n=3)
+    missing = evaluation("grpo", "reward", value, n=3)
     card = build_card(bare_facts(evaluations=[missing]))
     assert "model-index" not in front_matter(card)
     assert "| — |" in card
