@@ -32,7 +32,7 @@ ONLY_DATA = ("stages=[data]", "data.sft_path=null")
 
 
 def check_refusal(done: Finished, code: int, *says: str) -> None:
-    """One paragraph on stderr with what, expected and how to mend it; no traceback."""
+    """One paragraph on stderr with the error, what was expected and the fix; no traceback."""
     assert done.code == code, done.stderr
     assert "Traceback" not in done.stderr
     for text in says:

@@ -58,7 +58,7 @@ def change(path: Path, old: str, new: str) -> int:
 
 
 def first_number(card: Path) -> str:
-    """The first value of the table of results, as it stands there."""
+    """The first value of the table of results, as it is printed."""
     row = next(x for x in card.read_text().splitlines() if x.startswith("| `reward`"))
     return row.split("|")[2].split()[0]
 

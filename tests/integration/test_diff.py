@@ -94,7 +94,7 @@ def test_two_executions_of_one_recipe_are_equal_though_their_times_are_not(tmp_p
 def test_the_first_step_that_differs_is_found_with_its_rollout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """'These two should be equal': whoever asks wants the step and the sample, not two folders."""
+    """The first differing step and its sample are named."""
     one = _finished(tmp_path / "a", *TRAINED)
     other = _finished(tmp_path / "b", *TRAINED, parts_at=4)
     found = _diff(one, other)

@@ -46,7 +46,7 @@ class Place:
 
     @property
     def not_told(self) -> list[dict[str, Any]]:
-        """What stands in the run's event log."""
+        """Undelivered messages in the event log of the run."""
         return not_told(Workspace.read_only(self.root), self.run)
 
     def start(self, notify: dict[str, Any], *resume: str) -> subprocess.Popen[bytes]:
@@ -84,7 +84,7 @@ def wait_for(look: Callable[[], Any], timeout_s: float = 30.0) -> Any:
 
 
 def senders() -> list[psutil.Process]:
-    """Processes that send messages for this one, or for nobody any more."""
+    """Processes that send messages."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess):

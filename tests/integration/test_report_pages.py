@@ -299,7 +299,7 @@ def test_a_change_is_called_better_only_where_its_interval_keeps_clear_of_0(
 
 
 def choose(browser: Page, field: str, value: str) -> None:
-    """Choose an entry of a list, as a person does."""
+    """Choose an entry of a list."""
     browser.run(
         f"(() => {{ const e = document.querySelector('select[data-state={field}]'); "
         f"e.value = [...e.options].find(o => o.text.startsWith({json.dumps(value)})).value; "

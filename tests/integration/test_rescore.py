@@ -44,7 +44,7 @@ OWN = ("stages=[data,grpo,evaluate]", "reward.rubric_source=instance+static")
 
 
 def said(prompt: PromptRow, step: int, index: int) -> str:
-    """Some answer; one in seven is none, and none of them is said twice."""
+    """An answer; one in seven is malformed, and all differ."""
     number = random.Random(f"{prompt.sample_id}/{step}/{index}")
     if number.random() < 1 / 7:
         return "I do not know."
@@ -315,7 +315,7 @@ def test_prompts_that_were_edited_since_are_not_taken_for_those_of_the_run(tmp_p
 
 
 def test_stored_judgements_need_no_server(tmp_path: Path) -> None:
-    """That of a run which served its judge has ended with it."""
+    """The server of a run that served its judge ends with the run."""
     root = tmp_path / "runs"
     with JudgeServer(opinion) as server:
         judge = ("judge.kind=openai", "judge.model=plain", f"judge.base_url={server.base_url}")
@@ -420,7 +420,7 @@ def test_invalid_options_are_refused_with_a_fix(
 
 
 class Talker:
-    """Samples answers instead of what an untrained model would say; the rest of training is real.
+    """A generator of well-formed answers; the rest of training is real.
 
     Every third answer is cut off.
     """

@@ -80,7 +80,7 @@ def test_shown_samples_are_those_of_the_samples_file(run: RecordedRun) -> None:
 
 
 def test_a_number_that_cannot_be_recomputed_is_reported(run: RecordedRun, tmp_path: Path) -> None:
-    """Somebody has edited the result."""
+    """As of an edited result."""
     copy = tmp_path / "runs"
     shutil.copytree(run.workspace.root, copy)
     path = copy / "stages" / run.stage("evaluate-grpo").id / "result.json"

@@ -181,7 +181,7 @@ def _canary(path: str, value_type: Any, default: Any) -> Any:
 
 
 def test_nothing_of_an_execution_setting_or_a_folder_is_in_the_evidence() -> None:
-    """Whatever is added to the configuration later: what only says where it ran stays at home."""
+    """Holds for every field of the configuration, later ones too."""
     canaries = {
         path: _canary(path, info.type, info.default)
         for path, info in walk(RecipeConfig)
@@ -321,7 +321,7 @@ def section(card: str, title: str) -> str:
 def test_no_number_of_results_curve_cost_or_notes_is_without_a_fact(
     given: CardFacts, title: str
 ) -> None:
-    """Otherwise nobody knows where it came from."""
+    """Every number has a source."""
     if f"## {title}\n" not in build_card(given):
         assert given.stage == "sft", "everything is recorded of the other one"
         return
@@ -414,7 +414,7 @@ def unseen(given: CardFacts) -> list[str]:
 
 @pytest.mark.slow
 def test_every_fact_is_seen_in_the_card_or_there_is_a_reason_why_not() -> None:
-    """A record that is not what was published must make another card."""
+    """Each changed fact makes another card."""
     given = full_facts()
     grpo = given.reports["grpo"]
     short = {name: points[:2] for name, points in grpo["curves"].items()}

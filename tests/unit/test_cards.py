@@ -374,7 +374,7 @@ def test_the_usage_section_runs_as_a_reader_would_run_it(
 def test_the_usage_section_of_a_folder_loads_the_folder_of_that_step(
     revision: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder has no revisions: transformers would load what main is, and say nothing."""
+    """A folder has no revisions: transformers would load the main one without a warning."""
     config = replace_fields(CONFIG, {"publish.target": "folder", "grpo.response_length": 6})
     given = full_facts(config=config, revision=revision)
     usage = section(build_card(given), "Usage")

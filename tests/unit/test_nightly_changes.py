@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Told(NamedTuple):
-    """What was told of one series and its canary."""
+    """Reported changes of one series and its canary."""
 
     canary: list[Change]
     model: list[Change]

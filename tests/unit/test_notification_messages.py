@@ -106,7 +106,7 @@ def test_a_lasting_pause_is_reported_once(sights: tuple[Sight, ...], expected: l
 
 
 class Sweep:
-    """What is asked of a supervisor, by hand."""
+    """A supervisor with states set by hand."""
 
     def __init__(self, states: dict[str, str]) -> None:
         self.held, self.states = "", states
@@ -120,7 +120,7 @@ class Sweep:
 
 
 class Heard:
-    """Is handed messages."""
+    """A sender that keeps messages."""
 
     quiet = False
 
@@ -136,7 +136,7 @@ class Heard:
 
 
 class Watched(NamedTuple):
-    """A sweep of four trials, who watches it, what is told, and the clock."""
+    """A sweep of four trials, its watcher, the messages, and the clock."""
 
     supervisor: Sweep
     watching: SweepWatching

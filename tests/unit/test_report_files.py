@@ -194,7 +194,7 @@ def test_the_report_can_go_elsewhere_and_to_scripts(
 def test_an_unwritable_workspace_is_reported_with_a_fix(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As one of somebody else, or on a read-only mount."""
+    """For example on a read-only mount."""
     workspace.layout.reports.write_text("in the way")
     assert main(["report", f"workspace={workspace.root}"]) == 2
     said = capsys.readouterr().err
@@ -205,7 +205,7 @@ def test_an_unwritable_workspace_is_reported_with_a_fix(
 def test_the_newest_sweep_is_the_one_that_was_launched_last(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not the one that was begun last: an older one may have been amended since."""
+    """An amended older sweep is newer than one that was begun after it."""
     first = read_sweep(workspace, "weights")
     write_sweep(workspace, replace(first, name="between", started_at="2027-01-01T00:00:00+00:00"))
     write_sweep(workspace, replace(first, number=2, started_at="2027-01-02T00:00:00+00:00"))

@@ -124,7 +124,7 @@ def test_held_against_itself_nothing_changes(totals: list[list[float]]) -> None:
 
 
 class Asked:
-    """Keeps what it is asked; its score says which question it was."""
+    """A judge that keeps its questions; the score is the number of the question."""
 
     def __init__(self) -> None:
         self.requests: list[JudgeRequest] = []

@@ -301,7 +301,7 @@ def test_names_are_unique_and_fit_for_paths_and_shells(factors: dict[str, list[A
 def test_names_do_not_depend_on_the_order_of_keys_or_on_other_levels(
     factors: dict[str, list[Any]], data: st.DataObject
 ) -> None:
-    """Else a sweep that grows would not know its own arms again."""
+    """A larger sweep keeps the names of its arms."""
     shuffled = dict(data.draw(st.permutations(list(factors.items()))))
     before = {a.name: a for a in make_arms(sweep(factors=factors))}
     assert {a.name: a for a in make_arms(sweep(factors=shuffled))} == before
@@ -315,7 +315,7 @@ def test_names_do_not_depend_on_the_order_of_keys_or_on_other_levels(
 @example(text="\\${HOME} and \\\\${x}, as a chat template may have them")
 @settings(max_examples=40, deadline=None)
 def test_any_text_is_an_override_that_is_read_back_as_it_is(text: str) -> None:
-    """A trial's overrides are what one types: whatever the value, the same run comes of it."""
+    """Overrides of a trial give the same run when they are typed."""
     from omegaconf import OmegaConf
 
     written = override_text("model.chat_template", text)

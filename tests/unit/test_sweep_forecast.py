@@ -77,7 +77,7 @@ def test_a_stage_takes_what_one_like_it_took(plan: SweepPlan) -> None:
 
 
 def test_old_measurements_count_at_the_legacy_value_of_a_field(plan: SweepPlan) -> None:
-    """Steps that overlap sampling and training take another time than steps that do not."""
+    """Steps that overlap sampling and training have another duration."""
     stage = plan.trials[0].plan.by_name["grpo"]
     new = dict(stage.identity)
     old = {k: v for k, v in new.items() if k not in ("grpo.async_steps", "grpo.active_sampling")}
@@ -95,7 +95,7 @@ def test_another_size_is_scaled_and_says_by_what(plan: SweepPlan) -> None:
 
 
 def test_unmeasured_stages_have_no_number(plan: SweepPlan) -> None:
-    """A made-up number would be believed."""
+    """No number is made up."""
     forecast = forecast_sweep(plan, History(), set())
     assert {s.seconds for s in forecast.stages} == {None}
     assert forecast.wall_seconds is None

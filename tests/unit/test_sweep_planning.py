@@ -45,7 +45,7 @@ def test_seeds_come_first_so_that_a_sweep_that_ends_early_has_pairs() -> None:
 
 @pytest.mark.parametrize("name", shipped_sweeps())
 def test_a_trial_equals_the_run_of_its_overrides(name: str) -> None:
-    """What is planned for thousands at once is what `refiner run` would plan for each."""
+    """Planning of all trials at once equals `refiner run` for each."""
     found = make_sweep_plan(name)
     for trial in (found.trials[0], found.trials[-1]):
         alone = make_recipe_plan(found.sweep.recipe, trial.overrides)

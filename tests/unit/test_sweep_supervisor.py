@@ -120,7 +120,7 @@ def test_a_second_call_begins_nothing(workspace: Workspace) -> None:
 def test_a_trial_whose_stages_are_all_there_is_a_run_without_being_begun(
     workspace: Workspace,
 ) -> None:
-    """They came about through another sweep; status, card and why need the run all the same."""
+    """Another sweep made its stages; status, card and why need the run record."""
     plan = small_sweep()
     bench(workspace, plan, SCRIPT).run()
     twin = replace(plan, sweep=replace(plan.sweep, name="twin"))
@@ -132,7 +132,7 @@ def test_a_trial_whose_stages_are_all_there_is_a_run_without_being_begun(
 
 
 def test_a_trial_whose_stages_are_others_by_now_is_another_run(workspace: Workspace) -> None:
-    """Though all of these are there: `refiner why` of a trial must not show what it was before."""
+    """Also where all of its stages are done: `refiner why` shows the present stages."""
     before, now = small_sweep(), small_sweep("data", "sft", "grpo", "evaluate")
     bench(workspace, before, SCRIPT).run()
     other = replace(now, sweep=replace(now.sweep, name="other"))
@@ -159,7 +159,7 @@ def test_a_shared_stage_that_fails_fails_those_that_need_it_and_is_not_tried_by_
 
 
 def test_a_failed_trial_is_retried_by_the_next_call_as_a_new_run(workspace: Workspace) -> None:
-    """The code may have been mended meanwhile; a run that was only stopped keeps its own."""
+    """The code may have been fixed; a stopped run keeps its own code."""
     plan = small_sweep()
     bad = plan.trials[1].name
     bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)}).run()
@@ -229,7 +229,7 @@ def test_a_measured_training_needs_no_canary(
 def test_a_forecast_that_passes_a_limit_by_what_the_canary_has_shown_holds_the_sweep(
     workspace: Workspace,
 ) -> None:
-    """Its work is saved, and the same command goes on once somebody has decided."""
+    """Its work is saved, and the same command continues."""
     plan = small_sweep()
 
     def passed(forecast: SweepForecast) -> list[Passed]:
@@ -272,7 +272,7 @@ def test_a_limit_holds_trials_until_it_is_raised(
 
 
 def test_running_trials_count_by_their_forecast(workspace: Workspace) -> None:
-    """Else as many would begin as there is room for one."""
+    """Concurrent trials share one limit."""
     plan = on_gpus(small_sweep(limits=Limits(gpu_hours=2.5, concurrency=4)), 1)
     script = {"grpo": ("step", "step", "save", *["wait"] * 20, "done")}
     jobs = Jobs(workspace, plan, script, seconds=36.0)
@@ -333,7 +333,7 @@ def test_a_suspended_sweep_lets_running_stages_finish(
 
 
 def test_cancelling_a_sweep_ends_no_job_that_another_run_waits_for(workspace: Workspace) -> None:
-    """After a cancelled job nobody begins another: that run would end, too."""
+    """A cancelled job is not started again, so the other run would end too."""
     plan = small_sweep()
     told = bench(workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99)})
     told.begin(lambda: len(told.jobs.begun) >= 5)
@@ -399,7 +399,7 @@ def test_a_follower_sees_every_stage_once_with_its_end(workspace: Workspace) -> 
 def test_a_shared_stage_that_was_cancelled_with_one_trial_is_begun_by_the_next(
     workspace: Workspace,
 ) -> None:
-    """Who ends one trial's run does not mean those that come after it."""
+    """Cancelling one trial does not cancel later ones."""
     plan = small_sweep(limits=Limits(concurrency=1))
     second = next(t for t in plan.trials if t.seed == 2)
     script = {**SCRIPT, f"{second.name}/sft": ("cancelled",)}
@@ -439,7 +439,7 @@ def test_a_shared_stage_continues_when_one_of_its_trials_is_cancelled(
 def test_a_trial_ends_while_others_still_need_the_judges_server_that_they_share(
     workspace: Workspace,
 ) -> None:
-    """Else trials would end together, and the next ones begin no sooner."""
+    """Later trials start before the server ends."""
     judge = JudgeConfig(kind="openai", model="m", serve_command="serve --port {port}")
     plan = small_sweep("data", "grpo", seeds=(1,), limits=Limits(concurrency=2), judge=judge)
     first, second = (t.name for t in plan.trials)
@@ -458,7 +458,7 @@ def test_a_trial_ends_while_others_still_need_the_judges_server_that_they_share(
 def test_a_trial_that_was_given_up_has_no_live_orchestrator(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sweep's process lives on: else the trial could not be taken up until the sweep ends."""
+    """The process of the sweep lives on, and the trial can be resumed at once."""
     plan = small_sweep()
     told = bench(workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99)})
     told.begin(lambda: len(told.admission.live) >= 2)
@@ -477,7 +477,7 @@ def test_a_trial_that_was_given_up_has_no_live_orchestrator(
 def test_reads_that_fail_now_and_then_end_no_trial_and_begin_nothing_twice(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On NFS one in a hundred questions is not answered: the sweep ends as if all had been."""
+    """As on NFS, where one in a hundred reads fails."""
     plan = small_sweep()
     moments = iter(range(0, 100_000_000, 10))
     told = bench(workspace, plan, SCRIPT, clock=lambda: float(next(moments)))
