@@ -133,7 +133,7 @@ def test_rollouts_that_are_gone_are_no_empty_frame(made: RecordedRun, tmp_path: 
     run.train("grpo")
     for file in run.workspace.layout.attempt(run.stage("grpo").id, 1).rollouts.iterdir():
         file.unlink()
-    with pytest.raises(DataError, match=r"no rollouts any more: they were deleted"):
+    with pytest.raises(DataError, match="no rollouts"):
         api.rollouts_frame(workspace=run.workspace.root)
     assert len(api.stages_frame(workspace=run.workspace.root))
 

@@ -58,7 +58,7 @@ def test_a_failure_message_begins_with_the_cause_and_its_fix() -> None:
     causes = {"sft": "bug", "grpo": "not_finite"}
     message = words.failed(TOPIC, views, causes)
     assert message["title"].endswith("has failed: grpo, loss, norm or reward was not finite")
-    assert message["text"].splitlines()[0].endswith("To mend it: set grpo.learning_rate")
+    assert message["text"].splitlines()[0].endswith("set grpo.learning_rate")
     assert (message["cause"], message["next"].split()[:3]) == (
         "not_finite",
         ["refiner", "logs", "grpo"],
@@ -172,10 +172,12 @@ def test_a_sweep_reports_its_first_failed_trial_and_the_others_at_the_end(
     for trial in "abc":
         sweep.supervisor.states[trial] = "failed"
         sweep.watching.show(sweep.supervisor.views())
-    assert sweep.told == [("failed", "sweep betas goes on, but a has failed")]
+    ((kind, title),) = sweep.told
+    assert (kind, "a has failed" in title) == ("failed", True)
     sweep.supervisor.states["d"] = "done"
     sweep.watching.over({})
-    assert sweep.told[1:] == [("failed", "sweep betas has ended without 3 trials")]
+    ((kind, title),) = sweep.told[1:]
+    assert (kind, "3 trials" in title) == ("failed", True)
 
 
 def test_a_held_sweep_is_reported_once(sweep: Watched) -> None:
@@ -241,7 +243,7 @@ def test_a_missing_address_is_reported_before_the_run(
     notify = NotifyConfig(urls=("TEAM_HOOK", str(tmp_path / "none")))
     warn_of_silence(replace(RecipeConfig(), notify=notify))
     said = capsys.readouterr().err
-    assert said.count("Nobody will be told") == 1
+    assert "TEAM_HOOK" not in said
     assert f"notify.urls=[{tmp_path}/none]" in said
 
 
