@@ -103,34 +103,17 @@ def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 done in" in text
 
 
-def trials(**states: str) -> dict[str, TrialWord]:
-    """How trials stand, as ``a="running"`` or ``a="failed: why"``."""
-    parts = {name: text.partition(": ") for name, text in states.items()}
-    return {n: TrialWord(s, why, run=f"run-{n}") for n, (s, _, why) in parts.items()}  # type: ignore[arg-type]
-
-
-def of_sweep(stream: io.StringIO, *moments: dict[str, TrialWord], quiet: bool = False) -> list[str]:
-    """Lines of a sweep whose trials stood like this, a minute apart; the first is at work."""
-    clock, now = Clock(), [moments[0]]
-    console = Console(stream=stream, clock=clock, quiet=quiet, trials=lambda: now[0])
+def test_a_sweep_shows_changes_of_trials_and_the_stages_at_work() -> None:
+    stream, clock, trials = io.StringIO(), Clock(), dict[str, TrialWord]()
+    console = Console(stream=stream, clock=clock, trials=lambda: trials)
     views = {"a/sft": replace(at(3), name="a/sft"), "a/data": replace(SFT, name="a/data")}
-    for moment in moments:
-        now[0] = moment
+    for a, b in (("waiting", "waiting"), ("running", "held"), ("failed", "held")):
+        trials["a"] = TrialWord(a, "loss is NaN" if a == "failed" else "", run="run-a")
+        trials["b"] = TrialWord(b, "a limit" if b == "held" else "", run="run-b")
         console.show(views)
         clock.now += 60.0
     console.finish({})
-    return stream.getvalue().splitlines()
-
-
-MOMENTS = (
-    trials(a="waiting", b="waiting"),
-    trials(a="running", b="held: a limit"),
-    trials(a="failed: loss is NaN", b="held: a limit"),
-)
-
-
-def test_a_sweep_tells_of_its_trials_and_now_and_then_of_the_stages_at_work() -> None:
-    assert of_sweep(io.StringIO(), *MOMENTS) == [
+    assert stream.getvalue().splitlines() == [
         "a: running (run run-a)",
         "2 trials: 1 running, 1 held",
         "  a/sft: running step 3/80",
