@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 
 from flows import api
@@ -104,24 +103,6 @@ def test_rollouts_have_their_judgements_in_short(made: RecordedRun) -> None:
     credit = [1 - j["score"] if j["polarity"] == "negative" else j["score"] for j in rubrics]
     assert frame["judgements_mean"].iloc[0] == pytest.approx(sum(credit) / len(credit))
     assert frame["judgements_scored"].iloc[0] == sum(j["score"] is not None for j in told)
-
-
-def test_of_rollouts_only_the_columns_that_are_wanted_are_read(
-    made: RecordedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[list[str]] = []
-    real = pq.ParquetFile.read
-
-    def spy(self: pq.ParquetFile, columns: list[str] | None = None, **more: object) -> object:
-        read.append(list(columns or ["everything"]))
-        return real(self, columns=columns, **more)
-
-    monkeypatch.setattr(pq.ParquetFile, "read", spy)
-    frame = api.rollouts_frame(
-        steps=range(2, 4), workspace=made.workspace.root, columns=["reward", "step"]
-    )
-    assert read == [["reward", "step"]] * 2
-    assert list(frame) == ["reward", "step"]
 
 
 def test_rollouts_that_are_gone_are_no_empty_frame(made: RecordedRun, tmp_path: Path) -> None:
