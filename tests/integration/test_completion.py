@@ -168,7 +168,7 @@ def test_fish_completes_with_a_few_words_about_each(on_path: dict[str, str]) -> 
     assert done.stdout.startswith("grpo.beta=0.001\tKL coefficient"), done.stderr
 
 
-def test_without_a_shell_it_goes_by_yours_and_says_how_to_install(on_path: dict[str, str]) -> None:
+def test_the_default_shell_is_the_users(on_path: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "flows.cli.main", "completion"],
         capture_output=True, text=True, check=True, env={**on_path, "SHELL": "/usr/bin/zsh"},

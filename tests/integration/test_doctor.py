@@ -142,7 +142,7 @@ def test_gpus_are_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.Monke
     assert named(wanted, "gpu", "torch").state == "broken"
 
 
-def test_the_environment_of_servers_is_asked_in_its_own_shell(tmp_path: Path) -> None:
+def test_the_environment_of_servers_is_checked_in_its_own_shell(tmp_path: Path) -> None:
     python = f"grpo.rollout_server.python={sys.executable}"
     lacking = named(examine("tiny", [VLLM, python], only=["vllm"]), "vllm", "grpo.rollout_server")
     assert lacking.state == "broken"
@@ -243,7 +243,7 @@ def hub_findings(monkeypatch: pytest.MonkeyPatch, hub: LoopbackHub, token: str) 
     return found
 
 
-def test_a_token_is_asked_what_it_may_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rights_of_a_token_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LoopbackHub(tmp_path / "hub") as hub:
         good = hub_findings(monkeypatch, hub, hub.token)
         assert named(good, "hub", "token").what == "HF_TOKEN: me"
@@ -264,7 +264,7 @@ def test_switches_that_forbid_the_network_are_named(monkeypatch: pytest.MonkeyPa
     assert named(examine(None, [], only=["hub"]), "hub", "offline switches").state == "warning"
 
 
-def test_a_key_of_wandb_is_there_and_its_server_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_and_server_of_wandb_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     with WandbServer() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -277,7 +277,7 @@ def test_a_key_of_wandb_is_there_and_its_server_is_asked(monkeypatch: pytest.Mon
     assert gone.mend.endswith("tracking.wandb=offline")
 
 
-def test_a_judge_is_asked_a_real_question() -> None:
+def test_a_judge_answers_a_real_question() -> None:
     with JudgeServer(lambda body, _: verdict(body)) as server:
         asked = ["judge.kind=openai", "judge.model=m", f"judge.base_url={server.base_url}"]
         good = named(examine("tiny", asked, only=["judge"]), "judge", "judge")
@@ -290,7 +290,7 @@ def test_a_judge_is_asked_a_real_question() -> None:
     assert "secret" not in repr(examine("tiny", secret, only=["judge"]))
 
 
-def test_a_prefect_server_of_ones_own_that_is_gone_is_only_a_warning(
+def test_an_unreachable_prefect_server_of_the_user_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:9/api")

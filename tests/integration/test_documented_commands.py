@@ -250,7 +250,7 @@ def test_no_trial_is_left_from_a_command_that_is_gone() -> None:
     assert not idle
 
 
-def test_files_and_places_that_are_named_are_there() -> None:
+def test_named_files_and_link_targets_exist() -> None:
     named = ((readme, name, name.replace("NAME.py", "")) for readme, name in paths_named())
     gone = [f"{readme}: {name}" for readme, name, place in named if not (ROOT / place).exists()]
     for readme, target in links():

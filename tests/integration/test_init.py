@@ -83,7 +83,7 @@ def test_every_combination_of_answers_is_ready_to_plan(
     assert plan.config.workspace == str(here / "mine" / "runs")
 
 
-def test_rows_of_ones_own_are_read_at_once_and_found_from_anywhere(
+def test_own_rows_are_checked_at_once_and_found_from_any_folder(
     here: Path, rows: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert made("mine", "--yes", "--sft", "rows/sft.jsonl", "--rl", "rows/rl.jsonl") == 0

@@ -189,7 +189,7 @@ def test_a_killed_sender_is_reported_and_fails_no_run(place: Place) -> None:
     assert said.count("this run") == 1
 
 
-def test_the_command_that_tries_channels_says_what_came_of_each(tmp_path: Path, hook: Hook) -> None:
+def test_notify_test_reports_the_result_of_each_channel(tmp_path: Path, hook: Hook) -> None:
     told = tmp_path / "told"
     channels = (f"notify.command=cat > {told}", "notify.urls=[TEAM_HOOK]")
     done = refiner("notify", "test", "tiny", *channels, "--json")

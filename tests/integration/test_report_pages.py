@@ -246,7 +246,7 @@ def test_a_claim_leads_to_the_snippet_that_it_cites_and_back(browser: Page, show
     assert browser.run(f"{FOCUSED}.dataset.n") == "4"
 
 
-def test_claims_without_evidence_look_different_and_say_why(browser: Page, show: Show) -> None:
+def test_claims_without_evidence_look_different(browser: Page, show: Show) -> None:
     show("run", "full_report", "examples")
     titles = browser.run(
         "[...document.querySelectorAll('.example.on .claim')].map(e => [e.className, e.title])"
@@ -308,7 +308,7 @@ def choose(browser: Page, field: str, value: str) -> None:
     )
 
 
-def test_the_summary_says_question_answer_and_warnings_first(browser: Page, show: Show) -> None:
+def test_the_summary_begins_with_warnings_question_and_answer(browser: Page, show: Show) -> None:
     show("sweep", "full_report")
     words = browser.text()
     assert words.index("was updated between night 1") < words.index("Do instance rubrics")
@@ -327,9 +327,7 @@ def test_a_number_is_chosen_among_all_that_were_measured(browser: Page, show: Sh
 SORT = "document.querySelector('.cmp.on th[data-sort=difference] button').click()"
 
 
-def test_arms_are_sorted_by_what_is_asked_and_missing_ones_come_last(
-    browser: Page, show: Show
-) -> None:
+def test_arms_are_sorted_and_missing_ones_come_last(browser: Page, show: Show) -> None:
     show("sweep", "full_report", "arms")
     browser.run(f"{SORT}; {SORT}")
     first = ["mixed-0", "static-0.2", "mixed-0.2", "instance-0.2"]

@@ -129,9 +129,7 @@ def rows_of(document: dict[str, Any], setting: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["setting"] == setting]
 
 
-def test_a_file_of_rubrics_of_ones_own_is_tried_before_a_run_depends_on_it(
-    run: RecordedRun, tmp_path: Path
-) -> None:
+def test_an_own_file_of_rubrics_is_tried_without_a_run(run: RecordedRun, tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("rubrics:\n- {title: Remark, description: 'Says \"remark\"'}\n")
     document = found(run.workspace.root, "--rubrics", f"static:{mine}", "--rubrics", "none")
@@ -158,7 +156,7 @@ def test_only_some_steps_or_some_groups(run: RecordedRun) -> None:
     assert some["policies"][0]["rollouts"] == 2 * SIZE, "whole groups, else no advantage is right"
 
 
-def test_the_files_say_the_same_as_the_screen(run: RecordedRun) -> None:
+def test_files_and_screen_have_the_same_numbers(run: RecordedRun) -> None:
     document = found(run.workspace.root, "--citation-weight", "1", "--rubrics", "v3")
     folder = Path(document.pop("folder"))
     assert json.loads((folder / "rescore.json").read_text()) == document
@@ -263,7 +261,7 @@ def test_a_judge_that_fails_gives_no_number(judged: tuple[Path, JudgeServer]) ->
     assert "are unscored" in rescore(root, *keys).stdout
 
 
-def test_a_dry_run_says_how_many_calls_and_makes_none(tmp_path: Path) -> None:
+def test_a_dry_run_counts_calls_and_makes_none(tmp_path: Path) -> None:
     with JudgeServer(opinion) as server:
         root = tmp_path / "runs"
         make_run(root, steps=1)

@@ -241,7 +241,7 @@ def test_a_failed_run_reports_the_cause_and_the_next_command(tmp_path: Path) -> 
     assert "not tried again by itself (open)" in text
 
 
-def test_where_the_judge_failed_a_rollout_has_no_score_and_says_why(
+def test_a_rollout_whose_judge_failed_has_no_score_and_the_cause(
     copied: Workspace, finished: RecordedRun
 ) -> None:
     from infra.store.traces import encode_rollouts
@@ -328,7 +328,7 @@ def at(finished: RecordedRun) -> Iterator[str]:
     shutil.rmtree(finished.workspace.layout.reports, ignore_errors=True)
 
 
-def test_the_newest_run_is_reported_where_there_is_no_sweep(
+def test_the_newest_run_is_reported_without_a_sweep(
     finished: RecordedRun, at: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", at]) == 0
@@ -342,7 +342,7 @@ def test_the_newest_run_is_reported_where_there_is_no_sweep(
     assert finished.run.run in (folder / "report.html").read_text()
 
 
-def test_scripts_get_the_whole_report_and_may_name_a_folder_and_the_end_of_an_id(
+def test_json_has_the_whole_report_and_out_and_short_ids_are_accepted(
     finished: RecordedRun, at: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"

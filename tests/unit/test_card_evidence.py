@@ -126,14 +126,14 @@ any_facts = st.builds(
 
 @settings(max_examples=25, deadline=None)
 @given(any_facts)
-def test_whatever_the_facts_their_evidence_makes_the_same_card(given: CardFacts) -> None:
+def test_evidence_of_any_facts_makes_the_same_card(given: CardFacts) -> None:
     evidence = evidence_text(given, [])
     again = load_evidence(evidence)
     assert build_card(again.facts) == build_card(given)
     assert evidence_text(again.facts, []) == evidence, "evidence of evidence is the same evidence"
 
 
-def test_evidence_lists_the_files_beside_it_and_not_itself() -> None:
+def test_evidence_lists_published_files_without_itself() -> None:
     files = [
         OutputFile("model.safetensors", 4, "a" * 64),
         OutputFile("README.md", 1, "b" * 64),
@@ -297,7 +297,7 @@ def test_an_evaluation_that_came_twice_keeps_the_record_of_the_first() -> None:
 # ---------------------------------------------------------------- by which rules
 
 
-def test_a_card_says_by_which_version_of_the_rules_its_numbers_came_about() -> None:
+def test_a_card_names_the_version_of_its_rules() -> None:
     """What counts as the same question, and how often a claim counts, has changed once: a number
     from before is no match for one from after."""
     known = {"num_prompts": 4, "samples_per_prompt": 1, "split": "held-out", "version": 2}

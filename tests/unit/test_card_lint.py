@@ -92,7 +92,7 @@ def test_numbers_that_can_be_are_left_alone() -> None:
         ("| 45.0% | 20 |", "| 145.0% | 20 |", [("total", 7), ("percentage-impossible", 8)]),
     ],
 )
-def test_each_number_is_held_against_the_others(
+def test_each_number_is_checked_against_the_others(
     old: str, new: str, expected: list[tuple[str, int]]
 ) -> None:
     assert old in SOUND
@@ -260,7 +260,7 @@ def test_the_front_matter_is_what_the_hub_reads(text: str, expected: list[tuple[
     assert [(f.line, f.rule) for f in check_card(text)] == expected
 
 
-def test_a_base_that_the_card_says_is_unknown_is_a_warning() -> None:
+def test_an_unknown_base_is_a_warning() -> None:
     text = "---\nlicense: mit\n---\n- **Base model:** not recorded: another trainer chose it\n"
     (found,) = check_card(text)
     assert (found.rule, found.severity) == ("base-model-missing", "warning")
@@ -433,7 +433,7 @@ def counted(changes: dict[str, Any]) -> dict[str, Any]:
         ({"n": 65}, "65 prompts have 64 samples"),
     ],
 )
-def test_evidence_is_held_against_itself(changes: dict[str, Any], told: str | None) -> None:
+def test_evidence_is_checked_for_consistency(changes: dict[str, Any], told: str | None) -> None:
     """A number that was changed in the card and in its evidence alike still has its counts."""
     card, evidence = published(facts(evaluations=[counted(changes)]))
     found = [f for f in check_card(card, evidence) if f.rule == "evidence-inconsistent"]
@@ -463,7 +463,7 @@ _PIECES = (
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("piece", _PIECES)
-def test_a_card_is_checked_in_linear_time_whatever_it_is_made_of(piece: str) -> None:
+def test_any_card_is_checked_in_linear_time(piece: str) -> None:
     """Any pattern that looks at each character from each of them takes many minutes for these."""
     size, short = 50_000, piece.strip() or piece
     long = piece * (size // len(piece))

@@ -36,7 +36,7 @@ def number(report: SweepReport, arm: str, metric: str = "rubric_score") -> ArmNu
     return found
 
 
-def test_a_clear_gain_is_better_and_says_by_how_much() -> None:
+def test_a_clear_gain_has_its_difference_and_interval() -> None:
     values = 0.5 + 0.05 * RNG.standard_normal((3, 3, PROMPTS))
     values[1] += 0.2
     report = make_report(made_from(values).evidence())
@@ -128,7 +128,7 @@ def test_other_prompts_are_refused_with_the_odd_ones_named() -> None:
         {"content": "two", "protocol": {**PROTOCOL, "file": "f"}, "protocol_file": "f"},
     ],
 )
-def test_prompts_that_one_seed_alone_was_asked_otherwise_refuse_its_arm(
+def test_other_prompts_in_one_seed_refuse_its_arm(
     other: dict[str, Any],
 ) -> None:
     made = MadeSweep(("base", "new"))
@@ -221,7 +221,7 @@ def test_prompts_without_a_value_are_counted_and_noted() -> None:
     assert "20 of 60 prompts have no value on some side" in found.note
 
 
-def test_models_that_all_arms_share_are_no_outcome() -> None:
+def test_shared_models_are_not_compared() -> None:
     made = MadeSweep(("base", "new"))
     for seed in made.seeds:
         for arm in made.arms:
@@ -246,7 +246,7 @@ def test_the_question_chooses_what_is_compared_first() -> None:
     assert any("pass@1" in w for w in report.warnings)
 
 
-def test_all_right_in_every_answer_is_no_certainty() -> None:
+def test_a_perfect_score_has_an_interval() -> None:
     values = np.ones((2, 3, 20))
     found = number(make_report(made_from(values, metric="stop_rate").evidence()),
                    "arm1", "stop_rate")  # fmt: skip
@@ -285,7 +285,7 @@ def test_a_gain_counts_only_beyond_the_drift_of_the_judge(
     assert found.p < 1e-3
 
 
-def test_a_noisy_judge_takes_what_its_noise_may_have_made() -> None:
+def test_the_noise_of_a_judge_widens_the_interval() -> None:
     steady, noisy = judged(0.0, gain=0.04), judged(0.0, gain=0.04, noise=0.4)
     assert steady.verdict == "better"
     assert noisy.verdict in ("not clear", "judge moved")

@@ -105,7 +105,7 @@ def test_rollouts_have_their_judgements_in_short(made: RecordedRun) -> None:
     assert frame["judgements_scored"].iloc[0] == sum(j["score"] is not None for j in told)
 
 
-def test_rollouts_that_are_gone_are_no_empty_frame(made: RecordedRun, tmp_path: Path) -> None:
+def test_deleted_rollouts_raise_an_error(made: RecordedRun, tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs")
     run.data()
     assert len(api.rollouts_frame(workspace=run.workspace.root)) == 0, "nothing was sampled yet"

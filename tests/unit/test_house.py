@@ -54,7 +54,7 @@ def test_nothing_strange_at_the_top_level() -> None:
     assert {line.split("/")[0] for line in tracked.stdout.splitlines()} <= TOP_LEVEL
 
 
-def test_every_file_that_is_no_code_is_packaged() -> None:
+def test_every_data_file_is_packaged() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     globs = settings["tool"]["setuptools"]["package-data"]["*"]
     for package in PACKAGES:
@@ -116,7 +116,7 @@ main()
 """
 
 
-def test_a_run_begins_its_first_job_with_few_of_our_modules(tmp_path: Path) -> None:
+def test_a_run_starts_its_first_job_with_few_modules(tmp_path: Path) -> None:
     program = _UNTIL_THE_FIRST_JOB.format(packages=PACKAGES, folder=tmp_path / "runs")
     said = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

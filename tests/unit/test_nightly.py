@@ -137,7 +137,7 @@ def test_a_lenient_judge_is_drift_and_no_progress(lab: NightLab) -> None:
     assert "model" in alert["text"].rpartition("compare with older ones: ")[2]
 
 
-def test_another_protocol_begins_another_series(lab: NightLab) -> None:
+def test_another_protocol_starts_another_series(lab: NightLab) -> None:
     for day in DAYS[:3]:
         lab.both(day, model=0.5)
     lab.write(overrides="- evaluate.seed=99\n  - grpo.response_length=40")
@@ -207,7 +207,7 @@ def test_invalid_files_are_refused_by_field(lab: NightLab, old: str, new: str, s
         check_nightly(str(path))
 
 
-def test_a_canary_that_may_move_or_has_moved_is_refused(lab: NightLab) -> None:
+def test_a_movable_or_changed_canary_is_refused(lab: NightLab) -> None:
     path = lab.root / "lab.yaml"
     text = path.read_text()
     line = next(li for li in text.splitlines() if li.startswith("canary:"))

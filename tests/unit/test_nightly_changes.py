@@ -175,7 +175,7 @@ def test_moments_of_the_kind_that_prefect_has_mean_the_same_night() -> None:
     assert berlin.next_after(moment(2026, 11, 21, 2, 0, tz="UTC")).day == 22
 
 
-def test_a_night_begins_exactly_when_the_schedule_says() -> None:
+def test_a_night_starts_at_its_scheduled_minute() -> None:
     utc = Schedule("0 3 * * 1-5", "UTC")
     assert utc.night_at(datetime(2026, 11, 20, 3, 0, tzinfo=UTC)) == "2026-11-20"  # a Friday
     assert utc.night_at(datetime(2026, 11, 20, 2, 59, 59, tzinfo=UTC)) == "2026-11-19"

@@ -280,7 +280,7 @@ def _is_running(pid: int) -> bool:
         ("json://127.0.0.1:{port}/secret-path", "did not take the message"),
     ],
 )
-def test_an_address_that_takes_nothing_says_why_and_not_where(
+def test_a_failed_address_is_reported_without_the_address(
     text: str, says: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -295,7 +295,7 @@ def test_an_address_that_takes_nothing_says_why_and_not_where(
     assert "secret-path" not in str(refused.value) + caplog.text
 
 
-def test_a_plugin_with_a_bug_is_a_channel_that_failed_and_does_not_say_where(
+def test_a_failing_plugin_is_reported_without_the_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: Any) -> str:
@@ -308,7 +308,7 @@ def test_a_plugin_with_a_bug_is_a_channel_that_failed_and_does_not_say_where(
     assert "secret-path" not in "".join(traceback.format_exception(refused.value))
 
 
-def test_an_address_gets_what_its_service_takes_and_one_that_sends_on_is_a_failure(
+def test_an_address_gets_the_format_of_its_service_and_a_redirect_is_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(channels, "_PAUSE_S", 0.0)

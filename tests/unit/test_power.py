@@ -51,7 +51,7 @@ def test_power_is_how_often_the_comparison_finds_it() -> None:
     assert power_of(parts, 3, 20, detectable_effect(parts, 3, 20)) == pytest.approx(0.8, abs=1e-3)
 
 
-def test_a_published_power_comes_out_again_to_the_last_digit() -> None:
+def test_a_published_power_is_reproduced_exactly() -> None:
     """Its draws are the same in every process and version: plans are compared by it."""
     assert power_of(Components(0.01, 0.02, 0.05), 3, 20, 0.2) == pytest.approx(
         0.4043937468435399, rel=1e-9

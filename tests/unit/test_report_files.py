@@ -66,7 +66,7 @@ def test_page_markdown_and_tables_print_the_same_numbers() -> None:
     assert (found["arm"], found["difference"]) == ("mixed-0", float(row["difference"]))
 
 
-def test_a_missing_number_says_why_and_is_never_nan() -> None:
+def test_a_missing_number_has_its_cause_and_is_never_nan() -> None:
     report = full_report()
     broken = replace(report.comparisons[0].numbers[1], value=NAN, low=NAN, difference=NAN, p=NAN)
     first = replace(report.comparisons[0], numbers=(broken, *report.comparisons[0].numbers[2:]))

@@ -111,7 +111,7 @@ def test_the_correlation_is_that_of_scipy(pairs: list[tuple[int, int]]) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(TOTALS)
-def test_held_against_itself_nothing_changes(totals: list[list[float]]) -> None:
+def test_a_comparison_with_itself_has_no_changes(totals: list[list[float]]) -> None:
     rollouts, scores = scored(totals)
     found = compare(rollouts, scores, scores, resamples=20)
     assert found["kendall"] is None or found["kendall"].value == pytest.approx(1.0)
@@ -244,7 +244,7 @@ def test_a_rubric_set_is_added_to_instance_rubrics() -> None:
     assert rubrics_of("none", RewardConfig()).rubric_source == "none"
 
 
-def test_a_judge_may_be_given_as_words_as_pairs_or_as_a_file(tmp_path: Any) -> None:
+def test_a_judge_is_given_by_name_pairs_or_file(tmp_path: Any) -> None:
     base = RecipeConfig(
         judge=JudgeConfig(kind="openai", model="big", revision="r1", base_url="http://a/v1")
     )
@@ -263,7 +263,7 @@ def test_a_judge_may_be_given_as_words_as_pairs_or_as_a_file(tmp_path: Any) -> N
         make_settings(base, Options(judges=("gpt",)))
 
 
-def test_a_judges_file_is_read_as_a_recipe_is(tmp_path: Any) -> None:
+def test_the_file_of_a_judge_is_read_like_a_recipe(tmp_path: Any) -> None:
     """Its prompts lie beside it, and further fields of requests are written as YAML."""
     (tmp_path / "prompts").mkdir()
     file = tmp_path / "mine.yaml"
@@ -276,7 +276,7 @@ def test_a_judges_file_is_read_as_a_recipe_is(tmp_path: Any) -> None:
     assert json.loads(judge.extra_body) == {"chat_template_kwargs": {"enable_thinking": False}}
 
 
-def test_where_a_judge_is_asked_is_no_setting() -> None:
+def test_the_address_of_a_judge_is_no_setting() -> None:
     base = RecipeConfig(judge=JudgeConfig(kind="openai", model="m", base_url="http://a/v1"))
     where = ("judge.base_url=http://b/v1", "judge.concurrency=3")
     assert make_settings(base, Options(overrides=where)) == []

@@ -204,7 +204,7 @@ def test_secrets_of_the_environment_are_masked(
 # ---------------------------------------------------------------- large files
 
 
-def test_of_a_long_log_only_what_is_asked_for_is_held(tmp_path: Path) -> None:
+def test_only_wanted_metrics_of_a_log_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": n, "metrics": {"scores": n, "other": 1.0}} for n in (1, 2)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "met')
@@ -227,7 +227,7 @@ _PIECES = (
 _PROMPT = "<tool_output><snippet id=S_1> one</snippet><snippet id=S_2> two</snippet></tool_output>"
 
 
-def test_claims_are_numbered_as_the_judge_numbers_them_whatever_was_sampled() -> None:
+def test_claims_are_numbered_as_by_the_judge() -> None:
     rng = random.Random(1)
     evidence = evidence_of(_PROMPT, (), "e0")
     single = 0

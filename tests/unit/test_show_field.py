@@ -89,7 +89,7 @@ def test_the_source_is_the_file_and_line_that_counts(
 
 
 @pytest.mark.parametrize("recipe", sorted(shipped_recipes()))
-def test_of_every_shipped_recipe_each_value_that_is_no_default_has_a_source(recipe: str) -> None:
+def test_every_value_of_a_shipped_recipe_has_a_source(recipe: str) -> None:
     found = InRecipe.read(recipe, ())
     defaults = RecipeConfig()
     for path in field_paths():
@@ -97,7 +97,7 @@ def test_of_every_shipped_recipe_each_value_that_is_no_default_has_a_source(reci
             assert found.places(path), path
 
 
-def test_a_last_part_or_a_section_will_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_field_is_found_by_its_last_part_or_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert "KL coefficient" in shown(capsys, "beta")
     assert fields_called("learning_rate") == [
         "sft.learning_rate",

@@ -68,7 +68,7 @@ def test_the_bootstrap_covers_the_mean_it_estimates() -> None:
     assert 0.89 <= hits / 200 <= 0.99
 
 
-def test_the_same_rows_give_the_same_interval_whatever_else_is_computed() -> None:
+def test_the_same_rows_give_the_same_interval() -> None:
     table = [
         {"sample_id": str(i), "a": v, "b": v}
         for i, v in enumerate(np.random.default_rng(2).random(30))
@@ -82,7 +82,7 @@ def test_the_same_rows_give_the_same_interval_whatever_else_is_computed() -> Non
     assert estimate(table, "b", seed=3, stream="a") == first, "unless it borrows another's"
 
 
-def test_a_published_interval_comes_out_again_to_the_last_digit() -> None:
+def test_a_published_interval_is_reproduced_exactly() -> None:
     """Cards and reports hold it: another random stream would be another number in all of them."""
     found = estimate(rows([[i**0.5, i**0.25] for i in range(20)]), "m", seed=3)
     assert (found.n, found.denominator) == (20, 40)
@@ -126,7 +126,7 @@ def test_a_perfect_score_still_has_an_interval() -> None:
         assert (none.low, none.high) == pytest.approx((0.0, 1 - result.low))
 
 
-def test_a_count_that_happens_to_be_0_or_1_is_no_proportion() -> None:
+def test_a_count_of_0_or_1_is_not_a_proportion() -> None:
     """One claim in every answer is not "between 72 % and 100 %"."""
     ones = estimate(rows([1.0] * 10), "m")
     assert (ones.low, ones.high, ones.interval) == (1.0, 1.0, "constant")
@@ -141,7 +141,7 @@ def test_one_prompt_has_no_interval_and_a_constant_has_a_point() -> None:
     assert (constant.low, constant.high) == pytest.approx((0.3, 0.3))
 
 
-def test_pairing_is_by_prompt_whatever_the_order() -> None:
+def test_pairing_is_by_prompt_in_any_order() -> None:
     rng = np.random.default_rng(3)
     difficulty = rng.random(50)
     gain = 0.05 + 0.01 * rng.standard_normal(50)
@@ -292,7 +292,7 @@ def test_prompts_with_a_gap_leave_their_layout_alone() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_equal_values_are_flat_whatever_rounding_makes_of_them() -> None:
+def test_equal_values_are_flat_in_spite_of_rounding() -> None:
     for value in (0.1, 12345.6, 1e-9):
         values = np.full((3, 4), value)
         values[0, 0] = np.nextafter(value, math.inf)

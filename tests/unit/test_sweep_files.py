@@ -71,7 +71,7 @@ def test_lists_and_mappings_of_overrides_are_equivalent() -> None:
         assert (config.sft.max_train_steps, config.publish.repo_id) == (60, "me/x-7")
 
 
-def test_files_are_looked_for_beside_the_sweep(tmp_path: Path) -> None:
+def test_files_are_found_beside_the_sweep(tmp_path: Path) -> None:
     """The sweep means the same from every folder: jobs and later calls work elsewhere."""
     rubrics, recipe = tmp_path / "mine.yaml", tmp_path / "own.yaml"
     rubrics.write_text("name: mine")
@@ -96,7 +96,7 @@ def test_a_mapping_for_json_text_is_a_level() -> None:
 
 
 @pytest.mark.parametrize("name", shipped_sweeps())
-def test_shipped_sweeps_are_found_by_name_and_say_what_they_ask(name: str) -> None:
+def test_shipped_sweeps_are_found_by_name_and_have_a_question(name: str) -> None:
     found = load_sweep(name)
     assert found.name == name
     assert len(found.seeds) >= 3
@@ -138,7 +138,7 @@ def test_invalid_keys_are_refused_by_name(keys: dict[str, Any], said: str) -> No
         sweep(**keys)
 
 
-def test_names_that_yaml_takes_for_numbers_are_names() -> None:
+def test_numbers_are_accepted_as_names() -> None:
     found = sweep(name=7, arms={1: [], 2: ["grpo.beta=1"]}, baseline=2)
     assert (found.name, list(found.arms), found.baseline) == ("7", ["1", "2"], "2")
     assert sweep(name="").name == "mine", "as the file is called"
@@ -154,7 +154,7 @@ def test_names_that_yaml_takes_for_numbers_are_names() -> None:
         ("recipe: tiny\nseeds: 1\nseeds: 2", r"cannot be read.*seeds"),
     ],
 )
-def test_text_that_is_no_sweep_is_refused(text: str, said: str) -> None:
+def test_invalid_text_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"(?s){said}"):
         parse_sweep(text)
 
@@ -338,5 +338,5 @@ def test_any_text_is_an_override_that_is_read_back_as_it_is(text: str) -> None:
         ("…", "empty"),
     ],
 )
-def test_values_read_as_people_write_them(value: Any, text: str) -> None:
+def test_values_have_readable_names(value: Any, text: str) -> None:
     assert value_text(value) == text

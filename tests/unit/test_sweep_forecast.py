@@ -63,7 +63,7 @@ def _of(forecast: SweepForecast, kind: str, trial: str) -> Any:
     return next(s for s in forecast.stages if s.kind == kind and s.trial == trial)
 
 
-def test_a_stage_takes_what_one_like_it_took(plan: SweepPlan) -> None:
+def test_a_stage_takes_as_long_as_a_measured_one(plan: SweepPlan) -> None:
     """20 steps of 3 s, and 40 s besides: 100 s on 4 GPUs."""
     one = plan.trials[0].plan
     history = History((_measured(one.by_name["grpo"], one, unit_s=3.0, start_s=40.0),))
@@ -85,7 +85,7 @@ def test_old_measurements_count_at_the_legacy_value_of_a_field(plan: SweepPlan) 
     assert shape_of("grpo", {**new, "grpo.async_steps": 1}, "m", 4) != shape_of("grpo", old, "m", 4)
 
 
-def test_another_size_is_scaled_and_says_by_what(plan: SweepPlan) -> None:
+def test_another_size_is_scaled_with_its_basis(plan: SweepPlan) -> None:
     one = plan.trials[0].plan
     history = History((_measured(one.by_name["grpo"], one, unit_s=3.0),))
     wider = _plan({"wide": ("grpo.num_samples_per_prompt_rollout=16",)}, (1,))
@@ -136,7 +136,7 @@ def test_the_canary_corrects_every_stage_of_its_kind(plan: SweepPlan) -> None:
     assert forecast_json(found)["canary"][0]["seconds_per_step"] == 6.0
 
 
-def test_judge_calls_go_by_what_this_judge_was_asked_a_rollout() -> None:
+def test_judge_calls_follow_the_measured_calls_per_rollout() -> None:
     plan = _plan({"a": JUDGE, "other": (*JUDGE, "judge.model=small")}, (1,))
     one = plan.trials[0].plan
     asked = replace(_measured(one.by_name["grpo"], one, unit_s=1.0), judge_calls=20 * 64 * 3)

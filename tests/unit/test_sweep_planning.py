@@ -193,7 +193,7 @@ def test_a_sweep_that_could_show_nothing_is_refused_before_it_begins(
         planned(**keys)
 
 
-def test_a_field_of_the_command_line_may_not_be_one_that_is_varied() -> None:
+def test_a_varied_field_cannot_be_set_on_the_command_line() -> None:
     with pytest.raises(ConfigurationError, match=r"varied by `factors`.*set for all trials"):
         planned([f"{WEIGHTS}=1"], factors={WEIGHTS: [0, 0.5]})
     for keys in ({"overrides": ["seed=3"]}, {"factors": {"seed": [1, 2]}}):

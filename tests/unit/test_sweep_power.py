@@ -95,7 +95,7 @@ def test_the_suggested_size_is_the_least_sufficient_one(plan: SweepPlan) -> None
     assert one.would_do["seeds"] == 4, "two differ by too much to show it"
 
 
-def test_each_warning_comes_where_it_applies_and_not_one_earlier(plan: SweepPlan) -> None:
+def test_each_warning_has_its_exact_threshold(plan: SweepPlan) -> None:
     def warned(plan: SweepPlan, prompts: int | None = 100, mean: float | None = 0.5) -> list[str]:
         found = detectable(plan, prompts, replace(KNOWN, mean=mean))
         return [" ".join(text.split()[:3]) for text in found.warnings]

@@ -81,7 +81,7 @@ def test_shared_stages_run_once_and_every_trial_ends(workspace: Workspace) -> No
     assert (kinds.count("data"), kinds.count("sft"), kinds.count("grpo")) == (1, 2, 4)
 
 
-def test_jobs_that_several_trials_begin_at_once_are_submitted_together(
+def test_jobs_of_several_trials_are_submitted_together(
     workspace: Workspace,
 ) -> None:
     """On a cluster they become one array, and not a call of sbatch each."""
@@ -106,7 +106,7 @@ def test_no_more_trials_run_at_once_than_the_sweep_allows(workspace: Workspace) 
     assert max(most) == 1
 
 
-def test_a_second_call_begins_nothing(workspace: Workspace) -> None:
+def test_a_second_call_starts_nothing(workspace: Workspace) -> None:
     plan = small_sweep()
     bench(workspace, plan, SCRIPT).run()
     again = bench(workspace, plan, SCRIPT)
@@ -298,7 +298,7 @@ def test_the_rest_of_a_stopped_trial_counts_before_it_continues(workspace: Works
 # ---------------------------------------------------------------- stopping, and reading it
 
 
-def test_a_stop_saves_what_runs_and_begins_nothing_more(workspace: Workspace) -> None:
+def test_a_stop_saves_running_trials_and_starts_no_more(workspace: Workspace) -> None:
     plan = small_sweep()
     script = {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99, "done")}
     told = bench(workspace, plan, script)
@@ -474,7 +474,7 @@ def test_a_trial_that_was_given_up_has_no_live_orchestrator(
     assert orchestrator_of(workspace, told.admission.live[plan.trials[0].name].run.run).works
 
 
-def test_reads_that_fail_now_and_then_end_no_trial_and_begin_nothing_twice(
+def test_failing_reads_end_no_trial_and_start_nothing_twice(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on NFS, where one in a hundred reads fails."""
@@ -513,7 +513,7 @@ def test_reads_that_fail_now_and_then_end_no_trial_and_begin_nothing_twice(
 @pytest.mark.parametrize(
     "error", [OSError(errno.EROFS, "Read-only file system"), NoSpaceError("The disk is full.")]
 )
-def test_a_trial_that_cannot_be_recorded_begins_later_and_says_why(
+def test_a_trial_that_cannot_be_recorded_starts_later_with_its_cause(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     plan = small_sweep()
