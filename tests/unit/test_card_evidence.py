@@ -419,7 +419,7 @@ def test_every_fact_is_seen_in_the_card_or_there_is_a_reason_why_not() -> None:
     grpo = given.reports["grpo"]
     short = {name: points[:2] for name, points in grpo["curves"].items()}
     given = full_facts(
-        evaluations=[given.evaluations[place] for place in (0, 4, 6)],
+        evaluations=[given.evaluations[place] for place in (0, 2, 4, 6)],
         reports={**given.reports, "grpo": {**grpo, "curves": short}},
     )
     found = unseen(given)
