@@ -1,4 +1,4 @@
-"""Fixtures of the tests that talk to real programs."""
+"""Fixtures of tests that run real programs."""
 
 from __future__ import annotations
 

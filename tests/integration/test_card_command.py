@@ -1,4 +1,4 @@
-"""`refiner card`: a card is held against its evidence, files and records, wherever it lies."""
+"""`refiner card`: a card is checked against its evidence, files and records."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def change(path: Path, old: str, new: str) -> int:
 
 
 def first_number(card: Path) -> str:
-    """The first value of the table of results, as it stands there."""
+    """The first value of the table of results, as it is printed."""
     row = next(x for x in card.read_text().splitlines() if x.startswith("| `reward`"))
     return row.split("|")[2].split()[0]
 
@@ -70,15 +70,13 @@ Captured = pytest.CaptureFixture[str]
 # ---------------------------------------------------------------- check
 
 
-def test_what_was_published_is_clean(folder: Path) -> None:
+def test_a_published_card_passes_the_check(folder: Path) -> None:
     done = refiner("card", "check", str(folder))
     assert done.code == 0, done.stdout + done.stderr
     assert "matches its evidence, number by number" in done.stdout
 
 
-def test_a_number_that_somebody_changed_is_traced_to_its_record(
-    folder: Path, capsys: Captured
-) -> None:
+def test_a_changed_number_is_traced_to_its_record(folder: Path, capsys: Captured) -> None:
     card = folder / "README.md"
     number = first_number(card)
     line = change(card, f"| {number} ", "| 9.999 ")
@@ -103,20 +101,6 @@ def test_findings_for_scripts_are_json(folder: Path, capsys: Captured) -> None:
     assert (found["line"], found["rule"], found["severity"]) == (line, "evidence", "error")
 
 
-def test_a_number_changed_in_the_card_and_its_evidence_alike_is_found(
-    folder: Path, capsys: Captured
-) -> None:
-    """Who changes both leaves the counts behind."""
-    evidence = folder / "refiner.json"
-    content = json.loads(evidence.read_text())
-    entry = next(e for e in content["facts"]["evaluations"] if e["metric"] == "format_valid")
-    entry["value"] = entry["value"] / 2
-    evidence.write_text(json.dumps(content))
-    done = call(capsys, "check", str(folder))
-    assert done.code == 3
-    assert "evidence-inconsistent: facts.evaluations." in done.stdout
-
-
 def test_weights_that_are_not_those_of_the_evidence_are_found(
     folder: Path, capsys: Captured
 ) -> None:
@@ -133,31 +117,14 @@ def test_weights_that_are_not_those_of_the_evidence_are_found(
     assert only_card.code == 0, "of a card alone, only the card is looked at"
 
 
-def test_without_evidence_a_card_of_ours_says_what_could_not_be_checked(
-    folder: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    elsewhere = tmp_path / "evidence.json"
-    (folder / "refiner.json").rename(elsewhere)
-    done = call(capsys, "check", str(folder))
-    assert done.code == 0
-    assert "evidence-missing (warning): its evidence (refiner.json) is not here" in done.stdout
-    again = call(capsys, "check", str(folder), "--evidence", str(elsewhere))
-    assert "matches its evidence" in again.stdout
-    elsewhere.write_bytes(b"\xff\xfe")
-    junk = call(capsys, "check", str(folder), "--evidence", str(elsewhere))
-    assert junk.code == 3
-    assert "or the refiner.json of a card, in JSON." in junk.stderr
-
-
-def test_a_card_comes_from_a_pipe(
+def test_a_card_is_read_from_a_pipe(
     folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (folder / "README.md").read_bytes() + b"\nOf 3 rows 5 of 3 were kept.\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     done = call(capsys, "check", "-")
     assert done.code == 3
-    last = text.decode().count("\n")
-    assert f"<stdin>:{last}: parts: " in done.stdout
+    assert f"<stdin>:{text.decode().count(chr(10))}: parts: " in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -168,20 +135,13 @@ def test_a_card_comes_from_a_pipe(
         (".", 2, "has no README.md"),
     ],
 )
-def test_what_is_not_there_is_refused(
+def test_a_missing_card_is_refused(
     target: str, code: int, told: str, tmp_path: Path, capsys: Captured, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = call(capsys, "check", target)
     assert done.code == code
     assert told in done.stderr
-
-
-def test_what_is_no_text_is_refused(tmp_path: Path, capsys: Captured) -> None:
-    (tmp_path / "README.md").write_bytes(b"\xff\xfe")
-    done = call(capsys, "check", str(tmp_path))
-    assert done.code == 3
-    assert "is not text in UTF-8" in done.stderr
 
 
 # ---------------------------------------------------------------- on a Hub
@@ -226,7 +186,7 @@ def test_the_same_records_give_the_same_card(run: RecordedRun, capsys: Captured)
     assert call(capsys, "show", where, "--json").json["as_published"] is True
 
 
-def test_a_record_that_changed_changes_the_card_and_is_told(
+def test_a_changed_record_is_reported_as_a_changed_card(
     run: RecordedRun, tmp_path: Path, capsys: Captured
 ) -> None:
     root = tmp_path / "runs"
@@ -263,33 +223,17 @@ def test_a_card_that_is_not_there_cannot_be_shown(
     assert told in done.stderr
 
 
-def test_an_empty_workspace_has_no_card(tmp_path: Path, capsys: Captured) -> None:
-    done = call(capsys, "show", f"workspace={tmp_path / 'none'}")
-    assert done.code == 2
-    assert "No run is recorded" in done.stderr
-    assert not (tmp_path / "none").exists()
-
-
 def test_the_template_is_printed_as_it_is_shipped(capsys: Captured) -> None:
     assert call(capsys, "template").stdout == shipped_template()
 
 
-@pytest.mark.parametrize(
-    ("argv", "light"),
-    [
-        (["card", "--help"], True),
-        (["card", "template"], False),
-        (["card", "check", "{folder}/README.md"], False),
-    ],
-)
-def test_who_only_looks_waits_for_nothing_heavy(argv: list[str], light: bool, folder: Path) -> None:
+def test_a_check_imports_nothing_heavy(folder: Path) -> None:
     heavy = ["torch", "transformers", "prefect", "submitit", "wandb", "huggingface_hub", "pandas"]
-    heavy += ["numpy", "jinja2", "omegaconf"] if light else []
     script = (
         "import sys\nfrom flows.cli.main import main\nmain(sys.argv[1:])\n"
         f"print('HEAVY', sorted(set({heavy!r}) & set(sys.modules)), file=sys.stderr)\n"
     )
-    words = [a.format(folder=folder) for a in argv]
+    words = ["card", "check", str(folder / "README.md")]
     done = subprocess.run(
         [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
     )

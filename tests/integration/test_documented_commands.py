@@ -1,4 +1,4 @@
-"""What the READMEs say can be typed: every command of theirs is run, every file and link is there.
+"""Every command that a README shows runs, and every file and link exists.
 
 In the order in which they stand, in one folder, as a reader would: what an early line makes, a
 later one finds. Runs are the tiny recipe cut down to seconds.
@@ -6,6 +6,8 @@ later one finds. Runs are the tiny recipe cut down to seconds.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -16,21 +18,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from flows.cli.main import main
 from infra.store.workspace import Workspace
 from refiner_core.data.synthetic import generate_rows
 from tests.support.command import SMALL, refiner
-from tests.support.documented import (
-    ROOT,
-    Shown,
-    anchors,
-    is_a_test,
-    links,
-    paths_named,
-    shown_commands,
-)
+from tests.support.documented import ROOT, Shown, anchors, links, paths_named, shown_commands
 from tests.support.judge_server import JudgeServer
 from tests.support.known_judges import KnownJudge
 from tests.support.recorded_sweep import RecordedSweep
@@ -48,7 +44,8 @@ class Trial:
 
     ``small``: a run of tiny that is cut down. ``planned``: what would run for hours, or on GPUs, is
     planned with the same words. ``slurm``: it needs one. ``where``: ``swept`` is a folder whose
-    workspace has a finished sweep, ``checkout`` that of the project. ``by``: another test runs it.
+    workspace has a finished sweep, ``checkout`` that of the project. ``by``: the file of tests that
+    runs it.
     ``words`` are put in the place of others, ``stdin`` is typed, ``codes`` are good ends.
     """
 
@@ -87,57 +84,16 @@ TRIALS = (
     Trial(r"python -m tests.support.slurm_cluster .*", words=_SLURM, where="checkout", slurm=True),
     Trial("export SLURM.*", words=_SLURM),
     Trial("export TEAM.*"),
-    Trial(
-        "refiner notify test .*TEAM_HOOK.*",
-        by="tests/integration/test_notifications.py"
-        "::test_the_command_that_tries_channels_says_what_came_of_each",
-    ),
-    Trial(
-        "refiner sweep .* --yes",
-        by="tests/integration/test_sweep.py::test_a_sweep_trains_compares_and_knows_what_is_done",
-    ),
-    Trial(
-        "refiner nightly (run|status|page) .*",
-        by="tests/integration/test_nights.py"
-        "::test_a_night_is_evaluated_by_ordinary_runs_and_the_canary_is_judged_afresh",
-    ),
-    Trial(
-        "refiner serve.*",
-        by="tests/integration/test_flows.py"
-        "::test_cancelled_in_the_middle_of_grpo_and_retried_it_ends_with_the_same_weights",
-    ),
-    Trial(
-        "refiner deploy .*",
-        by="tests/integration/test_flows.py::test_a_worker_of_a_pool_carries_out_what_is_deployed",
-    ),
-    Trial(
-        "refiner card check me/.*",
-        by="tests/integration/test_publishing.py"
-        "::test_every_step_has_its_tag_its_numbers_and_a_card_that_can_be_checked",
-    ),
-    Trial(
-        "refiner adopt .*",
-        by="tests/integration/test_adopt.py"
-        "::test_a_dead_run_of_anybodys_is_adopted_published_and_evaluated",
-    ),
-    Trial(
-        "refiner logs judge .*",
-        by="tests/integration/test_judge_service.py"
-        "::test_a_key_is_in_one_private_file_and_a_command_ends_the_server",
-    ),
-    Trial(
-        "(srun .*)?refiner certify.*",
-        by="tests/integration/test_certify.py::test_a_cpu_is_certified_by_every_part",
-    ),
-    Trial(
-        "refiner prove-resume .*",
-        by="tests/integration/test_prove_resume.py"
-        "::test_grpo_that_is_killed_and_stopped_is_proven_bitwise",
-    ),
-    Trial(
-        "(git clone|pip install|export TAU2|REFINER_TAU2).*",
-        by="tests/unit/test_tau2.py::test_the_real_package_behaves_as_the_double",
-    ),
+    Trial("refiner notify test .*TEAM_HOOK.*", by="integration/test_notifications.py"),
+    Trial("refiner sweep .* --yes", by="integration/test_sweep.py"),
+    Trial("refiner nightly (run|status|page) .*", by="integration/test_nights.py"),
+    Trial("refiner (serve.*|deploy .*)", by="integration/test_flows.py"),
+    Trial("refiner card check me/.*", by="integration/test_publishing.py"),
+    Trial("refiner adopt .*", by="integration/test_adopt.py"),
+    Trial("refiner logs judge .*", by="integration/test_judge_service.py"),
+    Trial("(srun .*)?refiner certify.*", by="integration/test_certify.py"),
+    Trial("refiner prove-resume .*", by="integration/test_prove_resume.py"),
+    Trial("(git clone|pip install|export TAU2|REFINER_TAU2).*", by="unit/test_tau2.py"),
 )
 
 
@@ -165,24 +121,46 @@ class Place:
         for old, new in trial.words:
             assert old in text, f"no {old} in {text}"
             text = text.replace(old, new.format(second=self.newest, **self.names))
-        folders = {"": self.folder, "swept": self.folder / "swept", "checkout": ROOT}
         more = " ".join(map(shlex.quote, SMALLEST)) if trial.small and "publish" not in text else ""
+        text = f"{text} {more}"
+        cwd = {"": self.folder, "swept": self.folder / "swept", "checkout": ROOT}[trial.where]
+        python_path = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
+        env = {
+            **os.environ,
+            "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": python_path,
+            "REFINER_STATE_DIR": str(self.folder / "state"),  # a Prefect server of its own
+            "COLUMNS": "120",
+        }
+        if re.fullmatch(rf"refiner ({LOOKING}) [^|<>&;$*]*", text):
+            return in_process(text, cwd, env)
         return subprocess.run(
-            ["bash", "-c", f"{text} {more}"],
-            cwd=folders[trial.where],
-            env={
-                **os.environ,
-                "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")])),
-                "REFINER_STATE_DIR": str(self.folder / "state"),  # a Prefect server of its own
-                "COLUMNS": "120",
-            },
+            ["bash", "-c", text],
+            cwd=cwd,
+            env=env,
             input=trial.stdin,
             capture_output=True,
             text=True,
             timeout=200,
             check=False,
         )
+
+
+#: Commands that only read records run in this process: they need no shell and start no job.
+LOOKING = "plan|show|list|explain|status|report|why|diff|disk|card|rubrics|protocols|rescore"
+
+
+def in_process(text: str, cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A command without its interpreter's start."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(cwd),
+        mock.patch.dict(os.environ, env),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = main(shlex.split(text)[1:])
+    return subprocess.CompletedProcess(text, code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +196,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def a_number(workspace: Workspace, stages: dict[str, str]) -> str:
     """A number of the run as its table prints it: one that is not 0."""
     result = workspace.read_result(stages["evaluate-grpo"])
-    assert result is not None
     found = (e["value"] for e in result.report["reference"] if e["value"])
     return f"{next(found):.3f}"
 
@@ -226,7 +203,6 @@ def a_number(workspace: Workspace, stages: dict[str, str]) -> str:
 def block(readme: str, language: str) -> str:
     """The first block of a language that a README shows."""
     found = re.search(rf"```{language}\n(.*?)```", (ROOT / readme).read_text(), re.S)
-    assert found is not None
     return found[1]
 
 
@@ -256,10 +232,10 @@ def write_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("shown", COMMANDS, ids=lambda shown: shown.id)
-def test_what_is_shown_can_be_typed(shown: Shown, place: Place) -> None:
+def test_every_shown_command_runs(shown: Shown, place: Place) -> None:
     trial = trial_of(shown)
     if trial.by:
-        assert is_a_test(trial.by), f"{shown.text} is said to be run by {trial.by}"
+        assert (ROOT / "tests" / trial.by).is_file(), f"{trial.by} should run {shown.text}"
         return
     if trial.slurm:
         require("slurm", not missing(), f"no Slurm of our own: {missing()}")
@@ -274,7 +250,7 @@ def test_no_trial_is_left_from_a_command_that_is_gone() -> None:
     assert not idle
 
 
-def test_files_and_places_that_are_named_are_there() -> None:
+def test_named_files_and_link_targets_exist() -> None:
     named = ((readme, name, name.replace("NAME.py", "")) for readme, name in paths_named())
     gone = [f"{readme}: {name}" for readme, name, place in named if not (ROOT / place).exists()]
     for readme, target in links():

@@ -1,4 +1,4 @@
-"""What a plan is said to take on the disk is what it takes."""
+"""The disk space of a run equals its forecast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from refiner_core.models.random_model import save_random_model
 from tests.support.command import SMALL, refiner
 
 
-def test_a_run_that_publishes_a_step_takes_what_was_forecast(tmp_path: Path) -> None:
+def test_the_disk_use_of_a_publishing_run_equals_its_forecast(tmp_path: Path) -> None:
     model = tmp_path / "model"  # large enough for its weights to be what counts
     save_random_model(model, hidden_size=256, num_hidden_layers=4, head_dim=64, seed=0)
     recipe = (

@@ -1,4 +1,4 @@
-"""Nights for real: evaluated by workers."""
+"""A night evaluated by real workers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""The report of a run, made of records as runs leave them: whole, half done, damaged, reclaimed."""
+"""The report of a run from its records: whole, running, damaged or reclaimed."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -102,7 +100,7 @@ def folder_of(workspace: Workspace, kind: str, rest: str = "") -> Path:
 # ---------------------------------------------------------------- a whole run
 
 
-def test_every_stage_stands_with_its_attempts_times_and_inputs(report: RunReport) -> None:
+def test_every_stage_has_its_attempts_times_and_inputs(report: RunReport) -> None:
     assert (report.state, report.warnings) == ("done", ())
     names = [row.name for row in report.stages]
     assert names[:3] == ["data", "sft", "grpo"]
@@ -112,51 +110,16 @@ def test_every_stage_stands_with_its_attempts_times_and_inputs(report: RunReport
     assert (first["number"], first["outcome"], first["seconds"]) == (1, "preempted", 30.0)
     assert grpo.attempts[1]["outcome"] == "done"
     assert grpo.attempts[0]["text"] == "the node was taken away"
-    assert grpo.seconds is not None
     assert grpo.seconds >= 30.0
     assert grpo.output_bytes
     assert Path(grpo.output).is_dir()
     assert all(not row.skipped and row.made_by == "" for row in report.stages)
 
 
-def test_a_stage_that_is_done_is_not_shown_as_half_way(copied: Workspace) -> None:
-    """The last heartbeat may be of an earlier phase, such as 128 of 160 rows."""
-    attempt = copied.layout.attempt(next(copied.layout.stages.glob("data-*")).name, 1)
-    beat = {"progress": {"phase": "tokenise", "done": 128, "total": 160, "values": {}}}
-    attempt.heartbeat.write_text(json.dumps(beat))
-    report = report_of_run(copied.run_ids()[-1], copied.root)
-    data = row_of(report, "data")
-    assert (data.state, data.step, data.total) == ("done", None, None)
-
-
-def test_curves_have_gaps_where_a_value_was_not_finite(report: RunReport) -> None:
-    (loss,) = (c for c in report.curves if c["stage"] == "sft")
-    assert (loss["steps"], loss["values"]) == ((1, 2, 3, 4), (4.0, 2.0, None, 1.0))
-    assert [c["metric"] for c in report.curves if c["stage"] == "grpo"] == ["scores"]
-
-
-def test_numbers_come_in_the_order_of_training_and_say_what_stands_beside_them(
-    report: RunReport,
-) -> None:
-    assert list(dict.fromkeys(n["model"] for n in report.numbers)) == [
-        *("base", "sft", "grpo", "random_copier")
-    ]
-    assert {n["model"] for n in report.numbers if n["reference"]} == {"random_copier"}
-    valid = {n["model"]: n for n in report.numbers if n["metric"] == "format_valid"}
-    assert (valid["base"]["value"], valid["sft"]["value"], valid["grpo"]["value"]) == (
-        0.0,
-        0.5,
-        1.0,
-    )
-    assert valid["sft"]["low"] is not None
-    assert valid["sft"]["low"] < 0.5
-
-
-def test_what_training_changed_is_paired_with_an_interval(report: RunReport) -> None:
+def test_changes_by_training_are_paired_and_have_intervals(report: RunReport) -> None:
     (valid,) = (c for c in report.changes if c["metric"] == "format_valid")
     assert (valid["before"], valid["after"], valid["n"]) == ("sft", "grpo", 6)
     assert valid["difference"] == pytest.approx(0.5)
-    assert valid["low"] is not None
     assert valid["low"] < 0.5 < (valid["high"] or 0.0)
 
 
@@ -205,9 +168,7 @@ def test_settings_are_those_that_are_not_defaults_and_no_secrets(report: RunRepo
 # ---------------------------------------------------------------- other runs
 
 
-def test_what_was_there_before_says_who_made_it_and_costs_nothing(
-    finished: RecordedRun,
-) -> None:
+def test_reused_stages_name_their_run_and_cost_nothing(finished: RecordedRun) -> None:
     second = RecordedRun(finished.workspace.root, *finished.overrides[8:])
     assert second.run.stages == finished.run.stages
     report = report_of_run(second.run.run, second.workspace.root)
@@ -220,24 +181,22 @@ def test_what_was_there_before_says_who_made_it_and_costs_nothing(
     shutil.rmtree(second.workspace.layout.run(second.run.run).folder)
 
 
-def test_what_an_earlier_run_has_lost_is_no_cost_of_a_later_one(tmp_path: Path) -> None:
+def test_losses_of_an_earlier_run_are_no_cost_of_a_later_one(tmp_path: Path) -> None:
     first = RecordedRun(tmp_path / "runs", "stages=[data,sft]")
     first.data()
     first.fail("sft", Outcome("preempted", "resume", "taken away", step=2), 1000.0)
     cost = report_of_run(first.run.run, first.workspace.root).cost
-    assert cost["seconds"] is not None
     assert cost["seconds"] >= 1000.0
     time.sleep(1.1)  # ids of runs, and times of records, are told apart by it
     second = RecordedRun(first.workspace.root, "stages=[data,sft]")
     second.train("sft")
     report = report_of_run(second.run.run, second.workspace.root)
-    assert report.cost["seconds"] is not None
     assert report.cost["seconds"] < 100.0
     assert (report.cost["lost_seconds"], report.cost["lost_steps"]) == (0.0, 0)
     assert row_of(report, "sft").seconds == pytest.approx(1000.0, abs=100.0), "of all attempts"
 
 
-def test_a_run_that_goes_on_says_how_far_it_is(tmp_path: Path) -> None:
+def test_a_running_run_reports_its_progress(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs", "stages=[data,sft,grpo]")
     run.data()
     run.train("sft")
@@ -267,7 +226,7 @@ def test_a_reason_with_half_a_character_or_a_token_can_be_written(tmp_path: Path
         assert "hf_abc" not in text
 
 
-def test_a_run_that_failed_says_why_and_how_to_go_on(tmp_path: Path) -> None:
+def test_a_failed_run_reports_the_cause_and_the_next_command(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs", "stages=[data,sft,grpo]")
     run.data()
     run.fail("sft", Outcome("not_finite", "stop", "the loss is NaN", exit_code=5, step=2))
@@ -282,15 +241,7 @@ def test_a_run_that_failed_says_why_and_how_to_go_on(tmp_path: Path) -> None:
     assert "not tried again by itself (open)" in text
 
 
-def test_a_run_that_nobody_began_is_stopped_and_has_nothing(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "runs")
-    report = report_of_run(run.run.run, run.workspace.root)
-    assert report.state == "stopped"
-    assert (report.cost["seconds"], report.numbers, report.examples) == (None, (), ())
-    assert "refiner resume" in report.next_commands[0]
-
-
-def test_where_the_judge_failed_a_rollout_has_no_score_and_says_why(
+def test_a_rollout_whose_judge_failed_has_no_score_and_the_cause(
     copied: Workspace, finished: RecordedRun
 ) -> None:
     from infra.store.traces import encode_rollouts
@@ -313,15 +264,16 @@ def test_where_the_judge_failed_a_rollout_has_no_score_and_says_why(
 # ---------------------------------------------------------------- damaged, reclaimed
 
 
-def test_reclaimed_rollouts_and_prompts_are_said_and_nothing_else_is_lost(
+def test_reclaimed_rollouts_and_prompts_are_reported_and_the_rest_is_kept(
     copied: Workspace, finished: RecordedRun
 ) -> None:
     shutil.rmtree(folder_of(copied, "grpo", "attempts/0002/rollouts"))
     folder_of(copied, "data", "attempts/0001/output/rl_test.parquet").unlink()
     report = report_of_run(finished.run.run, copied.root)
     assert examples_of(report, "rollout") == []
-    assert "The rollouts of grpo are not there any more." in report.warnings
-    assert "The prompts of evaluations are not there any more." in report.warnings
+    said = " ".join(report.warnings)
+    assert "rollouts of grpo" in said
+    assert "prompts of evaluations" in said
     (first, *_) = examples_of(report, "before and after")
     assert (first["question"], bool(first["said"])) == ("", True)
 
@@ -351,16 +303,13 @@ def damage_orchestrator(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [damage_record, damage_metrics, damage_samples, damage_rollouts, damage_orchestrator],
+    "damage", [damage_record, damage_metrics, damage_samples, damage_rollouts, damage_orchestrator]
 )
 def test_a_damaged_file_is_a_warning_and_costs_its_part_alone(
-    copied: Workspace, finished: RecordedRun, damage: Any, capsys: pytest.CaptureFixture[str]
+    copied: Workspace, finished: RecordedRun, damage: Any
 ) -> None:
     damage(copied)
     assert main(["report", finished.run.run, f"workspace={copied.root}"]) == 0
-    printed = capsys.readouterr()
-    assert "Before you read on" in printed.out
     report = json.loads((copied.layout.reports / finished.run.run / "report.json").read_text())
     assert report["warnings"]
     assert len(report["stages"]) == 6
@@ -379,7 +328,7 @@ def at(finished: RecordedRun) -> Iterator[str]:
     shutil.rmtree(finished.workspace.layout.reports, ignore_errors=True)
 
 
-def test_the_newest_run_is_reported_where_there_is_no_sweep(
+def test_the_newest_run_is_reported_without_a_sweep(
     finished: RecordedRun, at: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", at]) == 0
@@ -393,19 +342,7 @@ def test_the_newest_run_is_reported_where_there_is_no_sweep(
     assert finished.run.run in (folder / "report.html").read_text()
 
 
-def test_a_report_needs_neither_torch_nor_prefect_nor_a_scheduler(at: str) -> None:
-    code = (
-        "import sys; from flows.cli.main import main; code = main(sys.argv[1:]); "
-        "heavy = {'torch', 'prefect', 'submitit', 'transformers', 'wandb'} & set(sys.modules); "
-        "sys.exit(code or (f'imported {heavy}' if heavy else 0))"
-    )
-    made = subprocess.run(
-        [sys.executable, "-c", code, "report", at], capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, made.stderr
-
-
-def test_scripts_get_the_whole_report_and_may_name_a_folder_and_the_end_of_an_id(
+def test_json_has_the_whole_report_and_out_and_short_ids_are_accepted(
     finished: RecordedRun, at: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -414,14 +351,3 @@ def test_scripts_get_the_whole_report_and_may_name_a_folder_and_the_end_of_an_id
     values = json.loads(capsys.readouterr().out)
     assert (values["run"], values["folder"]) == (finished.run.run, str(out))
     assert not finished.workspace.layout.reports.exists()
-
-
-def test_what_is_not_there_is_said_with_what_is(
-    finished: RecordedRun, at: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", "no-such-run", at]) == 2
-    assert finished.run.run in capsys.readouterr().err
-    assert main(["report", f"workspace={tmp_path / 'none'}"]) == 2
-    assert "refiner run RECIPE" in capsys.readouterr().err
-    assert main(["report", finished.run.run, at, "--wandb", "--out", str(tmp_path / "out")]) == 0
-    assert "--wandb does nothing any more" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Sweeps as a user runs them: launched, broken off, amended, ended, looked at from another shell.
+"""Sweeps by command: launched, interrupted, amended, cancelled, and watched from another shell.
 
 Most trials train with another trainer's script (tests/support/foreign_trainer.py), which takes a
 second; one sweep trains for real.
@@ -20,14 +20,7 @@ from infra.host.processes import ProcessId
 from infra.store.layout import sweep_call
 from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
-from tests.support.command import (
-    SMALL,
-    Stage,
-    kill_orchestrator,
-    refiner,
-    start,
-    wait_until,
-)
+from tests.support.command import SMALL, Stage, kill_orchestrator, refiner, start, wait_until
 from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.slurm_cluster import Cluster
 
@@ -158,7 +151,9 @@ def test_a_sweep_trains_compares_and_knows_what_is_done(tmp_path: Path) -> None:
     assert "sweep beta of tiny" in shown.stdout, "the newest thing here is a sweep"
 
 
-def test_a_failed_arm_stops_no_other_and_an_amended_sweep_runs_what_is_new(sweep: Sweep) -> None:
+def test_a_failed_arm_stops_no_other_and_an_amended_sweep_runs_only_new_stages(
+    sweep: Sweep,
+) -> None:
     bad = {"bad": [f"command.run={json.dumps(RUN + ' --die_at 3')}"]}
     sweep.write(["plain", "bad"], also=bad, seeds=[1])
     done = refiner(*sweep.call, "--json")
@@ -217,7 +212,6 @@ def test_a_sweep_in_the_background_is_ended_from_another_shell(slow: Sweep) -> N
             _end(begun.json["pid"])
     assert "interrupted" in slow.states().values()
     who = slow.records.read_orchestrator(sweep_call("ablation"))
-    assert who is not None
     assert who["exit_code"] == 6
 
 

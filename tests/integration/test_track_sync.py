@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> RecordedRun:
 def test_all_attempts_at_a_stage_arrive_once_as_one_run(
     run: RecordedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else a resumed training is two half curves, and asking twice doubles its rows."""
+    """A resumed training is one curve, and a second call doubles no rows."""
     stage, where = run.stage("grpo").id, f"workspace={run.workspace.root}"
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     with WandbServer() as server:
@@ -71,10 +71,10 @@ def test_all_attempts_at_a_stage_arrive_once_as_one_run(
         assert address == f"{server.url}/me/refiner/runs/{stage}"
 
 
-def test_without_a_network_it_says_so_in_seconds_and_nothing_counts_as_sent(
+def test_a_missing_network_is_reported_in_seconds_and_nothing_counts_as_sent(
     run: RecordedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """wandb itself would try for hours without a word."""
+    """wandb itself retries for hours in silence."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://user:secret@127.0.0.1:{closed.getsockname()[1]}"

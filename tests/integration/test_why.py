@@ -1,4 +1,4 @@
-"""`refiner why`: from a printed number to the judge's words, through the command."""
+"""`refiner why`: from a printed number to its samples and judgements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from flows.cli.main import main
 from flows.cli.plan import why_command
 from flows.why.explanation import parse_query
 from refiner_core.evaluation.metrics import load_samples
-from tests.support.command import refiner
 from tests.support.recorded_run import RecordedRun
 
 
@@ -66,7 +65,7 @@ def test_a_number_as_it_is_printed_leads_to_samples_and_judgements(run: Recorded
     assert "| <answer>" in text, "the answer itself"
 
 
-def test_what_it_shows_is_what_the_samples_file_has(run: RecordedRun) -> None:
+def test_shown_samples_are_those_of_the_samples_file(run: RecordedRun) -> None:
     (found,) = figures(run, "reward", "grpo")
     rows = load_samples(Path(found["files"]["samples"]))
     shown = {(s["sample_id"], s["number"]): s["value"] for s in found["samples"]}
@@ -80,17 +79,8 @@ def test_what_it_shows_is_what_the_samples_file_has(run: RecordedRun) -> None:
     assert sample["question"] in sample["prompt"]
 
 
-def test_any_sample_can_be_asked_for(run: RecordedRun) -> None:
-    (found,) = figures(run, "reward", "grpo", "--sample", "row-5")
-    assert found["sample"]["which"]["sample_id"] == "row-5"
-    done = refiner("why", "reward", "grpo", "--sample", "row-99", f"workspace={run.workspace.root}")
-    assert done.code == 2
-    assert "No sample 'row-99'" in done.stderr
-    assert "row-" in done.stderr.partition("Expected")[2]
-
-
-def test_a_number_that_does_not_recompute_is_said_so(run: RecordedRun, tmp_path: Path) -> None:
-    """Somebody has edited the result."""
+def test_a_number_that_cannot_be_recomputed_is_reported(run: RecordedRun, tmp_path: Path) -> None:
+    """As of an edited result."""
     copy = tmp_path / "runs"
     shutil.copytree(run.workspace.root, copy)
     path = copy / "stages" / run.stage("evaluate-grpo").id / "result.json"
@@ -112,7 +102,7 @@ def test_several_numbers_are_listed_with_how_to_narrow(run: RecordedRun) -> None
     assert len(figures(run, "format_valid", "base", "greedy")) == 1
 
 
-def test_numbers_of_the_same_names_from_two_evaluations_are_told_apart(
+def test_numbers_of_one_name_from_two_evaluations_are_distinguished(
     run: RecordedRun, tmp_path: Path
 ) -> None:
     copy = tmp_path / "runs"
@@ -129,17 +119,8 @@ def test_numbers_of_the_same_names_from_two_evaluations_are_told_apart(
         assert found["stage_id"] == stage_id
 
 
-def test_a_training_number_leads_to_the_rollouts_of_its_step(run: RecordedRun) -> None:
-    (found,) = figures(run, "scores", "step3", "grpo")
-    assert found["kind"] == "training"
-    assert found["files"]["samples"].endswith("step-00000003.parquet")
-    assert found["sample"]["judgements"]
-    (loss,) = figures(run, "loss/train_avg", "sft")
-    assert "not kept" in loss["notes"][0]
-
-
 @given(st.floats(-1e6, 1e6), st.integers(0, 6))
-def test_a_number_is_found_however_many_digits_somebody_sees(value: float, digits: int) -> None:
+def test_a_number_is_found_by_any_count_of_digits(value: float, digits: int) -> None:
     assert parse_query([f"{value:.{digits}f}"]).means(value)
     assert parse_query([f"{100 * value:.{digits}f}%"]).means(value)
     assert parse_query([f"{value:.{digits}e}"]).means(value)
@@ -152,13 +133,11 @@ def test_a_number_is_found_however_many_digits_somebody_sees(value: float, digit
         (("0.123456",), "nearest are"),
         (("rewardd",), "Did you mean 'reward'?"),
         (("0.1", "0.2"), "ask for one number at a time"),
-        (("0.123456 [0.1, 0.2]",), "nearest are"),
         (("reward", "step99"), "has no number that is 'reward step99'"),
-        (("12.3456 %",), "nearest are"),
         (("",), "was given nothing"),
     ],
 )
-def test_what_is_not_there_is_answered_with_what_is(
+def test_an_unknown_number_is_answered_with_near_ones(
     run: RecordedRun, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     assert main(["why", *words, f"workspace={run.workspace.root}"]) == 2

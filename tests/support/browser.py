@@ -1,4 +1,4 @@
-"""Headless Chromium, driven over its debugging port, to look at a page as a person would."""
+"""Headless Chromium, driven over its debugging port, to look at a page."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ runs it; there is no other way out.
 
 from __future__ import annotations
 
-import ast
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -41,13 +40,13 @@ class Shown:
 
 
 def shown_commands() -> list[Shown]:
-    """All commands of all READMEs, in the order of their lines; comments are taken away."""
+    """All commands of all READMEs in the order of their lines, each once and without comments."""
     found = []
     for path in READMES:
         for block in re.findall(r"```bash\n(.*?)```", path.read_text(), re.S):
             for line in block.replace("\\\n", " ").splitlines():
                 text = re.sub(r"\s+", " ", re.sub(r"(^|\s+)#\s.*$", "", line)).strip()
-                if text:
+                if text and all(text != shown.text for shown in found):
                     found.append(Shown(str(path.relative_to(ROOT)), text))
     return found
 
@@ -78,13 +77,3 @@ def anchors(path: Path) -> frozenset[str]:
     heads = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.S), re.M)
     plain = (re.sub(r"[^\w\- ]", "", head.lower()) for head in heads)
     return frozenset(head.strip().replace(" ", "-") for head in plain)
-
-
-def is_a_test(name: str) -> bool:
-    """Whether ``tests/…/test_x.py::test_y`` is there."""
-    file, _, function = name.partition("::")
-    path = ROOT / file
-    return path.is_file() and any(
-        isinstance(node, ast.FunctionDef) and node.name == function
-        for node in ast.walk(ast.parse(path.read_text()))
-    )

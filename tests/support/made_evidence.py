@@ -16,12 +16,7 @@ import numpy as np
 from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.records import ArmRecord, SweepRecord, TrialRecord
 from refiner_core.report.sweep.document import Row, TrialState
-from refiner_core.report.sweep.evidence import (
-    Evidence,
-    Measured,
-    PromptMeans,
-    TrialEvidence,
-)
+from refiner_core.report.sweep.evidence import Evidence, Measured, PromptMeans, TrialEvidence
 
 #: A protocol as results spell it out.
 PROTOCOL: dict[str, Any] = {

@@ -125,7 +125,6 @@ class NightLab:
         claimed = self.workspace.claim_attempt(
             stage, plan.config_of(stage), inputs, Claim(OWNER, "local", 0)
         )
-        assert claimed is not None
         with AttemptRun(self.workspace, stage.id, claimed.number, own_log=False) as run:
             if stage in evaluations_in(plan):
                 run.finish(_results(run.config, stage, run.output_dir, night, quality, served))

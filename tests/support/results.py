@@ -53,10 +53,7 @@ class World:
         return float(norm.cdf(limit + effect / self.spread) - self.yes_no)
 
     def draw(
-        self,
-        rng: np.random.Generator,
-        shape: tuple[int, int, int],
-        effects: Sequence[float],
+        self, rng: np.random.Generator, shape: tuple[int, int, int], effects: Sequence[float]
     ) -> Floats:
         """Results of ``shape`` (repetitions, seeds, prompts), arms second."""
         repeats, seeds, prompts = shape

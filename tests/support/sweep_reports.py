@@ -1,4 +1,4 @@
-"""Reports of sweeps, made up: every feature of a report, and every trouble that one may be in.
+"""Reports of sweeps, made up: every feature of a report, and hostile, small and large ones.
 
 Values are drawn with a fixed seed. What is computed from records is tested elsewhere; here it is
 what the page, the Markdown and the tables make of a report.
@@ -158,9 +158,12 @@ def _episodes(task: int) -> list[dict[str, Any]]:
     state = ("tool", '{"state": "delivered", "lamp": "green"}' + " long" * 900)
     passed = {"kind": "environment", "name": "the lamp is exchanged", "passed": True, "detail": ""}
     missing = {
-        **passed, "kind": "communicate", "name": "the fee was told", "passed": False,
+        **passed,
+        "kind": "communicate",
+        "name": "the fee was told",
+        "passed": False,
         "detail": "said was: none",
-    }  # fmt: skip
+    }
     common = {"status": "finished", "ended": "done", "first_messages": first}
     return [
         {
@@ -271,13 +274,7 @@ class _Made:
             side_by_side=self.side_by_side(),
             incidents=self.incidents(),
             protocols=_PROTOCOLS,
-            provenance={
-                "workspace": "runs/",
-                "sweep_version": 2,
-                "code": "c0ffee1234",
-                "refiner": "0.1.0",
-                "judges": {"qwen3-32b": "revision 9216db5781bf"},
-            },
+            provenance={"workspace": "runs/", "code": "c0ffee1234"},
             detectable={
                 "effect": 0.021,
                 "power": 0.8,
@@ -399,52 +396,29 @@ class _Made:
         return tuple(found)
 
     def matrix(self) -> tuple[Row, ...]:
-        rows = []
-        judges = (
-            ("qwen3-32b", "persistent-v2", self.arms[:2]),
-            ("qwen3-32b", "instance", self.arms[4:6]),
-            ("gpt-oss-120b", "persistent-v2", []),
+        done = [arm for arm in self.arms if arm != self.failed]
+        ranked = sorted(done, key=lambda arm: -self.effect[arm])
+        cells = tuple(
+            cell(arm, 0.6 + self.effect[arm], 0.5, 0.7, ranked.index(arm) + 1)
+            if arm in done
+            else cell(arm, *(None,) * 4)
+            for arm in self.arms
         )
-        for judge, rubrics, trains in judges:
-            known = {arm: 0.6 + self.effect[arm] + self.random.gauss(0, 0.05) for arm in self.arms}
-            order = sorted((a for a in self.arms if a != self.failed), key=lambda a: -known[a])
-            cells = tuple(
-                cell(arm, None, None, None, None)
-                if arm == self.failed
-                else cell(
-                    arm, known[arm], known[arm] - 0.02, known[arm] + 0.02, order.index(arm) + 1
-                )
-                for arm in self.arms
-            )
-            rows.append(
-                matrix_row(
-                    "held-out", judge, rubrics, "rubric_score", "sampled", tuple(trains), cells
-                )
-            )
-        return tuple(rows)
+        judges = (("qwen3-32b", tuple(self.arms[:2])), ("gpt-oss-120b", ()))
+        return tuple(
+            matrix_row("held-out", judge, "persistent-v2", "rubric_score", "sampled", trains, cells)
+            for judge, trains in judges
+        )
 
     def rubrics(self) -> tuple[Row, ...]:
-        texts = (
-            ("Answers the question in its first sentence", "static"),
-            ("Names the source of each figure", "static"),
-            ("Mentions that the terraces flood in spring", "instance"),
-            ("Says what is not known", "static"),
+        values = {arm: 0.5 + self.effect[arm] for arm in self.arms if arm != self.failed}
+        shifts = {
+            arm: (v - 0.5, v - 0.55, v - 0.45) for arm, v in values.items() if arm != self.arms[0]
+        }
+        return (
+            rubric_row("Answers in its first sentence", "static", 200, values, shifts),
+            rubric_row("Mentions that the terraces flood", "instance", 200, values, shifts),
         )
-        rows = []
-        for text, kind in texts:
-            values = {
-                arm: min(1.0, 0.5 + self.random.random() / 3)
-                for arm in self.arms
-                if arm != self.failed
-            }
-            base = values[self.arms[0]]
-            differences = {
-                arm: (v - base, v - base - 0.05, v - base + 0.05)
-                for arm, v in values.items()
-                if arm != self.arms[0]
-            }
-            rows.append(rubric_row(text, kind, 200, values, differences))
-        return tuple(rows)
 
     def flips(self) -> tuple[Row, ...]:
         return tuple(
@@ -522,13 +496,9 @@ def _judgements(good: bool) -> tuple[dict[str, Any], ...]:
 _PROTOCOLS: dict[str, dict[str, Any]] = {
     HELD_OUT: {
         "name": "held-out",
-        "dataset": "synthetic", "split": "rl_test", "revision": "4f2a9c", "n": 200,
-        "sampling": {"temperature": 1.0, "top_p": 1.0, "num_samples": 4},
-        "judge": {"model": "gpt-oss-120b", "revision": "b0d3"}, "rubrics": "persistent-v2",
+        "split": "rl_test",
+        "n": 200,
+        "judge": {"model": "gpt-oss-120b"},
     },
-    OWN: {
-        "name": "own",
-        "dataset": "synthetic", "split": "rl_test", "revision": "4f2a9c", "n": 200,
-        "judge": {"model": "qwen3-32b", "revision": "9216db5781bf"}, "rubrics": "persistent-v2",
-    },
-}  # fmt: skip
+    OWN: {"name": "own", "n": 200, "judge": {"model": "qwen3-32b"}},
+}

@@ -1,4 +1,4 @@
-"""Sweeps over small plans, with jobs that do one thing each time that somebody looks at them.
+"""Sweeps over small plans, with jobs that do one thing at each look.
 
 A job's script is a list of words: ``step`` (a line of metrics), ``save`` (a checkpoint), ``done``,
 or the name of a failure class. Whatever is not in the script of its trial and stage just ends.
@@ -175,6 +175,19 @@ class Bench:
     def run(self, rounds: int = 400) -> dict[str, str]:
         """Step to the end; how each trial stands."""
         self.orchestrator.begin()
+        return self.finish(rounds)
+
+    def begin(self, until: Callable[[], bool]) -> None:
+        """Begin, and step until a condition holds."""
+        self.orchestrator.begin()
+        for _ in range(400):
+            if until():
+                return
+            assert not self.orchestrator.step(), f"ended: {self.states()}"
+        raise AssertionError(f"still at work: {self.states()}")
+
+    def finish(self, rounds: int = 400) -> dict[str, str]:
+        """Step to the end of what has begun; how each trial stands."""
         for _ in range(rounds):
             if self.orchestrator.step():
                 return self.states()

@@ -1,9 +1,8 @@
-"""Cards of agents: tables of tasks and failures that can be recomputed, and claims that cannot."""
+"""Cards of agents: tables of tasks and failures that can be recomputed."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,9 @@ import pytest
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.facts import CardFacts, unmarked
-from refiner_core.cards.lint import check_card, lint_card
-from refiner_core.cards.lint.quantities import metric_of
-from refiner_core.cards.results import (
-    model_index,
-    progression_tables,
-    result_tables,
-)
-from refiner_core.cards.words import Sentences, grpo_flags, training_curve
-from refiner_core.contract.fields import replace_fields
+from refiner_core.cards.lint import lint_card
+from refiner_core.cards.results import result_tables
+from refiner_core.cards.words import Sentences
 from refiner_core.evaluation.episodes import evaluate_episodes
 from tests.support.card_facts import card_numbers
 from tests.support.playing import (
@@ -108,16 +101,6 @@ def test_the_table_has_tasks_overall_and_by_domain(facts: CardFacts) -> None:
     assert "n = 4" in unmarked(main["title"])
 
 
-def test_a_user_that_is_another_one_than_in_training_is_said(facts: CardFacts) -> None:
-    user = {"model": "gpt-4.1", "temperature": 0.0}
-    for trained_with, other in (("qwen3-32b", True), ("gpt-4.1", False)):
-        config = replace_fields(facts.config, {"environment.user.model": trained_with})
-        protocols = {"p": {"environment": {"name": "tau2", "user": user}}}
-        said = Sentences(replace(facts, config=config, protocols=protocols)).protocol("p")
-        assert "user: `gpt-4.1`, temperature 0.0" in said
-        assert ("(another one than in training)" in said) is other
-
-
 def test_a_card_claims_no_more_of_held_out_tasks_than_rows_tell() -> None:
     """Demonstrations that name no task may be at any of them."""
     split = {"held_out_questions": 5, "questions": 9}
@@ -129,21 +112,6 @@ def test_a_card_claims_no_more_of_held_out_tasks_than_rows_tell() -> None:
     said = unmarked(Sentences(facts_of(reports={"data": data, "sft": {}})).lines("rows")[-1])
     assert said.endswith("as far as demonstrations name their tasks: 3 demonstrations name none.")
     assert "best attempts (rejection fine-tuning)" in build_card(facts_of(stage="rft"))
-
-
-def test_the_course_of_a_training_tells_episodes_not_answers(facts: CardFacts) -> None:
-    """66 `tokens per rollout` beside 21 sampled ones: most are what tools and the user said."""
-    curves = {
-        name: [[1, 1.0], [2, 2.0]]
-        for name in ("scores", "episodes/success", "episodes/turns", "val/sequence_lengths")
-    }
-    known = replace(facts, stage="grpo", reports={**facts.reports, "grpo": {"curves": curves}})
-    curve = training_curve(known)
-    assert curve is not None
-    assert curve["header"] == [
-        *("step", "reward", "share solved", "turns"),
-        "tokens per episode, with those of tools and user",
-    ]
 
 
 def test_failures_are_counts_in_a_table_of_their_own(facts: CardFacts) -> None:
@@ -167,33 +135,6 @@ def test_a_card_of_an_agent_is_fit_to_be_published(facts: CardFacts) -> None:
     assert all(record is None for record in {n.record for n in card_numbers(facts)})
 
 
-def test_the_index_has_the_few_numbers_that_stand_for_it(facts: CardFacts) -> None:
-    (index,) = model_index(facts)
-    names = {m["type"] for r in index["results"] for m in r["metrics"]}
-    assert names == {"pass@1_first", "pass@1", "pass@4", "pass^4"}
-    assert {r["task"]["name"] for r in index["results"]} == {"tool use over several turns"}
-    said = [m["name"] for r in index["results"] for m in r["metrics"]]
-    assert all("tasks" in name for name in said)
-
-
-def test_steps_are_followed_by_the_same_few(facts: CardFacts) -> None:
-    renamed = [
-        {**e, "stage": {"base": "grpo-step50"}.get(e["stage"], e["stage"])}
-        for e in facts.evaluations
-    ]
-    (first, *_) = progression_tables(replace(facts, evaluations=tuple(renamed)))
-    assert first["header"][:2] == ("step", "`pass@1`")  # one attempt: all of them are one number
-    assert [row[0] for row in first["rows"]] == ["step 50", "**step 100 (this model)**"]
-
-
-def test_flags_that_mean_nothing_to_an_agent_are_not_listed(facts: CardFacts) -> None:
-    flags = " ".join(grpo_flags(facts))
-    assert "--beta" in flags
-    assert "--verification_reward" not in flags
-    assert "--refiner_reward_" not in flags
-    assert "--stop_strings" not in flags
-
-
 def changed(card: str, row: str, old: str, new: str) -> str:
     lines = card.split("\n")
     place = next(i for i, line in enumerate(lines) if line.startswith(f"| `{row}` |"))
@@ -207,7 +148,6 @@ def test_a_number_that_no_attempts_give_is_refused(facts: CardFacts) -> None:
     sampled = card[card.index("sampled decoding") :]
     head = card[: card.index("sampled decoding")]
     shown = re.search(r"\| `pass@1` \| (\d\.\d{3})", sampled)
-    assert shown is not None
     wrong = head + changed(sampled, "pass@1", shown[1], "0.330")
     problems = " ".join(lint_card(wrong, evidence_text(facts, ())))
     assert "0.330" in problems
@@ -220,25 +160,3 @@ def test_a_number_that_no_attempts_give_is_refused(facts: CardFacts) -> None:
                            "valid attempts.")  # fmt: skip
     assert not any("share" in p for p in lint_card(uneven.replace("14.3", "13.3")))
     assert any("share" in p for p in lint_card(alone.replace("14.3", "13.3")))
-
-
-def test_a_claim_across_protocols_is_refused(facts: CardFacts) -> None:
-    """The base's number is of one protocol, the model's of another: nothing is "4x better"."""
-    text = (
-        "# Agent\n\nA 4x improvement of pass@1 over the base model.\n\n"
-        "## Greedy, n = 70, protocol `aaaaaaaaaaaa`\n\n| metric | base |\n|---|---|\n"
-        "| pass@1 | 14.3% |\n\n"
-        "## Sampled, n = 100, protocol `bbbbbbbbbbbb`\n\n| metric | this model |\n|---|---|\n"
-        "| pass@1 | 57.0% |\n"
-    )
-    found = [f for f in check_card(text) if f.is_error]
-    assert any(f.rule == "comparison" for f in found), found
-
-
-def test_a_share_of_tasks_is_known_by_its_name() -> None:
-    named = {m: metric_of(m) for m in ("pass@1_first", "pass@4/retail", "pass^4")}
-    assert {name: m.key for name, m in named.items() if m is not None} == {
-        "pass@1_first": "pass@1_first",
-        "pass@4/retail": "pass@4",
-        "pass^4": "pass^4",
-    }

@@ -1,76 +1,41 @@
-"""Model cards: every value stands in them, every number has its evidence, and nothing leaks."""
+"""Cards: claims, tables of numbers, notes, usage and templates."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
-import subprocess
-import sys
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from huggingface_hub import ModelCard
 
-from refiner_core.cards.build import build_card
-from refiner_core.cards.facts import UNKNOWN, AttemptNote, CardFacts, attempt_notes
-from refiner_core.cards.lint import lint_card
-from refiner_core.contract.config import (
-    CommandConfig,
-    DataConfig,
-    GrpoConfig,
-    JudgeConfig,
-    ModelConfig,
-    RecipeConfig,
-    RewardConfig,
-)
-from refiner_core.contract.errors import DataError
+from refiner_core.cards.build import build_card, card_variables, shipped_template
+from refiner_core.cards.evidence import evidence_text
+from refiner_core.cards.facts import CONTROLS, UNKNOWN, CardFacts, attempt_notes
+from refiner_core.cards.lint import check_card, lint_card
+from refiner_core.contract.config import CommandConfig, RecipeConfig, RewardConfig
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
 from refiner_core.contract.records import Attempt, Outcome
+from tests.support.card_facts import CONFIG, OTHER, evaluation, full_facts, published_facts, reports
 
-ONE, OTHER = "a" * 64, "b" * 64
-
-#: The run behind the seed card of step 50.
-SEED = RecipeConfig(
-    model=ModelConfig(name_or_path="lihaoxin2020/qwen3-4b-refiner-gpt54-ep2"),
-    data=DataConfig(
-        sft_path=None,
-        rl_path="lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric",
-        rl_revision="0123abcd",
-    ),
-    grpo=GrpoConfig(deepspeed_stage=3, num_training_steps=100),
-    reward=RewardConfig(rubric_source="instance+static"),
-    judge=JudgeConfig(kind="openai", model="Qwen/Qwen3.5-35B-A3B"),
-)
 TINY = RecipeConfig()
+#: An option that came after the run.
+LATER = "reward.instance_rubrics_only"
 
 
-def evaluation(stage: str, metric: str, value: float, **changes: Any) -> dict[str, Any]:
-    entry = {
-        "stage": stage,
-        "protocol": ONE,
-        "protocol_name": "held-out questions",
-        "decoding": "greedy",
-        "metric": metric,
-        "value": value,
-        "low": value - 0.05,
-        "high": value + 0.05,
-        "n": 64,
-    }
-    return {**entry, **changes}
-
-
-def facts(config: RecipeConfig = SEED, **changes: Any) -> CardFacts:
-    given: dict[str, Any] = {
-        "repo_id": "somebody/qwen3-4b-refiner-step50",
-        "config": config,
-        "stage": "grpo",
-        "step": 50,
-        "final": False,
-        "command": "refiner run seed-000 seed=42",
-    }
-    return CardFacts(**{**given, **changes})
+def bare_facts(config: RecipeConfig = CONFIG, **changes: Any) -> CardFacts:
+    """A step in the middle of a run of which only the recipe is recorded."""
+    where: dict[str, Any] = {"stage": "grpo", "step": 50, "final": False}
+    command = "refiner run recipe.yaml seed=42"
+    return CardFacts(**{"repo_id": "a/b", "config": config, "command": command, **where, **changes})
 
 
 def front_matter(card: str) -> dict[str, Any]:
@@ -82,408 +47,431 @@ def section(card: str, title: str) -> str:
     return card.split(f"## {title}\n")[1].split("\n## ")[0]
 
 
-# ---------------------------------------------------------------- what stands in a card
-
-
-def test_a_card_carries_every_flag_of_the_seed_card_with_its_value():
-    card = build_card(facts())
-    for flags in (
-        "--verification_reward 10.0",
-        "--non_stop_penalty false",
-        "--refiner_reward_gate_judge_score_with_format_bonus false",
-        "--refiner_reward_apply_paper_citation_reward true",
-        "--refiner_reward_paper_citation_weight 0.2",
-        "--kl_estimator kl3 --beta 0.001",
-        "--num_unique_prompts_rollout 32 --num_samples_per_prompt_rollout 8",
-        "--learning_rate 5e-6 --lr_scheduler_type constant",
-        "--max_prompt_token_length 6144 --response_length 1024",
-        "--max_token_length 8192 --pack_length 8192",
-        "--temperature 1.0 --seed 42",
-        "--deepspeed_stage 3",
-    ):
-        assert flags in section(card, "Reproduction")
-    assert "refiner run seed-000 seed=42" in section(card, "Reproduction")
-
-
-def test_every_identity_setting_of_a_run_stands_in_its_card():
-    reproduction = section(build_card(facts()), "Reproduction")
-    for path, info in walk(RecipeConfig):
-        part, _, name = path.rpartition(".")
-        unset = path.endswith(("_path", "_revision", "revision", "_rows", "_template", "_mode"))
-        if info.mark == "identity" and part in ("grpo", "reward", "judge", "model", "data"):
-            known = f"{name} " in reproduction or f"{path}=" in reproduction
-            assert known or unset, f"{path} is missing"
-
-
-def test_front_matter_is_what_the_hub_reads():
-    matter = front_matter(build_card(facts()))
-    assert matter["license"] == "apache-2.0"
-    assert matter["base_model"] == "lihaoxin2020/qwen3-4b-refiner-gpt54-ep2"
-    assert matter["pipeline_tag"] == "text-generation"
-    assert matter["library_name"] == "transformers"
-    assert {"grpo", "refiner", "qwen3"} <= set(matter["tags"])
-    assert matter["datasets"] == ["lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric"]
-    assert "model-index" not in matter
-    assert "datasets" not in front_matter(build_card(facts(TINY)))
-
-
-def test_the_reward_is_told_in_words_that_follow_the_configuration():
-    words = section(build_card(facts(static_rubric_titles=("Padding",))), "Training set-up")
-    assert "the row's own rubrics and the static set `v3` (`Padding`)" in words
-    assert "10.0 · [(1 − 0.2) · judge + 0.2 · citation]" in words
-    assert "`Qwen/Qwen3.5-35B-A3B`" in words
-    changed = replace(
-        SEED,
-        reward=RewardConfig(
-            apply_paper_citation_reward=False,
-            gate_judge_score_with_format_bonus=True,
-            non_stop_penalty=True,
-            rubric_source="instance",
-        ),
-    )
-    words = section(build_card(facts(changed)), "Training set-up")
-    assert "static" not in words
-    assert "**Citation reward:** disabled" in words
-    assert "(1 − 0.0) · judge" in words
-    assert "multiplied by the format bonus" in words
-    assert "does not stop scores 0.0" in words
-
-
-def test_instance_rubrics_only_takes_the_static_set_out_of_the_words():
-    reward = RewardConfig(rubric_source="instance+static", instance_rubrics_only=True)
-    card = build_card(facts(replace(SEED, reward=reward)))
-    assert "static set" not in section(card, "Training set-up")
+# ---------------------------------------------------------------- shipped recipes
 
 
 @pytest.mark.parametrize(
-    ("reward", "told"),
+    ("recipe", "facts"),
     [
-        ({"rubric_source": "none"}, "10.0 · citation."),
-        ({"rubric_source": "none", "apply_paper_citation_reward": False}, "10.0 · 0."),
-        ({"combination": "additive"}, "10.0 · [judge + 0.2 · citation]."),
-    ],
-)
-def test_the_total_is_told_as_it_is_computed(reward: dict[str, Any], told: str):
-    card = build_card(facts(replace(SEED, reward=RewardConfig(**reward))))
-    assert f"Total = {told}" in section(card, "Training set-up")
-
-
-@pytest.mark.parametrize(
-    ("reward", "told"),
-    [
-        ({}, "3 prompts have no rubrics; their reward is the citation term alone."),
         (
-            {"rubric_source": "instance+static", "instance_rubrics_only": True},
-            "3 prompts have no rubrics; their reward is the citation term alone.",
+            "refiner-gpt54",
+            (
+                "base_model: lihaoxin2020/qwen3-4b-refiner-gpt54-ep2",
+                "**Training step:** 50 of 200 planned",
+                "**step-50 intermediate** checkpoint",
+                "datasets/lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric",
+                "the static set `v3`",
+                "**Judge:** `Qwen/Qwen3.5-35B-A3B`",
+                "**Rollouts:** 32 unique prompts × 8 samples per prompt",
+                "--verification_reward 10.0",
+                "--refiner_reward_paper_citation_weight 0.2",
+                "--kl_estimator kl3 --beta 0.001",
+                "--learning_rate 5e-6 --lr_scheduler_type constant",
+                "--max_prompt_token_length 6144 --response_length 1024",
+                "--temperature 1.0 --seed 42",
+                "introduced `--refiner_reward_instance_rubrics_only`",
+                "produced before it existed**; the value in effect was `false`",
+            ),
         ),
-        ({"apply_paper_citation_reward": False}, "3 prompts have no rubrics; their reward is 0."),
-        ({"rubric_source": "instance+static"}, None),
+        (
+            "refiner-answer-only",
+            (
+                "lihaoxin2020/qwen3-4B-refiner-sft-step-3201",
+                "the judge sees the row's own rubrics; the score",
+                "data.refiner_mode=answer_only",
+            ),
+        ),
     ],
 )
-def test_prompts_without_rubrics_are_told_with_what_their_reward_is(
-    reward: dict[str, Any], told: str | None
-):
-    reports = {
-        "data": {"split": {"rl_without_rubrics": 3, "questions": 9, "held_out_questions": 1}}
-    }
-    config = replace(SEED, reward=RewardConfig(**reward))
-    notes = section(build_card(facts(config, reports=reports)), "Known notes")
-    assert (told in notes) if told else ("no rubrics" not in notes)
+def test_the_card_of_a_shipped_recipe_has_every_flag_and_source(
+    recipe: str, facts: tuple[str, ...]
+) -> None:
+    before = tuple(path for path, _ in walk(RecipeConfig) if path != LATER)
+    card = build_card(bare_facts(load_recipe(recipe), recorded_fields=before))
+    assert [fact for fact in facts if fact not in card] == []
+    assert lint_card(card) == []
 
 
-def test_a_lexical_judge_is_never_passed_off_as_a_language_model():
-    words = section(build_card(facts(TINY)), "Training set-up")
-    assert "no language model" in words
+def notes(facts: CardFacts) -> str:
+    return " ".join(section(build_card(facts), "Known notes").split())
 
 
-def test_an_intermediate_checkpoint_says_so_and_a_final_one_too():
-    assert "**step-50 intermediate**" in build_card(facts())
-    assert "50 of 100 planned" in build_card(facts())
-    final = build_card(facts(step=100, final=True))
-    assert "**final** checkpoint" in final
-    assert "intermediate" not in final
+def test_the_successor_run_has_no_static_rubrics() -> None:
+    card = build_card(bare_facts(load_recipe("refiner-instance-only")))
+    assert "--refiner_reward_instance_rubrics_only true" in card
+    assert "static set" not in card
 
 
-def test_an_sft_card_tells_of_sft_and_of_no_reward():
-    card = build_card(facts(TINY, stage="sft", step=120, final=True))
-    assert "assistant tokens only" in card
+# ---------------------------------------------------------------- claims that follow the recipe
+
+
+@pytest.mark.parametrize(
+    ("reward", "total", "without_rubrics"),
+    [
+        ({}, "10.0 · [(1 − 0.2) · judge + 0.2 · citation]", "the citation term"),
+        ({"apply_paper_citation_reward": False}, "10.0 · [(1 − 0.0) · judge", "is 0"),
+        ({"rubric_source": "none"}, "10.0 · citation.", None),
+        ({"rubric_source": "none", "apply_paper_citation_reward": False}, "10.0 · 0.", None),
+        ({"combination": "additive"}, "10.0 · [judge + 0.2 · citation].", "the citation term"),
+        ({"rubric_source": "instance+static"}, "10.0 · [", None),
+    ],
+)
+def test_the_formula_of_the_reward_follows_the_recipe(
+    reward: dict[str, Any], total: str, without_rubrics: str | None
+) -> None:
+    split = {"rl_without_rubrics": 3, "questions": 9, "held_out_questions": 1}
+    config = replace(CONFIG, reward=RewardConfig(**reward))
+    facts = bare_facts(config, reports={"data": {"split": split}})
+    assert f"Total = {total}" in section(build_card(facts), "Training set-up")
+    if without_rubrics:
+        assert without_rubrics in notes(facts).partition("3 prompts have no rubrics")[2]
+
+
+def test_a_card_of_sft_with_the_lexical_judge_claims_neither_reward_nor_language_model() -> None:
+    assert "no language model" in section(build_card(bare_facts(TINY)), "Training set-up")
+    card = build_card(bare_facts(TINY, stage="sft", step=120, final=True))
     assert "sft.learning_rate=1e-5" in card
     assert "judge" not in section(card, "Training set-up").lower()
     assert "--kl_estimator" not in card
 
 
-def test_the_same_facts_give_the_same_bytes():
-    given = facts(evaluations=[evaluation("grpo", "reward", 1.0)])
-    assert build_card(given) == build_card(replace(given))
-
-
 # ---------------------------------------------------------------- numbers
 
 
-def test_numbers_stand_side_by_side_only_under_one_protocol():
-    card = build_card(
-        facts(
-            evaluations=[
-                evaluation("base", "citation_f1", 0.2),
-                evaluation("random_copier", "citation_f1", 0.39),
-                evaluation("grpo", "citation_f1", 0.5),
-                evaluation("sft", "citation_f1", 0.9, protocol=OTHER),
-            ]
-        )
-    )
-    results = section(card, "Results")
+def test_one_table_holds_numbers_of_one_protocol() -> None:
+    shown = {"base": 0.2, "random_copier": 0.39, "grpo": 0.5}
+    entries = [evaluation(stage, "citation_f1", value) for stage, value in shown.items()]
+    other = evaluation("sft", "citation_f1", 0.9, protocol=OTHER)
+    results = section(build_card(bare_facts(evaluations=[*entries, other])), "Results")
     row = next(line for line in results.splitlines() if line.startswith("| `citation_f1`"))
     assert row == (
         "| `citation_f1` | 0.200 [0.150, 0.250] | 0.390 [0.340, 0.440] | 0.500 [0.450, 0.550] |"
     )
-    assert "greedy decoding, n = 64 (protocol" in results
-    assert "| metric | base | random copier (floor) | **GRPO (this model)** |" in results
     assert results.count("### ") == 2
-    assert "numbers of different tables are not comparable" in results
 
 
-def test_the_model_index_holds_this_models_numbers_only():
-    card = build_card(
-        facts(evaluations=[evaluation("base", "reward", 1.0), evaluation("grpo", "reward", 2.0)])
-    )
-    index = front_matter(card)["model-index"]
-    metrics = [m for result in index[0]["results"] for m in result["metrics"]]
-    assert [metric["value"] for metric in metrics] == [2.0]
-    for key in ("task", "dataset", "metrics"):
-        assert key in index[0]["results"][0]
+def test_the_hubs_own_client_reads_the_results_with_their_n_and_interval() -> None:
+    data = ModelCard(build_card(full_facts())).data
+    found = {r.metric_type: r for r in data.eval_results or ()}
+    assert set(found) == {"citation_f1", "reward", "judge_failed"}, "only this model's own numbers"
+    assert found["citation_f1"].metric_value == 0.533
+    assert all(x in found["citation_f1"].metric_name for x in ("n = 64", "0.483", "0.583"))
+    assert data.base_model == "Qwen/Qwen3-4B"
+    assert data.to_dict()["base_model_relation"] == "finetune"
+    assert data.datasets == ["somebody/demonstrations", "somebody/prompts"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
-def test_a_number_that_was_not_computed_is_neither_nan_nor_zero(value: Any):
-    missing = evaluation("grpo", "reward", 0.0) | {
-        "value": value,
-        "low": value,
-        "high": value,
-        "n": 3,
-    }
-    card = build_card(facts(evaluations=[missing]))
+def test_a_number_that_was_not_computed_is_neither_nan_nor_zero(value: Any) -> None:
+    missing = evaluation("grpo", "reward", value, n=3)
+    card = build_card(bare_facts(evaluations=[missing]))
     assert "model-index" not in front_matter(card)
     assert "| — |" in card
-    assert "Not computed, and not counted as 0: `reward` of grpo (greedy)." in card
     assert lint_card(card) == []
 
 
-@pytest.mark.parametrize("missing", ["protocol", "n", "decoding"])
-def test_a_number_without_its_evidence_is_refused(missing: str):
-    with pytest.raises(DataError, match=missing):
-        facts(evaluations=[evaluation("grpo", "reward", 1.0, **{missing: None})])
-
-
-def test_two_claims_to_the_same_number_are_refused_unless_they_agree():
+def test_numbers_need_their_evidence_and_have_one_source() -> None:
+    for missing in ("protocol", "n", "decoding"):
+        with pytest.raises(DataError, match=missing):
+            bare_facts(evaluations=[evaluation("grpo", "reward", 1.0, **{missing: None})])
     floor = evaluation("random_copier", "reward", 1.0)
-    assert len(facts(evaluations=[floor, dict(floor)]).evaluations) == 1
-    with pytest.raises(DataError, match="Two evaluations claim"):
-        facts(evaluations=[evaluation("grpo", "reward", 1.0), evaluation("grpo", "reward", 2.0)])
+    assert len(bare_facts(evaluations=[floor, dict(floor)]).evaluations) == 1
+    claims = [evaluation("grpo", "reward", value) for value in (1.0, 2.0)]
+    with pytest.raises(DataError, match="Two evaluations"):
+        bare_facts(evaluations=claims)
 
 
-# ---------------------------------------------------------------- notes from records
+# ---------------------------------------------------------------- steps of one run
 
 
-def test_a_note_of_an_interruption_says_when_and_what_was_done_again():
-    """The run behind seed 000 ended at step 100 on a quota; its card had to be told by hand."""
+def test_steps_of_one_protocol_form_one_table() -> None:
+    results = section(build_card(full_facts()), "Results")
+    main, progress, rewards = results.rsplit("### Training progression", 2)
+    assert "| step 25 | 0.487 [0.437, 0.537] |" in progress
+    assert "| **step 50 (this model)** | 0.533 [0.483, 0.583], n = 64 |" in progress
+    assert "reward" not in progress, "the reward was measured under another protocol"
+    assert rewards.index("step 25") < rewards.index("step 50") < rewards.index("step 75")
+    assert "SFT | **GRPO, step 50 (this model)** |" in main
+
+
+def use_of(evaluations: list[dict[str, Any]] | None = None, metric: str = "") -> str:
+    """The intended use of a step, beside steps that were measured like this."""
+    facts = full_facts() if evaluations is None else full_facts(evaluations=evaluations)
+    if metric:
+        config = replace_fields(facts.config, {"publish.best_metric": metric})
+        facts = replace(facts, config=config)
+    return section(build_card(facts), "Intended use")
+
+
+def test_the_preferred_step_has_the_best_number_of_one_protocol() -> None:
+    use = use_of()
+    assert "step 75 has the highest `reward`" in use
+    assert "5.060 [5.010, 5.110]" in use
+    assert "4.870 [4.820, 4.920]" in use
+    apart = [
+        evaluation("grpo-step50", "reward", 4.87),
+        evaluation("grpo-step75", "reward", 9.99, protocol=OTHER),
+    ]
+    assert "highest" not in use_of(apart), "another protocol is no comparison"
+    shares = {25: 0.4, 50: 0.1, 75: 0.2}
+    entries = [evaluation(f"grpo-step{s}", "uncited", v) for s, v in shares.items()]
+    assert "none has a lower `uncited`" in use_of(entries, "uncited"), "as publish.which=best"
+
+
+# ---------------------------------------------------------------- course and cost
+
+
+def test_the_course_of_training_is_at_most_ten_lines_with_both_ends() -> None:
+    curve = section(build_card(full_facts()), "Training curve")
+    rows = [line for line in curve.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == 10
+    assert rows[0] == "| 4 | 2.143 | 0.0007692 | 396.7 | 0.5323 |"
+    assert rows[-1].startswith("| 48 | 3.714 |")
+
+
+@pytest.mark.parametrize("points", [[], [[1, 2.0]], [[1, float("nan")]], [[1, 3.0], [2, 3.0]]])
+def test_short_flat_and_broken_curves_are_accepted(points: list[Any]) -> None:
+    known = reports()
+    known["grpo"]["curves"] = {"scores": points}
+    card = build_card(full_facts(reports=known))
+    assert ("## Training curve" in card) == bool(points)
+    assert lint_card(card) == []
+
+
+def test_cost_counts_all_attempts_and_lost_work() -> None:
+    card = build_card(full_facts())
+    cost = section(card, "Hardware and cost")
+    for shown in ("grpo 2 h 02 min.", "sft 10 min 05 s, grpo 2 h 31 min.", "17.25 GPU-hours"):
+        assert shown in cost
+    assert "53.48 USD at 3.10 USD" in cost
+    assert "1.50 of 17.25 GPU-hours" in notes(full_facts())
+    cores = {"gpu_hours": 0.0, "core_hours": 0.035, "lost_core_hours": 0.0, "price": 3.0}
+    card = build_card(full_facts(cost=cores))
+    assert "0.035 core-hours" in card
+    assert "USD" not in card
+
+
+# ---------------------------------------------------------------- notes
+
+
+def test_an_interruption_is_noted_with_its_time_and_lost_steps() -> None:
     full = Outcome("disk_full", "resume", "Disk quota exceeded", step=100, errno=122)
     first = Attempt(1, "c", "slurm", "o", "t", ended_at="2026-11-21T03:12:41.123+00:00")
-    second = Attempt(
-        2, "c", "slurm", "o", "t", resumed_from_step=50, outcome=Outcome("none", "finish")
-    )
+    done = Outcome("none", "finish")
+    second = Attempt(2, "c", "slurm", "o", "t", resumed_from_step=50, outcome=done)
     attempts = attempt_notes("grpo", [replace(first, outcome=full), second])
-    notes = section(build_card(facts(attempts=attempts)), "Known notes")
-    assert "ended on 2026-11-21 03:12 UTC after step 100 because the disk or its quota" in notes
-    assert "went on from the checkpoint of step 50" in notes
-    assert "50 steps were done again" in notes
+    said = notes(bare_facts(attempts=attempts))
+    for word in ("2026-11-21 03:12 UTC", "step 100", "quota", "checkpoint of step 50", "50 steps"):
+        assert word in said
 
 
-def test_interruptions_are_told_with_how_they_ended_and_without_their_messages():
-    def attempt(number: int, failure: Any, resumed: int | None = None) -> Attempt:
-        outcome = Outcome(failure, "resume", "/home/me/run: Disk quota exceeded on node17")
-        return Attempt(number, "c", "slurm", "o", "t", resumed_from_step=resumed, outcome=outcome)
-
-    attempts = attempt_notes("grpo", [attempt(1, "preempted"), attempt(2, "disk_full", 25)])
-    notes = section(build_card(facts(attempts=attempts)), "Known notes")
-    assert "its job was preempted; attempt 2 went on from the checkpoint of step 25" in notes
-    assert "the disk or its quota was full; the stage was not taken up again" in notes
-    assert "node17" not in notes
-    assert "/home" not in notes
-
-
-def test_an_attempt_that_succeeded_is_no_note():
-    notes = section(build_card(facts(TINY, attempts=[AttemptNote("grpo", 1)])), "Known notes")
-    assert "Nothing unusual" in notes
-
-
-def test_dropped_rows_and_judge_failures_are_told_with_their_counts():
-    reports = {
-        "data": {
-            "rl": {"read": 88, "kept": 60, "dropped": {"prompt_too_long": 27, "duplicate": 1}},
-            "sft": {"read": 0, "kept": 0, "dropped": {}},
-            "split": {"questions": 56, "held_out_questions": 6, "rl_without_rubrics": 0},
-        },
-        "grpo": {"episodes": 12800, "counts": {"samples/unscored": 17}},
-    }
-    notes = section(build_card(facts(reports=reports)), "Known notes")
-    assert "28 of 88 prompts were dropped" in notes
-    assert "27 `prompt_too_long`" in notes
-    assert "The judge failed on 17 of 12800 rollouts" in notes
-
-
-def test_an_option_that_came_after_the_run_is_named_with_the_value_in_effect():
-    recorded = tuple(p for p, _ in walk(RecipeConfig) if p != "reward.instance_rubrics_only")
-    card = build_card(facts(recorded_fields=recorded))
-    notes = section(card, "Known notes")
-    assert "`--refiner_reward_instance_rubrics_only`" in notes
-    assert "produced before it existed**; the value in effect was `false`" in notes
-    assert "instance_rubrics_only" not in section(card, "Reproduction")
-    assert "instance_rubrics_only" not in section(build_card(facts()), "Known notes")
-
-
-def test_provenance_says_when_the_code_had_uncommitted_changes():
-    provenance = {
-        "commit": "0123abc",
-        "dirty": True,
-        "packages": {"torch": "2.13.0"},
-        "host": "8 x H200",
-        "durations": {"grpo": 7322.4},
-    }
-    card = build_card(facts(provenance=provenance))
-    told = section(card, "Provenance")
-    assert "commit `0123abc` with uncommitted changes" in told
-    assert "torch 2.13.0" in told
-    assert "8 x H200" in section(card, "Hardware and cost")
-    assert "grpo 2 h 02 min" in section(card, "Hardware and cost")
-
-
-def test_provenance_does_not_call_code_clean_of_which_git_did_not_say():
-    told = {
-        dirty: section(
-            build_card(facts(provenance={"commit": "012", "dirty": dirty})), "Provenance"
-        )
-        for dirty in (False, None)
-    }
-    assert "commit `012`." in told[False]
-    assert "commit `012` (whether with uncommitted changes, git did not say)." in told[None]
-
-
-# ---------------------------------------------------------------- leaks and lint
-
-
-def test_no_path_of_the_users_machine_stands_in_a_card():
-    config = RecipeConfig(
-        model=ModelConfig(name_or_path="/home/me/models/qwen3-mine"),
-        data=DataConfig(sft_path="~/data/demos.jsonl", rl_path="/scratch/me/rl.jsonl"),
-        reward=RewardConfig(rubric_source="static", static_rubrics="/home/me/strict.yaml"),
-    )
-    command = "refiner run tiny data.rl_path=/scratch/me/rl.jsonl"
-    card = build_card(
-        facts(config, command=command, reports={"sft": {"steps": 3}}, provenance={"host": "/x/y"})
-    )
-    assert "refiner run tiny data.rl_path=rl.jsonl\n" in card
-    assert "/home" not in card
-    assert "/scratch" not in card
-    assert "~/" not in card
-    assert "/x" not in card
-    assert front_matter(card)["base_model"] == "qwen3-mine"
-    assert lint_card(card) == []
-
-
-@pytest.mark.parametrize(
-    ("damage", "problem"),
-    [
-        (("license: apache-2.0\n", ""), "no license"),
-        (("base_model: lihaoxin2020/qwen3-4b-refiner-gpt54-ep2\n", ""), "no base_model"),
-        (("license: apache-2.0", "license: [apache"), "not YAML"),
-        (("## Results", "From /home/me/run7.\n\n## Results"), "is a local path"),
-        (("## Results", "hf_abcdefghijklmnopqrstuvwxyz\n\n## Results"), "access token"),
-        (("---\nlicense", "license"), "no front matter"),
-    ],
-)
-def test_lint_finds_what_makes_a_card_unfit(damage: tuple[str, str], problem: str):
-    card = build_card(facts(evaluations=[evaluation("grpo", "reward", 0.5)]))
-    assert lint_card(card) == []
-    assert damage[0] in card
-    found = lint_card(card.replace(*damage, 1))
-    assert any(problem in line for line in found), found
-
-
-def test_lint_lets_real_links_pass():
-    card = build_card(facts()) + "\nSee https://github.com/owner/repo and [x](https://hf.co/a/b).\n"
-    assert lint_card(card) == []
-
-
-numbers = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True), st.integers(0, 5))
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["base", "random_copier", "sft", "grpo", "other"]),
-            st.sampled_from(["reward", "citation_f1"]),
-            st.sampled_from([ONE, OTHER]),
-            st.sampled_from(["greedy", "sampled"]),
-            numbers,
-        ),
-        unique_by=lambda entry: entry[:4],
-    ),
-    st.sampled_from([SEED, TINY]),
-    st.sampled_from(["sft", "grpo"]),
-    st.booleans(),
-)
-def test_whatever_was_measured_the_card_is_clean_and_parses(
-    entries: list[Any], config: RecipeConfig, stage: str, final: bool
-):
-    evaluations = [
-        evaluation(model, metric, 0.0)
-        | {"protocol": protocol, "decoding": decoding, "value": value, "low": value, "high": value}
-        for model, metric, protocol, decoding, value in entries
+def test_code_is_called_clean_only_where_git_said_so() -> None:
+    told = [
+        section(build_card(bare_facts(provenance={"commit": "012", "dirty": d})), "Provenance")
+        for d in (False, None)
     ]
-    card = build_card(facts(config, stage=stage, final=final, evaluations=evaluations))
-    assert lint_card(card) == []
-    for result in front_matter(card).get("model-index", [{"results": []}])[0]["results"]:
-        assert all(math.isfinite(metric["value"]) for metric in result["metrics"])
+    assert ["uncommitted" in text for text in told] == [False, True]
 
 
-def test_cards_load_without_torch():
-    code = "import sys, refiner_core.cards; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+def test_a_resume_on_other_processes_is_noted() -> None:
+    facts = full_facts()
+    two = {"ranks": 2, "nodes": 1, "engine": "DeepSpeed ZeRO-3", "attempt": 1, "up_to_step": 20}
+    report = {**facts.reports["grpo"], "ranks": 1, "engine": "torch", "resumed_on": [two]}
+    said = notes(replace(facts, reports={**facts.reports, "grpo": report}))
+    assert "up to step 20 on 2 processes (DeepSpeed ZeRO-3), then on 1 process (torch)" in said
+    same = {**report, "resumed_on": []}
+    assert "processes" not in notes(replace(facts, reports={**facts.reports, "grpo": same}))
 
 
-# ---------------------------------------------------------------- another trainer's model
+def test_a_moving_revision_is_noted() -> None:
+    moving = replace_fields(CONFIG, {"model.revision": "main", "data.rl_revision": "main"})
+    assert "`main`" in notes(full_facts(config=moving))
+    assert "`main`" not in notes(full_facts())
 
 
-def test_a_card_of_another_trainers_model_claims_nothing_that_is_not_recorded() -> None:
+def test_a_training_that_ended_early_is_noted() -> None:
+    report = {"steps": 20, "steps_planned": 60}
+    cut = full_facts(stage="command", step=20, measured_as="", reports={"command": report})
+    assert "step 20 of the 60" in notes(cut)
+
+
+def test_the_card_of_another_trainers_model_claims_nothing_that_is_not_recorded() -> None:
     command = CommandConfig(run="torchrun /home/me/train.py --out {output}", version="v2")
-    card = build_card(
-        facts(
-            replace(TINY, command=command),
-            stage="command",
-            base_model=UNKNOWN,
-            reports={"command": {"steps": 50, "final": {"loss": 0.25}}},
-        )
-    )
-    assert "base_model" not in front_matter(card)
-    assert "datasets" not in front_matter(card)
-    assert "`torchrun train.py --out {output}` (version v2)" in section(card, "Training set-up")
-    assert "loss 0.25" in section(card, "Training set-up")
-    assert "/home" not in card
-    assert "not recorded: another trainer chose it" in card
-    assert "none of them is in the training data" not in card
-    assert "builtin:tiny" not in card
+    known = {"command": {"steps": 50, "final": {"loss": 0.25}}}
+    config = replace(TINY, command=command)
+    card = build_card(bare_facts(config, stage="command", base_model=UNKNOWN, reports=known))
+    assert {"base_model", "datasets"}.isdisjoint(front_matter(card))
+    set_up = section(card, "Training set-up")
+    assert "`torchrun train.py --out {output}` (version v2)" in set_up
+    assert "loss 0.25" in set_up
+    for never in ("/home", "none of them is in the training data", "builtin:tiny"):
+        assert never not in card
 
 
-def test_a_card_of_an_adopted_checkpoint_says_so() -> None:
+def test_an_adopted_checkpoint_is_noted() -> None:
     config = replace(TINY, command=CommandConfig(adopted="ab" * 32))
     report = {"steps": 50, "adopted": True, "source": "/scratch/me/run/checkpoint-50"}
-    card = build_card(
-        facts(config, stage="command", base_model="Qwen/Qwen3-4B", reports={"command": report})
-    )
+    known = {"stage": "command", "base_model": "Qwen/Qwen3-4B", "reports": {"command": report}}
+    card = build_card(bare_facts(config, **known))
     assert front_matter(card)["base_model"] == "Qwen/Qwen3-4B"
-    assert "adopted from the folder of a run that had ended" in card
+    assert "adopted" in card
     assert "`checkpoint-50`" in card
     assert "/scratch" not in card
     assert lint_card(card) == []
+
+
+# ---------------------------------------------------------------- reproduction and use
+
+
+def test_reproduction_has_command_code_files_and_fingerprint() -> None:
+    told = section(build_card(full_facts()), "Reproduction")
+    assert "```bash\nrefiner run recipe.yaml seed=42\n```" in told
+    for shown in ("refiner 0.1.0", "`0123abc`", "572b25e5d1bac28e", "ab" * 32, "c9" * 32):
+        assert shown in told
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from refiner_core.models import tiny_model_dir
+    from refiner_core.training.model.loading import export
+
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir())
+    export(model, AutoTokenizer.from_pretrained(tiny_model_dir()), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"revision": "main"},
+        {"config": replace_fields(CONFIG, {"grpo.stop_strings": ["</answer>"]})},
+        {"config": replace_fields(CONFIG, {"data.refiner_mode": "with_reasoning"})},
+    ],
+    ids=["step of a shared repository", "own repository", "stop strings", "other mode"],
+)
+def test_the_usage_section_runs_as_a_reader_would_run_it(
+    changes: dict[str, Any], exported: Path
+) -> None:
+    """Only the repository's name is replaced, by the folder that would be there."""
+    short = replace_fields(changes.get("config", CONFIG), {"grpo.response_length": 6})
+    given = full_facts(**{**changes, "config": short})
+    usage = section(build_card(given), "Usage")
+    code = usage.split("```python\n")[1].split("\n```")[0]
+    assert ('revision="step-50"' in code) == (given.revision == "step-50")
+    printed = io.StringIO()
+    space: dict[str, Any] = {}
+    with contextlib.redirect_stdout(printed):
+        exec(code.replace(given.repo_id, str(exported)), space)  # the point of this test
+    assert space["output"].shape[1] > space["inputs"]["input_ids"].shape[1]
+    assert printed.getvalue() == space["answer"] + "\n"
+
+
+@pytest.mark.parametrize("revision", ["main", "step-50"])
+def test_the_usage_section_of_a_folder_loads_the_folder_of_that_step(
+    revision: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder has no revisions: transformers would load the main one without a warning."""
+    config = replace_fields(CONFIG, {"publish.target": "folder", "grpo.response_length": 6})
+    given = full_facts(config=config, revision=revision)
+    usage = section(build_card(given), "Usage")
+    code = usage.split("```python\n")[1].split("\n```")[0]
+    assert "revision=" not in code
+    here = given.repo_id if revision == "main" else f"{given.repo_id}@{revision}"
+    shutil.copytree(exported, tmp_path / here)
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {}
+    exec(code, space)  # the point of this test
+    assert space["name"] == here
+
+
+# ---------------------------------------------------------------- templates of users
+
+
+def test_a_user_can_change_the_template_and_has_all_that_the_shipped_one_has() -> None:
+    mine = shipped_template().replace("## Known notes", "## What else happened")
+    given = full_facts(template=mine + "\nbeta is {{ facts.config['grpo.beta'] }}.\n")
+    card = build_card(given)
+    assert "## What else happened" in card
+    assert card.endswith("beta is 0.001.\n")
+    assert build_card(full_facts(template=shipped_template())) == build_card(full_facts())
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "said"),
+    [
+        ("# {{ name }}\n\n{{ nmae }}\n", 3, "nmae"),
+        ("# {{ name }}\n{% for x in notes %}\n", 2, "endfor"),
+        ("a\nb\n{{ step / 0 }}\n", 3, "division by zero"),
+        ("{{ ''.__class__.__mro__ }}\n", 1, "unsafe"),
+        ("\n{{ notes.append(1) }}\n", 2, "unsafe|not safely callable"),
+        ("{{ format.nothing }}", 1, "nothing"),
+    ],
+)
+def test_a_template_that_fails_names_the_line_and_what_there_is(
+    template: str, line: int, said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        build_card(full_facts(template=template))
+    assert f"at line {line}" in str(caught.value)
+    assert "notes, preferred, progression" in str(caught.value)
+
+
+def test_the_table_in_the_templates_head_names_every_variable() -> None:
+
+    head = shipped_template().split("-#}")[0]
+    rows = [line.split("|")[1].strip() for line in head.splitlines() if line.startswith("| ")]
+    assert set(rows) - {"variable"} == {*card_variables(published_facts(full_facts())), "facts"}
+
+
+# ---------------------------------------------------------------- hostile or missing values
+
+
+def test_a_card_with_nothing_recorded_is_short_and_claims_nothing() -> None:
+    bare = CardFacts("me/m", RecipeConfig(), "grpo", 3, True, "refiner run tiny")
+    card = build_card(bare)
+    assert lint_card(card) == []
+    for title in ("Training curve", "Hardware and cost"):
+        assert f"## {title}" not in card
+    assert "No evaluation of this checkpoint is recorded." in card
+    assert "Nothing was recorded of the code" in card
+    assert build_card(replace(bare)) == card
+
+
+def test_names_from_rows_and_trainers_forge_no_table_link_or_markup() -> None:
+    forged = "".join(
+        f"x{sign}{sign}| metric | own |{sign}|---|---|{sign}| citation_f1 | **0.99** |{sign}"
+        for sign in ("\r", "\n", "\x1b[2J", "\u2028", "\u202e", "\x85")
+    )
+    hostile = forged + "<img src=x onerror=y> [free](https://evil.example/a) `a`"
+    told = reports()
+    told["data"]["rl"]["modes"] = {hostile: 3, "answer_only": 2}
+    evaluations = [evaluation("grpo", "citation_f1", 0.5), evaluation("grpo", hostile, 0.5)]
+    for facts in (
+        full_facts(reports=told),
+        full_facts(evaluations=evaluations),
+        full_facts(static_rubric_titles=(hostile,), static_rubric_weights=(1.0,)),
+        full_facts(
+            stage="command",
+            reports={"command": {"steps": 3, "final": {hostile: 1.0}, "source": "s"}},
+        ),
+    ):
+        card = build_card(facts)
+        assert not CONTROLS.search(card)
+        assert "<img" not in card
+        assert "](https://evil" not in card
+        assert not any(line.startswith("| citation_f1 | **0.99**") for line in card.split("\n"))
+        found = check_card(card, evidence_text(facts, []))
+        assert {f.rule for f in found} <= {"evidence-inconsistent"}, "made-up intervals"
+        assert build_card(published_facts(facts)) == card
+
+
+def test_invisible_characters_are_refused() -> None:
+    card = build_card(full_facts())
+    for sign in ("\r", "\x1b", "\u202e", "\u2028", "\x00"):
+        forged = card.replace("## Usage", f"## Usage{sign}| grpo | 0.99 |")
+        assert "control-character" in {f.rule for f in check_card(forged)}
+    assert "control-character" not in {f.rule for f in check_card(card.replace("\n", "\r\n"))}

@@ -1,4 +1,4 @@
-"""Two models, or two arms over seeds, by the numbers of their evaluations, written by hand."""
+"""Comparisons of two models, or two arms over seeds, from result files written by hand."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_seeds_are_paired_in_order_and_means_are_over_them(tmp_path: Path) -> No
         compare_results([], [])
 
 
-def test_what_only_one_side_has_is_left_out_and_nothing_after_it(tmp_path: Path) -> None:
+def test_metrics_of_one_side_are_left_out(tmp_path: Path) -> None:
     a = evaluated(tmp_path / "a", 0.125)
     b = evaluated(tmp_path / "b", rubric_score=None, reward="p2")
     assert [row["metric"] for row in compare_results([a], [b])] == ["citation_f1"]

@@ -1,4 +1,4 @@
-"""Reports of sweeps: what is compared, what is refused, and what is said of both."""
+"""Comparisons in the report of a sweep: verdicts, refusals, drift of the judge."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def number(report: SweepReport, arm: str, metric: str = "rubric_score") -> ArmNu
     return found
 
 
-def test_a_clear_gain_is_better_and_says_by_how_much() -> None:
+def test_a_clear_gain_has_its_difference_and_interval() -> None:
     values = 0.5 + 0.05 * RNG.standard_normal((3, 3, PROMPTS))
     values[1] += 0.2
     report = make_report(made_from(values).evidence())
@@ -51,7 +51,6 @@ def test_a_clear_gain_is_better_and_says_by_how_much() -> None:
     assert better.p_adjusted == pytest.approx(2 * exact.p_value)  # two arms, the smaller p first
     assert [p["seed"] for p in better.points] == [1, 2, 3]
     assert better.points[0]["difference"] == pytest.approx((values[1] - values[0])[0].mean())
-    assert report.primary is not None
     assert report.primary.key.metric == "rubric_score"
 
 
@@ -129,7 +128,7 @@ def test_other_prompts_are_refused_with_the_odd_ones_named() -> None:
         {"content": "two", "protocol": {**PROTOCOL, "file": "f"}, "protocol_file": "f"},
     ],
 )
-def test_prompts_that_one_seed_alone_was_asked_otherwise_refuse_its_arm(
+def test_other_prompts_in_one_seed_refuse_its_arm(
     other: dict[str, Any],
 ) -> None:
     made = MadeSweep(("base", "new"))
@@ -150,7 +149,7 @@ def test_a_protocol_without_stages_of_its_own_is_answered_by_the_one_that_measur
         assert any(c.primary for c in report.comparisons) is answered
 
 
-def test_a_trial_s_own_evaluation_does_not_stand_in_for_that_under_a_file() -> None:
+def test_an_own_evaluation_does_not_replace_one_under_a_protocol_file() -> None:
     """An arm may measure itself just as the file does, on fewer prompts: both are there."""
     few, file = drawn(prompts=10), {**PROTOCOL, "file": "held-out"}
     made = MadeSweep(("base", "new"), question={"protocol": "held-out"})
@@ -160,7 +159,6 @@ def test_a_trial_s_own_evaluation_does_not_stand_in_for_that_under_a_file() -> N
             under = {"protocol": file, "protocol_file": "held-out"}
             made.add(arm, seed, {"rubric_score": drawn()}, **under)
     report = make_report(made.evidence())
-    assert report.primary is not None
     assert [n.verdict for n in report.primary.numbers] == [None, "not clear"]
     assert {n.n for n in report.primary.numbers} == {PROMPTS}
 
@@ -178,7 +176,6 @@ def test_another_judge_is_another_comparison_and_a_common_protocol_answers() -> 
     for seed in made.seeds:
         made.add("base", seed, {"rubric_score": drawn()}, protocol=other, protocol_file="held-out")
     report = make_report(made.evidence())
-    assert report.primary is not None
     assert report.primary.key.protocol_name == "held-out"
     assert [n.arm for n in report.primary.numbers] == ["base", "new"]
     assert not any("common" in w for w in report.warnings)
@@ -215,7 +212,7 @@ def test_a_yes_or_no_of_one_checkpoint_against_one_has_mcnemar_s_test() -> None:
     assert "McNemar" in found.interval
 
 
-def test_prompts_without_a_value_are_counted_and_many_of_them_are_told() -> None:
+def test_prompts_without_a_value_are_counted_and_noted() -> None:
     values = 0.5 + 0.05 * RNG.standard_normal((2, 3, PROMPTS))
     values[1, 0, :20] = np.nan
     found = number(make_report(made_from(values, metric="oracle_given_valid").evidence()),
@@ -224,7 +221,7 @@ def test_prompts_without_a_value_are_counted_and_many_of_them_are_told() -> None
     assert "20 of 60 prompts have no value on some side" in found.note
 
 
-def test_models_that_all_arms_share_are_no_outcome() -> None:
+def test_shared_models_are_not_compared() -> None:
     made = MadeSweep(("base", "new"))
     for seed in made.seeds:
         for arm in made.arms:
@@ -249,7 +246,7 @@ def test_the_question_chooses_what_is_compared_first() -> None:
     assert any("pass@1" in w for w in report.warnings)
 
 
-def test_all_right_in_every_answer_is_no_certainty() -> None:
+def test_a_perfect_score_has_an_interval() -> None:
     values = np.ones((2, 3, 20))
     found = number(make_report(made_from(values, metric="stop_rate").evidence()),
                    "arm1", "stop_rate")  # fmt: skip
@@ -271,24 +268,24 @@ def judged(shift: float, gain: float = 0.0, noise: float = 0.0, policy: float = 
     return number(make_report(made_from(values, reference=floor).evidence()), "arm1")
 
 
-def test_a_more_lenient_judge_is_no_progress() -> None:
-    found = judged(0.15, noise=0.02)
+@pytest.mark.parametrize(
+    ("shift", "gain", "noise", "verdict"),
+    [
+        (0.15, 0.0, 0.02, "judge moved"),  # a more lenient judge is no progress
+        (0.0, 0.15, 0.0, "better"),
+        (0.01, 0.3, 0.01, "better"),  # a gain far beyond the drift of the judge
+    ],
+)
+def test_a_gain_counts_only_beyond_the_drift_of_the_judge(
+    shift: float, gain: float, noise: float, verdict: str
+) -> None:
+    found = judged(shift, gain=gain, noise=noise)
+    assert found.verdict == verdict
+    assert ("the judge moved" in found.note) == bool(shift)
     assert found.p < 1e-3
-    assert found.verdict == "judge moved"
-    assert "the judge moved" in found.note
 
 
-def test_a_judge_that_is_the_same_changes_nothing() -> None:
-    assert judged(0.0, gain=0.15).verdict == "better"
-
-
-def test_a_gain_far_beyond_the_judge_s_drift_stands() -> None:
-    found = judged(0.01, gain=0.3, noise=0.01)
-    assert found.verdict == "better"
-    assert "the judge moved" in found.note
-
-
-def test_a_noisy_judge_takes_what_its_noise_may_have_made() -> None:
+def test_the_noise_of_a_judge_widens_the_interval() -> None:
     steady, noisy = judged(0.0, gain=0.04), judged(0.0, gain=0.04, noise=0.4)
     assert steady.verdict == "better"
     assert noisy.verdict in ("not clear", "judge moved")

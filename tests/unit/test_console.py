@@ -1,4 +1,4 @@
-"""What a person reads on standard error while a campaign runs, and when it is over."""
+"""Progress and summaries on standard error."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from flows.running.console import Console, state_line
+from flows.running.console import Console
 from flows.sweeping.admission import TrialWord
 from refiner_core.contract.types import Progress, StageView
-from refiner_core.report.printing import clock
 
 SFT = StageView("sft", "sft", "f" * 12, "waiting")
 RUNNING = replace(SFT, state="running", attempt=1)
@@ -45,10 +44,6 @@ def shown(*views: StageView, every_s: float = 1.0, quiet: bool = False) -> list[
     return stream.getvalue().splitlines()
 
 
-def test_a_stage_that_waits_says_nothing() -> None:
-    assert shown(SFT, SFT) == []
-
-
 def test_every_change_of_state_is_one_line() -> None:
     done = replace(RUNNING, state="done", seconds=7.2)
     assert shown(SFT, RUNNING, RUNNING, done, done) == ["sft: running", "sft: done (7.2 s)"]
@@ -63,20 +58,11 @@ def test_progress_is_a_line_every_ten_seconds_at_most() -> None:
     ]
 
 
-def test_no_line_when_nothing_moved() -> None:
-    assert len(shown(*[at(1)] * 30)) == 1
-
-
 def test_quiet_leaves_failures() -> None:
     assert shown(RUNNING, at(3), FAILED, every_s=20.0, quiet=True) == [
         "sft: failed (1 min 05 s), loss is NaN",
         "  log: /w/sft.log",
     ]
-
-
-def test_a_reattached_stage_names_its_job() -> None:
-    view = replace(RUNNING, state="reattached", job_id="4711")
-    assert state_line(view) == "sft: reattached as job 4711"
 
 
 def test_the_summary_names_logs_and_the_next_commands() -> None:
@@ -103,19 +89,6 @@ def test_the_summary_names_logs_and_the_next_commands() -> None:
     ]
 
 
-def test_after_success_nothing_is_run_again() -> None:
-    console = Console(command=["refiner", "run", "tiny"], stream=io.StringIO())
-    done, skipped = replace(SFT, state="done"), replace(SFT, state="skipped")
-    assert console.next_commands({"a": done, "b": skipped}) == ["refiner status"]
-
-
-def test_a_recorded_run_has_a_report() -> None:
-    run = "20261121-153012-tiny-3f2a"
-    console = Console(command=["refiner", "run", "tiny"], run=run, stream=io.StringIO())
-    done = {"a": replace(SFT, state="done")}
-    assert console.next_commands(done) == [f"refiner report {run}", "refiner status"]
-
-
 def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
@@ -130,34 +103,17 @@ def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 done in" in text
 
 
-def trials(**states: str) -> dict[str, TrialWord]:
-    """How trials stand, as ``a="running"`` or ``a="failed: why"``."""
-    parts = {name: text.partition(": ") for name, text in states.items()}
-    return {n: TrialWord(s, why, run=f"run-{n}") for n, (s, _, why) in parts.items()}  # type: ignore[arg-type]
-
-
-def of_sweep(stream: io.StringIO, *moments: dict[str, TrialWord], quiet: bool = False) -> list[str]:
-    """Lines of a sweep whose trials stood like this, a minute apart; the first is at work."""
-    clock, now = Clock(), [moments[0]]
-    console = Console(stream=stream, clock=clock, quiet=quiet, trials=lambda: now[0])
+def test_a_sweep_shows_changes_of_trials_and_the_stages_at_work() -> None:
+    stream, clock, trials = io.StringIO(), Clock(), dict[str, TrialWord]()
+    console = Console(stream=stream, clock=clock, trials=lambda: trials)
     views = {"a/sft": replace(at(3), name="a/sft"), "a/data": replace(SFT, name="a/data")}
-    for moment in moments:
-        now[0] = moment
+    for a, b in (("waiting", "waiting"), ("running", "held"), ("failed", "held")):
+        trials["a"] = TrialWord(a, "loss is NaN" if a == "failed" else "", run="run-a")
+        trials["b"] = TrialWord(b, "a limit" if b == "held" else "", run="run-b")
         console.show(views)
         clock.now += 60.0
     console.finish({})
-    return stream.getvalue().splitlines()
-
-
-MOMENTS = (
-    trials(a="waiting", b="waiting"),
-    trials(a="running", b="held: a limit"),
-    trials(a="failed: loss is NaN", b="held: a limit"),
-)
-
-
-def test_a_sweep_tells_of_its_trials_and_now_and_then_of_the_stages_at_work() -> None:
-    assert of_sweep(io.StringIO(), *MOMENTS) == [
+    assert stream.getvalue().splitlines() == [
         "a: running (run run-a)",
         "2 trials: 1 running, 1 held",
         "  a/sft: running step 3/80",
@@ -168,24 +124,8 @@ def test_a_sweep_tells_of_its_trials_and_now_and_then_of_the_stages_at_work() ->
     ]
 
 
-def test_a_quiet_sweep_tells_of_failures_and_of_an_end_that_is_not_whole() -> None:
-    found = of_sweep(io.StringIO(), *MOMENTS, quiet=True)
-    assert found == ["a: failed: loss is NaN", "2 trials: 1 held, 1 failed in 3 min"]
-    assert of_sweep(io.StringIO(), trials(a="running"), trials(a="done"), quiet=True) == []
-
-
-def test_a_terminal_shows_the_stages_of_a_sweep_that_are_at_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    text = "\n".join(of_sweep(Terminal(), trials(a="running", b="waiting")))
-    assert "2 trials: 1 running, 1 waiting" in text
-    assert "a/sft" in text
-    assert "a/data" not in text, "it waits, while another stage of the trial is at work"
-
-
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_work_goes_on_when_nobody_can_read_any_more(
+def test_a_closed_terminal_stops_no_work(
     monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
@@ -201,18 +141,3 @@ def test_work_goes_on_when_nobody_can_read_any_more(
     console.note("stopping")
     console.finish({"sft": FAILED})
     console.close()
-
-
-def test_closing_twice_does_no_harm() -> None:
-    console = Console(stream=Terminal())
-    console.show({"sft": RUNNING})
-    console.close()
-    console.close()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0 s"), (59.96, "1 min 00 s"), (185, "3 min 05 s"), (7440, "2 h 04 min")],
-)
-def test_durations_read_well(seconds: float, text: str) -> None:
-    assert clock(seconds) == text

@@ -1,4 +1,4 @@
-"""Scripts and recorded workspaces of users go on working: goldens of what they rely on."""
+"""Goldens of the interfaces that users' scripts and recorded workspaces rely on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support import goldens
 
 
 @pytest.mark.parametrize("name", goldens.MADE)
-def test_what_users_rely_on_is_as_it_was(name: str) -> None:
+def test_goldens_are_unchanged(name: str) -> None:
     """If the change is meant (a stage version was raised, a flag added), write the goldens again
     (``python -m tests.support.goldens``) and say in the commit what users have to know."""
     made = json.loads(json.dumps(goldens.MADE[name]()))

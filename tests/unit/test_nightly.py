@@ -1,9 +1,10 @@
-"""Nights: each is worked on once, history never counts double, change is told from noise."""
+"""Nightly evaluations: one line per night and checkpoint, alerts, channels, files and weights."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,23 +12,18 @@ import pytest
 
 from flows.nightly.checkpoints import NothingYet, resolve
 from flows.nightly.history import status_json
-from flows.nightly.night import (
-    check_nightly,
-    due_night,
-    load_nightly,
-    run_night,
-    shipped_nightlies,
-)
+from flows.nightly.night import check_nightly, due_night, load_nightly, run_night, shipped_nightlies
 from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import warn_former
-from refiner_core.nightly.definition import Alarm, Checkpoint, Source
+from refiner_core.nightly.definition import Checkpoint, Source
+from refiner_core.nightly.page import VIEWS, trend_page
 from tests.support.git_hub import LoopbackHub
 from tests.support.hook import Hook
 from tests.support.nightly import NightLab
 from tests.support.recorded_run import RecordedRun
 
+HOSTILE = "<script>alert(1)</script>"
 DAYS = [f"2026-11-{day:02d}" for day in range(1, 31)]
 
 
@@ -66,7 +62,7 @@ def test_unchanged_weights_keep_their_numbers_and_the_canary_is_another_stage_ea
     assert len({r.protocol for r in rows}) == 1, "the occasion is no part of the protocol"
 
 
-def test_who_finds_a_night_in_other_hands_leaves_it_there(lab: NightLab) -> None:
+def test_a_night_under_a_live_process_is_left_alone(lab: NightLab) -> None:
     lab.measure("canary", DAYS[0])
     lab.measure("model", DAYS[0])
     assert lab.records.take_night(DAYS[0], 0)  # this very process: it lives
@@ -78,7 +74,7 @@ def test_who_finds_a_night_in_other_hands_leaves_it_there(lab: NightLab) -> None
     assert lab.night(DAYS[0]).state == "done"
 
 
-def test_a_night_that_a_dead_process_has_left_goes_on(lab: NightLab) -> None:
+def test_a_night_of_a_dead_process_is_continued(lab: NightLab) -> None:
     lab.measure("canary", DAYS[0])
     lab.measure("model", DAYS[0])
     path = lab.records.folder / "nights" / DAYS[0] / "turns" / "0001.json"
@@ -86,13 +82,6 @@ def test_a_night_that_a_dead_process_has_left_goes_on(lab: NightLab) -> None:
     gone = ProcessId(ProcessId.of().host, os.getpid(), 1.0)
     path.write_text(json.dumps({"process": str(gone)}))
     assert lab.night(DAYS[0]).state == "done"
-
-
-def test_two_that_write_one_line_leave_one(lab: NightLab) -> None:
-    lab.both(DAYS[0])
-    row = lab.records.rows()[0]
-    assert not lab.records.add_row(row)
-    assert len(lab.records.rows()) == 2
 
 
 # ---------------------------------------------------------------- late
@@ -113,7 +102,7 @@ def told(lab: NightLab) -> list[tuple[str, str, str, str]]:
     return [(a["checkpoint"], a["kind"], a["cause"], a["night"]) for a in lab.records.alerts()]
 
 
-def test_a_regression_is_told_once_with_its_weights_and_so_is_the_recovery(lab: NightLab) -> None:
+def test_a_regression_and_its_recovery_are_reported_once(lab: NightLab) -> None:
     for number, day in enumerate(DAYS[:12]):
         bad = 4 <= number < 8
         lab.train(f"weights {number}")
@@ -126,6 +115,13 @@ def test_a_regression_is_told_once_with_its_weights_and_so_is_the_recovery(lab: 
     assert first["difference"] == pytest.approx(-0.15, abs=0.02)
     assert (first["weights_changed"], first["direction"]) == (True, "drop")
     assert "The canary has not moved: the model has changed." in first["text"]
+    trends = lab.reading()
+    hostile = replace(trends, nightly=replace(trends.nightly, name=HOSTILE))
+    page = trend_page(hostile, "2026-11-30T04:00:00+00:00")
+    assert HOSTILE not in page
+    assert "default-src 'none'" in page
+    assert [alert for alert in trends.alerts if alert["night"] not in page] == []
+    assert [title for _, title in VIEWS if title not in page] == []
 
 
 def test_a_lenient_judge_is_drift_and_no_progress(lab: NightLab) -> None:
@@ -141,7 +137,7 @@ def test_a_lenient_judge_is_drift_and_no_progress(lab: NightLab) -> None:
     assert "model" in alert["text"].rpartition("compare with older ones: ")[2]
 
 
-def test_another_protocol_begins_another_series(lab: NightLab) -> None:
+def test_another_protocol_starts_another_series(lab: NightLab) -> None:
     for day in DAYS[:3]:
         lab.both(day, model=0.5)
     lab.write(overrides="- evaluate.seed=99\n  - grpo.response_length=40")
@@ -155,7 +151,7 @@ def test_another_protocol_begins_another_series(lab: NightLab) -> None:
 # ---------------------------------------------------------------- channels
 
 
-def test_a_channel_that_fails_fails_no_night_and_the_record_says_so(
+def test_a_failed_channel_is_recorded_and_fails_no_night(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flows.notifying.channels._PAUSE_S", 0.0)
@@ -183,19 +179,6 @@ def test_a_channel_that_fails_fails_no_night_and_the_record_says_so(
     assert "secret-path" not in whole
 
 
-def test_what_files_said_before_still_work_or_are_left_out_with_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_former.cache_clear()
-    lab = NightLab(tmp_path, alerts="channels: [{prefect: true}, {webhook: LAB_HOOK}]\ncatch_up: 3")
-    assert lab.nightly.alerts.alarms == (Alarm("url", "LAB_HOOK"),)
-    assert [r.message.partition(" ")[0] for r in caplog.records] == [
-        "catch_up",
-        "alerts.channels.prefect",
-        "alerts.channels.webhook",
-    ]
-
-
 # ---------------------------------------------------------------- the file
 
 
@@ -215,9 +198,7 @@ def test_what_files_said_before_still_work_or_are_left_out_with_a_word(
         ("  metrics: [oracle]", "  channels: [{url: 'http://x/y'}]", "name of the environment"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_its_field(
-    lab: NightLab, old: str, new: str, says: str
-) -> None:
+def test_invalid_files_are_refused_by_field(lab: NightLab, old: str, new: str, says: str) -> None:
     path = lab.root / "lab.yaml"
     text = path.read_text()
     assert old in text
@@ -226,7 +207,7 @@ def test_what_cannot_be_meant_is_refused_by_its_field(
         check_nightly(str(path))
 
 
-def test_a_canary_that_may_move_or_has_moved_is_refused(lab: NightLab) -> None:
+def test_a_movable_or_changed_canary_is_refused(lab: NightLab) -> None:
     path = lab.root / "lab.yaml"
     text = path.read_text()
     line = next(li for li in text.splitlines() if li.startswith("canary:"))
@@ -300,9 +281,7 @@ def test_a_branch_of_the_hub_means_the_commit_that_it_is_at(
         api.create_repo("me/model")
         (tmp_path / "config.json").write_text("{}")
         made = api.upload_file(
-            path_or_fileobj=tmp_path / "config.json",
-            path_in_repo="config.json",
-            repo_id="me/model",
+            path_or_fileobj=tmp_path / "config.json", path_in_repo="config.json", repo_id="me/model"
         )
         workspace = Workspace.open(tmp_path / "runs")
         found = resolve(Checkpoint("m", Source("hub", "me/model", "main")), workspace)
@@ -311,7 +290,7 @@ def test_a_branch_of_the_hub_means_the_commit_that_it_is_at(
             resolve(Checkpoint("m", Source("hub", "me/model", "nope")), workspace)
 
 
-def test_what_is_served_begins_with_a_night_that_is_not_done(lab: NightLab) -> None:
+def test_serving_starts_with_the_first_unfinished_night(lab: NightLab) -> None:
     def due(moment: str) -> str:
         return due_night(lab.nightly, datetime.fromisoformat(moment).replace(tzinfo=UTC))
 

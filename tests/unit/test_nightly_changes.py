@@ -1,4 +1,4 @@
-"""Change and noise over many nights: how often quiet series alarm, and what is found how soon."""
+"""Changes and noise over many nights: false alarms, detection, calendar."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Told(NamedTuple):
-    """What was told of one series and its canary."""
+    """Reported changes of one series and its canary."""
 
     canary: list[Change]
     model: list[Change]
@@ -98,20 +98,20 @@ def test_a_lenient_judge_is_never_taken_for_progress() -> None:
     assert progress <= 1, f"{progress} of 150 called progress"
 
 
-def test_what_lasts_one_night_is_no_change() -> None:
+def test_a_change_of_one_night_is_not_reported() -> None:
     once = np.zeros(60)
     once[30] = -12 * ERROR
     assert not any(told(seed, own=once).model for seed in range(30))
 
 
-def test_a_recovery_is_told_when_it_was_told_that_something_had_changed() -> None:
+def test_a_recovery_follows_a_reported_change() -> None:
     own = from_night(20, -12 * ERROR) - from_night(40, -12 * ERROR)
     for seed in range(10):
         changes = told(seed, own=own).model
         assert [(c.kind, c.direction) for c in changes] == [("change", -1), ("recovery", 1)]
 
 
-def test_only_the_direction_that_matters_is_told() -> None:
+def test_only_the_relevant_direction_is_reported() -> None:
     rng = np.random.default_rng(0)
     canary = series(rng, np.zeros(40), np.zeros(40))
     better = read_series(series(rng, np.zeros(40), from_night(30, 12 * ERROR, 40)), canary)[0]
@@ -120,7 +120,7 @@ def test_only_the_direction_that_matters_is_told() -> None:
     assert worth_telling(better, "rise", canary=False) == list(better)
 
 
-def test_where_the_canary_was_not_measured_nobody_claims_a_change_of_the_model() -> None:
+def test_without_a_canary_no_change_of_the_model_is_claimed() -> None:
     rng = np.random.default_rng(0)
     model = series(rng, np.zeros(40), from_night(30, -12 * ERROR, 40))
     canary = [p for p in series(rng, np.zeros(40), np.zeros(40)) if p.night < NIGHTS[30]]
@@ -175,7 +175,7 @@ def test_moments_of_the_kind_that_prefect_has_mean_the_same_night() -> None:
     assert berlin.next_after(moment(2026, 11, 21, 2, 0, tz="UTC")).day == 22
 
 
-def test_a_night_begins_exactly_when_the_schedule_says() -> None:
+def test_a_night_starts_at_its_scheduled_minute() -> None:
     utc = Schedule("0 3 * * 1-5", "UTC")
     assert utc.night_at(datetime(2026, 11, 20, 3, 0, tzinfo=UTC)) == "2026-11-20"  # a Friday
     assert utc.night_at(datetime(2026, 11, 20, 2, 59, 59, tzinfo=UTC)) == "2026-11-19"

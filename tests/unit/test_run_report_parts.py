@@ -1,9 +1,10 @@
-"""Parts of a run's report that need no run: which points and prompts are shown, what is hidden."""
+"""Parts of a run's report that need no run: points, prompts, rewards, markup and hidden secrets."""
 
 from __future__ import annotations
 
 import json
-import math
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,14 @@ from flows.reporting.run.results import choose, points_of, said_in_evaluation, s
 from flows.reporting.samples import SamplesReader
 from infra.host.secrets import HIDDEN, masked, without_secrets
 from infra.store.traces import MetricsLine, read_metrics
+from refiner_core.answers import parse_answer
 from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.records import to_json
+from refiner_core.report.printing import plain
+from refiner_core.report.run.rendering import page
+from refiner_core.report.transcripts import answer_markup, evidence_of, spans
 from refiner_core.rewards.combine import total_reward
+from tests.support.run_reports import empty_report, hostile_report
 
 REWARD = RewardConfig()
 
@@ -48,14 +54,6 @@ def test_a_metric_of_every_step_has_gaps_and_one_of_few_steps_has_none() -> None
     assert found["scores"][0] == tuple(range(1, 11))
     assert [s for s, v in zip(*found["scores"], strict=True) if v is None] == [3, 5]
     assert found["loss/validation"] == ((5, 10), (1.0, 1.0))
-
-
-def test_a_later_line_of_a_step_counts_and_names_of_another_trainer_are_shown() -> None:
-    lines = [MetricsLine(1, {"eval_f1": 0.1}), MetricsLine(1, {"eval_f1": math.inf})]
-    assert points_of(lines, foreign=True) == {}, "nothing finite is no curve"
-    lines.append(MetricsLine(2, {"eval_f1": 0.25}))
-    assert points_of(lines, foreign=True) == {"eval_f1": ((1, 2), (None, 0.25))}
-    assert points_of(lines) == {}
 
 
 # ---------------------------------------------------------------- examples
@@ -109,15 +107,6 @@ def test_the_parts_of_a_reward_add_up_to_it(reward: RewardConfig, no_rubrics: fl
     assert said["model"] == "step 3"
 
 
-def test_parts_that_do_not_add_up_are_shown_without_shares() -> None:
-    """As of a run whose settings are not those that its rollouts were rewarded by."""
-    said = said_in_training({**rollout(REWARD), "reward": 1.0}, REWARD)
-    assert [(p["name"], p["value"], p["share"]) for p in said["parts"]] == [
-        ("rubric", 0.75, None),
-        ("citation", 0.5, None),
-    ]
-
-
 EPISODE = {
     "task_id": "orders/1",
     "status": "finished",
@@ -129,7 +118,7 @@ EPISODE = {
 }
 
 
-def test_an_episode_stands_as_its_record_with_long_texts_cut() -> None:
+def test_long_texts_of_an_episode_are_cut() -> None:
     row = {
         **{"step": 1, "sample_id": "orders/1", "sample_index": 0, "response_text": "x"},
         **{"finish_reason": "stop", "status": "scored", "reward": 0.35, "judgements": []},
@@ -139,12 +128,11 @@ def test_an_episode_stands_as_its_record_with_long_texts_cut() -> None:
     said = said_in_training(row, REWARD)
     assert (said["text"], said["failed"]) == ("", "incomplete")
     assert [(p["name"], p["share"]) for p in said["parts"]] == [("reward", 0.25), ("partial", 0.1)]
-    assert said["episode"] is not None
     assert len(said["episode"]["turns"][0]["text"]) < 4_100
     assert said["metrics"]["turns"] == 1.0
 
 
-def test_an_episode_that_the_user_ended_says_so_and_has_no_reward() -> None:
+def test_an_episode_with_a_user_error_has_no_reward() -> None:
     broken = {**EPISODE, "status": "error", "failure": None}
     broken |= {"error_kind": "user_down", "error": "The user does not answer."}
     row = {
@@ -169,13 +157,11 @@ def test_an_episode_that_the_user_ended_says_so_and_has_no_reward() -> None:
         ("train.py --hf-token abc --steps 3", f"train.py --hf-token {HIDDEN} --steps 3"),
         ("password: abc", f"password: {HIDDEN}"),
         ("judge.api_key_env=MY_KEY", "judge.api_key_env=MY_KEY"),
-        ("judge.max_tokens=512", "judge.max_tokens=512"),
         ("data.max_prompt_token_length=256", "data.max_prompt_token_length=256"),
-        ("judge.max_tokens_field=max_tokens", "judge.max_tokens_field=max_tokens"),
         ("model.name_or_path=org/tokenizer-4b", "model.name_or_path=org/tokenizer-4b"),
     ],
 )
-def test_what_looks_like_a_secret_is_not_shown(text: str, shown: str) -> None:
+def test_secrets_are_hidden(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
 
 
@@ -186,10 +172,6 @@ def test_settings_that_carry_secrets_are_named_and_not_shown() -> None:
     found = changed_settings(config)
     assert found == {"command.env": HIDDEN, "grpo.beta": 0.5}
     assert shown_overrides(["command.env=[A=b]", "seed=2"]) == (f"command.env={HIDDEN}", "seed=2")
-
-
-def test_fields_of_another_version_are_their_defaults() -> None:
-    assert changed_settings({"seed": 7, "gone": {"x": 1}}) == {"seed": 7}
 
 
 @pytest.mark.parametrize(
@@ -207,7 +189,7 @@ def test_no_override_shows_a_secret(word: str) -> None:
     assert "abc123xyz" not in shown_overrides([word])[0]
 
 
-def test_what_a_stage_has_said_holds_no_secret_of_the_environment(
+def test_secrets_of_the_environment_are_masked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MY_WEBHOOK", "https://chat.example/hooks/T01/abc")
@@ -222,7 +204,7 @@ def test_what_a_stage_has_said_holds_no_secret_of_the_environment(
 # ---------------------------------------------------------------- large files
 
 
-def test_of_a_long_log_only_what_is_asked_for_is_held(tmp_path: Path) -> None:
+def test_only_wanted_metrics_of_a_log_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": n, "metrics": {"scores": n, "other": 1.0}} for n in (1, 2)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "met')
@@ -235,3 +217,49 @@ def test_answers_are_found_wherever_in_a_file_they_lie(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples.parquet")
     found = SamplesReader().rows(tmp_path / "samples.parquet", ["p9", "p1"])
     assert [row["text"] for row in found] == ["2", "18"], "the first sample of each, in order"
+
+
+_PIECES = (
+    "<answer>", "</answer>", "<answer x>", "<snippet id=S_1>", "<snippet id='S_2, S_9'>",
+    "<snippet>", "<SNIPPET id=S_1>", "</snippet>", "<snippet id=S_1", "<webpage id=W_1>", " it is",
+    " & so", "\n", ".", "\ud800",
+)  # fmt: skip
+_PROMPT = "<tool_output><snippet id=S_1> one</snippet><snippet id=S_2> two</snippet></tool_output>"
+
+
+def test_claims_are_numbered_as_by_the_judge() -> None:
+    rng = random.Random(1)
+    evidence = evidence_of(_PROMPT, (), "e0")
+    single = 0
+    for _ in range(4_000):
+        text = "".join(rng.choice(_PIECES) for _ in range(rng.randrange(12)))
+        if rng.random() < 0.7:
+            text = f"<answer>{text.replace('<answer>', '').replace('</answer>', '')}</answer>"
+        parsed = parse_answer(text)
+        markup = answer_markup(text, evidence)
+        numbers = [int(n) for n in re.findall(r'data-n="(\d+)"', markup)]
+        assert numbers == list(range(1, len(parsed.claims) + 1)), text
+        shown = re.sub("<[^>]*>", "", markup)
+        assert shown.replace("&#39;", "'").replace("&lt;", "<").replace("&gt;", ">").replace(
+            "&amp;", "&"
+        ) == plain(text), "nothing is lost or added"
+        single += parsed.body is not None
+    assert single > 2_000
+
+
+def test_pieces_of_a_text_make_the_text_again() -> None:
+    rng = random.Random(2)
+    for _ in range(2_000):
+        text = "".join(rng.choice(_PIECES) for _ in range(rng.randrange(14)))
+        for any_case in (False, True):
+            found = list(spans(text, any_case=any_case))
+            assert "".join(s.before + s.text + s.after for s in found) == text
+
+
+@pytest.mark.parametrize("make", [hostile_report, empty_report])
+def test_a_page_is_text_that_a_file_can_hold(make: object) -> None:
+    assert callable(make)
+    text = page(make())
+    text.encode("utf-8")
+    assert "\x00" not in text
+    assert "default-src 'none'" in text

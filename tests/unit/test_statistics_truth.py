@@ -145,7 +145,7 @@ def test_one_seed_is_the_paired_t_test() -> None:
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
 
 
-def test_many_layouts_at_once_are_each_by_itself() -> None:
+def test_many_layouts_at_once_equal_each_alone() -> None:
     values = np.random.default_rng(7).normal(size=(5, 3, 20))
     values[2, 1, 4:9] = np.nan
     together = two_way_means(values)
@@ -157,7 +157,7 @@ def test_many_layouts_at_once_are_each_by_itself() -> None:
         assert found[:3] == pytest.approx(alone[:3])
 
 
-def test_equal_differences_on_a_handful_of_prompts_are_no_certainty() -> None:
+def test_equal_differences_on_few_prompts_have_a_sign_test() -> None:
     """t over values without spread would give p = 0 from three prompts."""
     assert two_way_mean(np.full((3, 3), 0.5)).p_value == 0.25
     assert two_way_mean(np.full((3, 20), 0.5)).p_value == pytest.approx(2.0**-19)

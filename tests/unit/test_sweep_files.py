@@ -1,15 +1,19 @@
-"""A sweep file is read as it is meant, or refused with the name of what is wrong with it."""
+"""Sweep files: how they are read and refused, and the arms that follow from them."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import load_recipe
-from sweeps.definition import load_sweep, parse_sweep, shipped_sweeps
+from refiner_core.contract.loading import load_recipe, override_text, parse_override, read_overrides
+from sweeps.definition import load_sweep, parse_sweep, shipped_sweeps, value_text
+from sweeps.planning import find_baseline, make_arms
 from sweeps.values import Limits, Question, SweepFile
 
 WHOLE = """
@@ -59,12 +63,7 @@ def test_every_key_is_read_with_values_as_their_fields_hold_them() -> None:
     assert found.text == WHOLE, "a workspace keeps the file word for word"
 
 
-def test_a_file_without_more_than_a_recipe_is_three_runs_of_it() -> None:
-    found = sweep()
-    assert (found.name, found.seeds, found.factors, found.arms) == ("mine", (1, 2, 3), {}, {})
-
-
-def test_overrides_say_the_same_wherever_they_stand_and_keep_their_interpolations() -> None:
+def test_lists_and_mappings_of_overrides_are_equivalent() -> None:
     listed = sweep(overrides=["sft.max_train_steps=60", "publish.repo_id=me/x-${seed}"])
     mapped = sweep(overrides={"sft": {"max_train_steps": 60}, "publish.repo_id": "me/x-${seed}"})
     for found in (listed, mapped):
@@ -72,7 +71,7 @@ def test_overrides_say_the_same_wherever_they_stand_and_keep_their_interpolation
         assert (config.sft.max_train_steps, config.publish.repo_id) == (60, "me/x-7")
 
 
-def test_files_are_looked_for_beside_the_sweep(tmp_path: Path) -> None:
+def test_files_are_found_beside_the_sweep(tmp_path: Path) -> None:
     """The sweep means the same from every folder: jobs and later calls work elsewhere."""
     rubrics, recipe = tmp_path / "mine.yaml", tmp_path / "own.yaml"
     rubrics.write_text("name: mine")
@@ -97,7 +96,7 @@ def test_a_mapping_for_json_text_is_a_level() -> None:
 
 
 @pytest.mark.parametrize("name", shipped_sweeps())
-def test_shipped_sweeps_are_found_by_name_and_say_what_they_ask(name: str) -> None:
+def test_shipped_sweeps_are_found_by_name_and_have_a_question(name: str) -> None:
     found = load_sweep(name)
     assert found.name == name
     assert len(found.seeds) >= 3
@@ -111,58 +110,38 @@ def test_shipped_sweeps_are_found_by_name_and_say_what_they_ask(name: str) -> No
     [
         ({"factor": {}}, r"no field `factor`.*mine.*'factors'"),
         ({"grpo": {"beta": 1}}, r"no field `grpo`.*below `overrides:`"),
-        ({"recipe": None}, r"`recipe` of sweep mine is missing"),
         ({"factors": {"grpo.betta": [1]}}, r"no field 'grpo.betta'.*factors.*'grpo.beta'"),
-        ({"factors": {"grpo.beta": 0.1}}, r"`factors: grpo.beta` of sweep mine is 0.1.*a list"),
         ({"factors": {"grpo.beta": ["a"]}}, r"`grpo.beta` is 'a'.*a number"),
         ({"factors": {"grpo.beta": [0, 0.0]}}, r"`factors: grpo.beta`.*has 0 twice"),
         ({"factors": {"model.revision": ["a b", "a/b"]}}, r"has a-b twice.*labels"),
         ({"factors": {"model.revision": ["${seed}"]}}, r"takes its value from another field"),
-        ({"overrides": "a=1"}, r"`overrides` of sweep mine is 'a=1'.*a list"),
         (
             {"zip": {"grpo.beta": [0, 1], "grpo.learning_rate": [1e-4]}},
             r"differ in length: grpo.beta has 2, grpo.learning_rate has 1",
         ),
-        ({"zip": {"labels": ["a"]}}, r"at least one field beside `labels`"),
-        (
-            {"factors": {"grpo.beta": [0, 1]}, "zip": {"grpo.beta": [0, 1]}},
-            r"`grpo.beta` is in `factors` and in `zip`",
-        ),
         (
             {"factors": {"grpo.beta": [0, 1]}, "arms": {"a": ["grpo.beta=2"]}},
-            r"`grpo.beta` is in `factors` and in `arms`",
+            r"`grpo.beta`.*`factors`.*`arms`",
         ),
-        ({"arms": {"a": ["grpo.beta"]}}, r"not of the form key=value"),
         ({"arms": {"a": ["grpo.bta=1"]}}, r"no field 'grpo.bta'.*arms: a.*'grpo.beta'"),
         ({"exclude": ["a"]}, r"`exclude`.*a list of \{field: value or label\}"),
         ({"arms": {"a": ["grpo.beta=1", "grpo.beta=2"]}}, r"`arms: a`.*has grpo.beta twice"),
-        ({"overrides": ["grpo.beta=1", "grpo.beta=2"]}, r"`overrides`.*has grpo.beta twice"),
-        ({"baseline": ["a"]}, r"`baseline` of sweep mine is \['a'\]"),
         ({"seeds": 10**12}, r"`seeds` of sweep mine is 1000000000000.*at most 200,000"),
-        ({"seeds": [1, "2"]}, r"whole numbers"),
         ({"seeds": [3, 1, 3]}, r"`seeds` of sweep mine has 3 twice.*the same run"),
-        ({"limits": {"gpus": 1}}, r"no field `limits: gpus`"),
         ({"limits": {"concurrency": 0}}, r"`limits: concurrency` of sweep mine is 0"),
         ({"limits": {"disk_gb": float("inf")}}, r"`limits: disk_gb` of sweep mine is inf"),
-        ({"question": {"metrc": "oracle"}}, r"no field `question: metrc`.*'metric'"),
         ({"question": {"metric": 3}}, r"`question: metric` of sweep mine is 3.*a valid string"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(keys: dict[str, Any], said: str) -> None:
+def test_invalid_keys_are_refused_by_name(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"(?s){said}"):
         sweep(**keys)
 
 
-def test_names_that_yaml_takes_for_numbers_are_names() -> None:
+def test_numbers_are_accepted_as_names() -> None:
     found = sweep(name=7, arms={1: [], 2: ["grpo.beta=1"]}, baseline=2)
     assert (found.name, list(found.arms), found.baseline) == ("7", ["1", "2"], "2")
     assert sweep(name="").name == "mine", "as the file is called"
-
-
-def test_names_become_such_as_need_no_quotes_in_a_shell_or_path() -> None:
-    found = sweep(name="a b", arms={"-c/d": []}, factors={"grpo.beta": {"x+y": 0, ".z": 1}})
-    assert (found.name, list(found.arms)) == ("a-b", ["c-d"])
-    assert list(found.factors["grpo.beta"]) == ["x-y", "z"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +154,7 @@ def test_names_become_such_as_need_no_quotes_in_a_shell_or_path() -> None:
         ("recipe: tiny\nseeds: 1\nseeds: 2", r"cannot be read.*seeds"),
     ],
 )
-def test_text_that_is_no_sweep_is_refused(text: str, said: str) -> None:
+def test_invalid_text_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"(?s){said}"):
         parse_sweep(text)
 
@@ -188,6 +167,176 @@ def test_text_that_is_no_sweep_is_refused(text: str, said: str) -> None:
         ("none/there.yaml", r"no sweep file none/there.yaml"),
     ],
 )
-def test_a_sweep_that_is_not_there_is_said_with_the_nearest(name: str, said: str) -> None:
+def test_an_unknown_sweep_is_refused_with_the_nearest(name: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"(?s){said}"):
         load_sweep(name)
+
+
+WEIGHTS = "reward.paper_citation_weight"
+
+
+def names(found: SweepFile) -> list[str]:
+    return [arm.name for arm in make_arms(found)]
+
+
+def test_a_grid_has_all_levels_of_each_factor_with_all_of_the_others() -> None:
+    found = make_arms(sweep(factors={WEIGHTS: [0, 0.5], "grpo.beta": [0.1, 1e-5]}))
+    assert [a.name for a in found] == [
+        "beta=0.1+paper_citation_weight=0",
+        "beta=0.1+paper_citation_weight=0.5",
+        "beta=1e-5+paper_citation_weight=0",
+        "beta=1e-5+paper_citation_weight=0.5",
+    ]
+    assert found[1].levels == {"grpo.beta": "0.1", WEIGHTS: "0.5"}
+    assert found[1].changes == {"grpo.beta": 0.1, WEIGHTS: 0.5}
+
+
+def test_fields_of_a_group_change_together() -> None:
+    group = {"grpo.beta": [0, 0.1], "grpo.kl_estimator": ["kl2", "kl3"]}
+    assert names(sweep(zip=group)) == ["beta=0+kl_estimator=kl2", "beta=0.1+kl_estimator=kl3"]
+    found = make_arms(sweep(zip={**group, "labels": ["none", "some"]}))
+    assert [a.name for a in found] == ["none", "some"]
+    assert found[1].levels == dict.fromkeys(group, "some")
+    assert found[1].changes == {"grpo.beta": 0.1, "grpo.kl_estimator": "kl3"}
+
+
+def test_named_arms_are_combined_with_everything_and_come_first() -> None:
+    arms = {"recipe": [], "masked": ["grpo.mask_truncated_completions=true"]}
+    assert names(sweep(arms=arms)) == ["recipe", "masked"]
+    assert names(sweep(arms=arms, factors={"grpo.beta": [0, 1]})) == [
+        "recipe+beta=0",
+        "recipe+beta=1",
+        "masked+beta=0",
+        "masked+beta=1",
+    ]
+
+
+def test_fields_with_the_same_last_word_keep_their_section() -> None:
+    found = names(sweep(factors={"sft.learning_rate": [1e-3], "grpo.learning_rate": [1e-4]}))
+    assert found == ["grpo.learning_rate=0.0001+sft.learning_rate=0.001"]
+
+
+def test_exclusions_match_values_or_labels_of_all_fields_they_name() -> None:
+    factors = {WEIGHTS: {"none": 0, "some": 0.2}, "grpo.beta": [0, 0.1]}
+    by_label = sweep(factors=factors, exclude=[{WEIGHTS: "none", "grpo.beta": 0}])
+    by_value = sweep(factors=factors, exclude=[{"reward": {"paper_citation_weight": 0}}])
+    assert names(by_label) == ["beta=0+some", "beta=0.1+none", "beta=0.1+some"]
+    assert names(by_value) == ["beta=0+some", "beta=0.1+some"]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "name"),
+    [
+        ("", "beta=0+none"),
+        ("beta=0.1+none", "beta=0.1+none"),
+        ({"grpo.beta": 0.1, WEIGHTS: "some"}, "beta=0.1+some"),
+        ({"grpo": {"beta": "0.1"}, WEIGHTS: 0.2}, "beta=0.1+some"),
+    ],
+)
+def test_the_baseline_is_the_first_arm_or_the_one_that_is_named(baseline: Any, name: str) -> None:
+    found = sweep(
+        factors={WEIGHTS: {"none": 0, "some": 0.2}, "grpo.beta": [0, 0.1]}, baseline=baseline
+    )
+    assert find_baseline(found, make_arms(found)) == name
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"baseline": "beta=O"}, r"'beta=O', which no arm is.*'beta=[01]'"),
+        ({"baseline": {"grpo.bta": 0}}, r"`baseline`.*`grpo.bta`.*does not vary.*'grpo.beta'"),
+        ({"baseline": {"grpo.beta": 7}}, r"names 7 for `grpo.beta`.*none of its levels"),
+        ({"exclude": [{"grpo.beta": 7}]}, r"`exclude`.*names 7 for `grpo.beta`"),
+        ({"exclude": [{"arm": "x"}]}, r"`exclude`.*names `arm`, which it does not vary"),
+        ({"exclude": [{"grpo.beta": 0}, {"grpo.beta": 1}]}, r"leaves none of its 2 arms"),
+        ({"zip": {WEIGHTS: [0, 0.1]}, "baseline": {"grpo.beta": 0}}, r"which 2 arms are"),
+        ({"arms": {"A": [], "a": ["sft.weight_decay=1"]}}, r"would be called alike"),
+    ],
+)
+def test_levels_and_arms_that_are_not_there_are_refused(keys: dict[str, Any], said: str) -> None:
+    found = sweep(factors={"grpo.beta": [0, 1]}, **keys)
+    with pytest.raises(ConfigurationError, match=rf"(?s){said}"):
+        find_baseline(found, make_arms(found))
+
+
+def test_a_slip_in_a_grid_does_not_fill_the_memory() -> None:
+    many = list(range(1, 1000))
+    found = sweep(factors={"sft.pack_length": many, "grpo.num_training_steps": many})
+    with pytest.raises(ConfigurationError, match=r"2,994,003 trials \(999 x 999 x 3 seeds\)"):
+        make_arms(found)
+
+
+def test_long_names_are_cut_and_still_tell_arms_apart() -> None:
+    long = [f"{'deep/' * 40}{i}" for i in range(3)]
+    found = names(sweep(factors={"model.revision": long, "model.chat_template": long}))
+    assert len(set(found)) == 9
+    assert all(len(name) <= 100 for name in found)
+
+
+# ---------------------------------------------------------------- whatever a file says
+
+FLOATS = st.floats(0, 1, allow_nan=False).map(lambda x: x + 0.0)
+FACTORS = st.fixed_dictionaries(
+    {},
+    optional={
+        "grpo.beta": st.lists(FLOATS, min_size=1, max_size=4, unique=True),
+        WEIGHTS: st.lists(FLOATS, min_size=1, max_size=4, unique=True),
+        "sft.optimizer": st.just(["adamw", "muon"]),
+        "sft.num_train_epochs": st.lists(st.integers(1, 99), min_size=1, max_size=4, unique=True),
+        "grpo.stop_strings": st.just([["a"], ["a", "b c"], []]),
+    },
+)
+
+
+@given(factors=FACTORS)
+@settings(max_examples=25, deadline=None)
+def test_names_are_unique_and_fit_for_paths_and_shells(factors: dict[str, list[Any]]) -> None:
+    found = names(sweep(factors=factors))
+    assert len(set(found)) == len(found)
+    assert all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.=+_-]*", name) for name in found)
+
+
+@given(factors=FACTORS, data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_names_do_not_depend_on_the_order_of_keys_or_on_other_levels(
+    factors: dict[str, list[Any]], data: st.DataObject
+) -> None:
+    """A larger sweep keeps the names of its arms."""
+    shuffled = dict(data.draw(st.permutations(list(factors.items()))))
+    before = {a.name: a for a in make_arms(sweep(factors=factors))}
+    assert {a.name: a for a in make_arms(sweep(factors=shuffled))} == before
+    if "sft.num_train_epochs" in factors:
+        shuffled["sft.num_train_epochs"] = [*factors["sft.num_train_epochs"], 123]
+    after = {a.name: a for a in make_arms(sweep(factors=shuffled))}
+    assert {name: after.get(name) for name in before} == before
+
+
+@given(text=st.text(max_size=30))
+@example(text="\\${HOME} and \\\\${x}, as a chat template may have them")
+@settings(max_examples=40, deadline=None)
+def test_any_text_is_an_override_that_is_read_back_as_it_is(text: str) -> None:
+    """Overrides of a trial give the same run when they are typed."""
+    from omegaconf import OmegaConf
+
+    written = override_text("model.chat_template", text)
+    read = OmegaConf.to_container(parse_override(written), resolve=True)
+    assert read == {"model": {"chat_template": text}}
+    assert read_overrides([written], Path()) == {"model.chat_template": text}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (1e-05, "1e-5"),
+        (0.25, "0.25"),
+        (True, "true"),
+        (None, "none"),
+        (("a", "b c"), "a-b-c"),
+        ("/data/sets/mine.v2.yaml", "mine.v2"),
+        ("Qwen/Qwen3-4B", "Qwen-Qwen3-4B"),
+        ("…", "empty"),
+    ],
+)
+def test_values_have_readable_names(value: Any, text: str) -> None:
+    assert value_text(value) == text

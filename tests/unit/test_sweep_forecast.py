@@ -1,4 +1,4 @@
-"""What a sweep will take: by what was measured, never by a number that nobody has."""
+"""The forecast of a sweep: time, GPU-hours and judge calls from measurements alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _of(forecast: SweepForecast, kind: str, trial: str) -> Any:
     return next(s for s in forecast.stages if s.kind == kind and s.trial == trial)
 
 
-def test_a_stage_takes_what_one_like_it_took(plan: SweepPlan) -> None:
+def test_a_stage_takes_as_long_as_a_measured_one(plan: SweepPlan) -> None:
     """20 steps of 3 s, and 40 s besides: 100 s on 4 GPUs."""
     one = plan.trials[0].plan
     history = History((_measured(one.by_name["grpo"], one, unit_s=3.0, start_s=40.0),))
@@ -76,8 +76,8 @@ def test_a_stage_takes_what_one_like_it_took(plan: SweepPlan) -> None:
     assert _of(forecast, "grpo", "b/seed2").seconds == pytest.approx(100.0)
 
 
-def test_what_was_measured_before_a_field_existed_counts_as_its_old_value(plan: SweepPlan) -> None:
-    """Steps that overlap sampling and training take another time than steps that do not."""
+def test_old_measurements_count_at_the_legacy_value_of_a_field(plan: SweepPlan) -> None:
+    """Steps that overlap sampling and training have another duration."""
     stage = plan.trials[0].plan.by_name["grpo"]
     new = dict(stage.identity)
     old = {k: v for k, v in new.items() if k not in ("grpo.async_steps", "grpo.active_sampling")}
@@ -85,7 +85,7 @@ def test_what_was_measured_before_a_field_existed_counts_as_its_old_value(plan: 
     assert shape_of("grpo", {**new, "grpo.async_steps": 1}, "m", 4) != shape_of("grpo", old, "m", 4)
 
 
-def test_another_size_is_scaled_and_says_by_what(plan: SweepPlan) -> None:
+def test_another_size_is_scaled_with_its_basis(plan: SweepPlan) -> None:
     one = plan.trials[0].plan
     history = History((_measured(one.by_name["grpo"], one, unit_s=3.0),))
     wider = _plan({"wide": ("grpo.num_samples_per_prompt_rollout=16",)}, (1,))
@@ -94,8 +94,8 @@ def test_another_size_is_scaled_and_says_by_what(plan: SweepPlan) -> None:
     assert found.basis.startswith("by rule of thumb: 1 stage with another grpo.num_samples")
 
 
-def test_what_nobody_has_measured_has_no_number_and_says_so(plan: SweepPlan) -> None:
-    """A made-up number would be believed."""
+def test_unmeasured_stages_have_no_number(plan: SweepPlan) -> None:
+    """No number is made up."""
     forecast = forecast_sweep(plan, History(), set())
     assert {s.seconds for s in forecast.stages} == {None}
     assert forecast.wall_seconds is None
@@ -136,7 +136,7 @@ def test_the_canary_corrects_every_stage_of_its_kind(plan: SweepPlan) -> None:
     assert forecast_json(found)["canary"][0]["seconds_per_step"] == 6.0
 
 
-def test_judge_calls_go_by_what_this_judge_was_asked_a_rollout() -> None:
+def test_judge_calls_follow_the_measured_calls_per_rollout() -> None:
     plan = _plan({"a": JUDGE, "other": (*JUDGE, "judge.model=small")}, (1,))
     one = plan.trials[0].plan
     asked = replace(_measured(one.by_name["grpo"], one, unit_s=1.0), judge_calls=20 * 64 * 3)
@@ -169,9 +169,7 @@ def test_a_sweep_that_passes_its_limit_is_refused_with_what_fits(plan: SweepPlan
     assert more.what_fits == "the first 3 of 4 trials"
 
 
-def test_the_wall_clock_knows_the_longest_chain_and_how_many_run_at_a_time(
-    plan: SweepPlan,
-) -> None:
+def test_the_wall_clock_knows_the_longest_chain_and_how_many_run_at_a_time(plan: SweepPlan) -> None:
     single = replace(plan, sweep=replace(plan.sweep, limits=Limits(1)))
     one = plan.trials[0].plan
     history = History((_measured(one.by_name["grpo"], one, unit_s=3.0),))

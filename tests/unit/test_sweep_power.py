@@ -1,4 +1,4 @@
-"""Whether a sweep can answer its question, before it is launched."""
+"""The effects that a planned sweep can detect."""
 
 from __future__ import annotations
 
@@ -53,17 +53,14 @@ def _asks(plan: SweepPlan, **question: object) -> SweepPlan:
 
 def test_more_prompts_show_smaller_effects_and_an_unknown_number_none(plan: SweepPlan) -> None:
     few, many = (detectable(plan, n, KNOWN).effect for n in (50, 400))
-    assert few is not None
-    assert many is not None
     assert 0 < many < few
     unknown = detectable(plan, None, KNOWN)
     assert unknown.effect is None
     assert "unknown before the data are made" in detectable_lines(unknown)[0]
 
 
-def test_what_is_told_are_the_formulas_at_the_planned_size() -> None:
+def test_the_formulas_are_evaluated_at_the_planned_size() -> None:
     known = KNOWN.components
-    assert known is not None
     found = detectable(_asks(_plan(arms=4), smallest_effect=0.06), 100, KNOWN)
     strict = 0.05 / 3
     assert (found.seeds, found.prompts, found.arms) == (3, 100, 3)
@@ -75,12 +72,10 @@ def test_what_is_told_are_the_formulas_at_the_planned_size() -> None:
     assert detectable(_plan(arms=2), 1, KNOWN).effect is None
 
 
-def test_what_would_do_is_the_least_that_does(plan: SweepPlan) -> None:
+def test_the_suggested_size_is_the_least_sufficient_one(plan: SweepPlan) -> None:
     known = KNOWN.components
-    assert known is not None
     for wanted in (0.02, 0.03, 0.05, 0.06, 0.079):
         found = detectable(_asks(plan, smallest_effect=wanted), 100, KNOWN)
-        assert found.would_do is not None
         seeds, prompts = found.would_do["seeds"], found.would_do["prompts"]
         if seeds is not None:
             at, below = (power_of(known, s, 100, wanted) for s in (seeds, seeds - 1))
@@ -97,11 +92,10 @@ def test_what_would_do_is_the_least_that_does(plan: SweepPlan) -> None:
     assert (enough.would_do, enough.warnings) == (None, ())
     quiet = replace(KNOWN, components=Components(0.0, 0.0, 0.05, 3, 100))
     one = detectable(_asks(_plan((1,)), smallest_effect=0.06), 100, quiet)
-    assert one.would_do is not None
     assert one.would_do["seeds"] == 4, "two differ by too much to show it"
 
 
-def test_each_warning_comes_where_it_applies_and_not_one_earlier(plan: SweepPlan) -> None:
+def test_each_warning_has_its_exact_threshold(plan: SweepPlan) -> None:
     def warned(plan: SweepPlan, prompts: int | None = 100, mean: float | None = 0.5) -> list[str]:
         found = detectable(plan, prompts, replace(KNOWN, mean=mean))
         return [" ".join(text.split()[:3]) for text in found.warnings]
@@ -143,8 +137,6 @@ def test_one_planned_seed_of_what_only_seeds_spread_has_an_answer() -> None:
 def test_a_few_earlier_seeds_give_a_range_and_not_a_number(plan: SweepPlan) -> None:
     """Three seeds say within a factor of three how far seeds differ; one number says otherwise."""
     found = detectable(plan, 100, KNOWN)
-    assert found.effect is not None
-    assert found.effect_range is not None
     low, high = found.effect_range
     assert low < found.effect < 1.5 * found.effect < high
     told = detectable_lines(found)[1]
@@ -152,7 +144,6 @@ def test_a_few_earlier_seeds_give_a_range_and_not_a_number(plan: SweepPlan) -> N
     assert detectable_json(found)["effect_range"] == [low, high]
     more = Evidence(KNOWN.components._replace(seeds=30), "pairs", "measured", 0.5)  # type: ignore[union-attr]
     narrow = detectable(plan, 100, more).effect_range
-    assert narrow is not None
     assert low <= narrow[0] <= found.effect < narrow[1] < high
     one_seed = Evidence(Components(None, 0.06, 0.0, 1, 100), "one seed", "measured", 0.5)
     assert detectable(plan, 100, one_seed).effect_range is None
@@ -169,7 +160,6 @@ def test_the_range_holds_the_truth_about_as_often_as_it_says(seed_sd: float) -> 
         values = rng.normal(0, seed_sd or 1e-12, (3, 1)) + rng.normal(0, 0.002**0.5, (1, 100))
         values = values + rng.normal(0, 0.05**0.5, (3, 100))
         limits = likely_components(variance_components(values))
-        assert limits is not None
         low, high = (detectable_effect(c, 3, 100) for c in limits)
         held += (
             low <= truth * 1.1 and truth <= high * 1.1

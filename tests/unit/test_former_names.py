@@ -1,0 +1,69 @@
+"""Former names that still work, with a warning, for one release."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flows import api
+from flows.cli.main import main
+from refiner_core.contract.config import NotifyConfig, RecipeConfig
+from refiner_core.contract.loading import load_recipe, warn_former
+from refiner_core.contract.records import from_json, to_json
+from refiner_core.contract.sections.steering import Alarm, alarms_of
+from tests.support.nightly import NightLab
+
+
+@pytest.mark.parametrize(("former", "now"), list(api._FORMER.items()))
+def test_a_name_of_the_api(former: str, now: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{former} is {now} now"):
+        assert getattr(api, former) is getattr(api, now)
+
+
+@pytest.mark.parametrize(
+    "former", ["recipes", "profiles", "rubrics list", "protocols list", "environments list"]
+)
+def test_a_command_that_lists(former: str, capsys: pytest.CaptureFixture[str]) -> None:
+    kind = former.split()[0]
+    assert main(["list", kind]) == 0
+    now = capsys.readouterr().out
+    assert main(former.split()) == 0
+    shown = capsys.readouterr()
+    assert (shown.out, f"`refiner list {kind}` now" in shown.err) == (now, True)
+
+
+def test_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "citation-weight-tiny", "--dry-run", "--json", "--rescore"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)
+    assert "--rescore does nothing any more" in shown.err
+
+
+def test_fields_of_recipes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warn_former.cache_clear()
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("notify: {prefect: true, webhook: TEAM_HOOK, 'on': [failed, resumed]}")
+    notify = load_recipe(str(recipe)).notify
+    assert notify == NotifyConfig(on=("failed",), webhook="TEAM_HOOK")
+    assert alarms_of(notify) == (Alarm("url", "TEAM_HOOK"),)
+    assert [r.message.partition(" ")[0] for r in caplog.records] == [
+        "notify.prefect",
+        "notify.webhook",
+        "`resumed`",
+    ]
+    record = to_json(RecipeConfig())
+    record["notify"] |= {"prefect": True, "on": ["failed", "resumed"]}
+    assert from_json(RecipeConfig, record).notify.on[0] == "failed", "records are read as they are"
+
+
+def test_keys_of_nightly_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warn_former.cache_clear()
+    lab = NightLab(tmp_path, alerts="channels: [{prefect: true}, {webhook: LAB_HOOK}]\ncatch_up: 3")
+    assert lab.nightly.alerts.alarms == (Alarm("url", "LAB_HOOK"),)
+    assert [r.message.partition(" ")[0] for r in caplog.records] == [
+        "catch_up",
+        "alerts.channels.prefect",
+        "alerts.channels.webhook",
+    ]
