@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -35,7 +34,6 @@ from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import (
     Attempt,
     FailureClass,
-    Outcome,
     StageRecord,
     StageResult,
     StageSpec,
@@ -267,12 +265,6 @@ def test_what_ended_before_this_call_is_tried_again(failure: FailureClass) -> No
     tries = [attempt(n, failure) for n in (1, 2, 3)]
     policy = replace(POLICY, ended_before={DATA.id: 3})
     assert decide([(DATA, record(DATA, *tries))], policy=policy)["data"] == Launch(DATA, 3)
-
-
-def test_what_failed_before_this_call_uses_up_nothing_of_its_budget() -> None:
-    tries = [attempt(n, "killed", OTHER) for n in range(1, 9)]
-    policy = replace(POLICY, ended_before={DATA.id: 7})
-    assert decide([(DATA, record(DATA, *tries))], policy=policy)["data"] == Launch(DATA, 8)
 
 
 def test_a_full_disk_is_waited_out_and_not_run_into_again() -> None:
@@ -544,145 +536,6 @@ def test_a_cancelled_server_blocks_those_that_wait_for_it_until_the_next_call() 
 
 
 # ---------------------------------------------------------------- whole campaigns under faults
-
-
-@dataclass
-class Job:
-    """A simulated job: ends after ``left`` ticks, in ``end``."""
-
-    left: int
-    end: str  # none, a failure class, or silent (killed without a word)
-
-
-@dataclass
-class World:
-    """Workspace, scheduler and clock in one: what orchestrators see and do in virtual time."""
-
-    plan: Plan
-    dice: random.Random
-    faults: bool = True
-    attempts: dict[str, list[Attempt]] = field(default_factory=dict)
-    done: set[str] = field(default_factory=set)
-    jobs: dict[str, Job] = field(default_factory=dict)
-    launches: int = 0
-
-    def records(self) -> dict[str, StageRecord]:
-        by_id = {s.id: s for s in self.plan.stages}
-        return {
-            i: record(by_id[i], *tries, done=i in self.done) for i, tries in self.attempts.items()
-        }
-
-    def observed(self) -> Observed:
-        seen = {}
-        for stage_id, tries in self.attempts.items():
-            if stage_id in self.done or tries[-1].outcome is not None:
-                continue
-            sight: Sight = "live" if stage_id in self.jobs else "dead"
-            seen[stage_id] = Seen(tries[-1].number, sight)
-        full = self.faults and self.dice.random() < 0.2
-        short = dict.fromkeys(self.attempts, "full") if full else {}
-        return Observed(seen, short=short)
-
-    def apply(self, actions: tuple[Action, ...], owner: str) -> bool:
-        """True if anything changed."""
-        changed = False
-        for action in actions:
-            tries = self.attempts.setdefault(action.stage.id, [])
-            if isinstance(action, Launch) and len(tries) == action.after:
-                self.launch(action.stage, owner)
-                changed = True
-            elif isinstance(action, CloseAttempt) and tries[-1].outcome is None:
-                tries[-1] = replace(tries[-1], outcome=action.outcome)
-                changed = True
-        self.attempts = {i: t for i, t in self.attempts.items() if t}
-        return changed
-
-    def launch(self, stage: PlannedStage, owner: str) -> None:
-        assert stage.id not in self.jobs, "two jobs of one stage at a time"
-        assert stage.id not in self.done, "a finished stage must not run again"
-        for name in stage.inputs.values():
-            assert self.plan.by_name[name].id in self.done, "an input is not done"
-        self.launches += 1
-        tries = self.attempts[stage.id]
-        tries.append(attempt(len(tries) + 1, owner=owner))
-        if self.faults and self.dice.random() < 0.1:
-            return  # the orchestrator died between claim and submit
-        ends = ["none", "silent", "preempted", "disk_full", "judge_outage", "bug"]
-        end = self.dice.choice(ends) if self.faults else "none"
-        self.jobs[stage.id] = Job(self.dice.randint(0, 4), end)
-
-    def tick(self) -> None:
-        for stage_id, job in list(self.jobs.items()):
-            job.left -= 1
-            if job.left > 0:
-                continue
-            del self.jobs[stage_id]
-            last = self.attempts[stage_id][-1]
-            outcome: Outcome | None = None
-            if job.end == "none":
-                self.done.add(stage_id)
-                # A kill between result and outcome leaves the result alone.
-                outcome = None if self.dice.random() < 0.2 else Outcome("none", "finish")
-            elif job.end != "silent":
-                outcome = outcome_of(job.end)  # type: ignore[arg-type]
-            self.attempts[stage_id][-1] = replace(last, outcome=outcome)
-
-    def ended(self) -> dict[str, int]:
-        return {
-            i: len(t) - (i in self.jobs and t[-1].outcome is None) for i, t in self.attempts.items()
-        }
-
-
-def drive(world: World, owners: list[str], ticks: int) -> dict[str, tuple[Action, ...]]:
-    """Several orchestrators, each looking at its own pace; the last actions of each."""
-    policies = {o: Policy(max_parallel=2, ended_before=world.ended()) for o in owners}
-    last: dict[str, tuple[Action, ...]] = {}
-    for _ in range(ticks):
-        looks: list[tuple[str, Callable[[], tuple[Action, ...]]]] = []
-        for owner in owners:
-            if world.dice.random() < 0.7:
-                # Decide on what was seen at the beginning of the tick, act on what is there then.
-                actions = reconcile(world.plan, world.records(), world.observed(), policies[owner])
-                looks.append((owner, lambda actions=actions: actions))  # type: ignore[misc]
-        for owner, actions_of in looks:
-            last[owner] = actions_of()
-            world.apply(last[owner], owner)
-        world.tick()
-    return last
-
-
-@pytest.mark.parametrize("block", range(10))
-def test_under_random_faults_nothing_runs_twice_and_all_ends_well_when_they_stop(
-    block: int,
-) -> None:
-    plan = small_plan("data", "sft", "grpo", "publish", "evaluate")
-    for seed in range(block * 30, block * 30 + 30):
-        dice = random.Random(seed)
-        world = World(plan, dice)
-        for call in range(dice.randint(1, 4)):  # calls that die, one after another
-            drive(
-                world, [f"a{call}:1:1", f"b{call}:1:1"][: dice.randint(1, 2)], dice.randint(1, 25)
-            )
-        world.faults = False
-        for call in range(2):  # a second call may be needed for jobs that still fail from before
-            drive(world, [f"z{call}:1:1"], 120)
-        assert world.done == {s.id for s in plan.stages}, f"seed {seed}"
-        assert not world.jobs
-        # Reconciled again, by anybody, nothing changes any more.
-        policy = Policy(ended_before=world.ended())
-        actions = reconcile(plan, world.records(), world.observed(), policy)
-        assert all(isinstance(a, Done) for a in actions)
-        assert not world.apply(actions, "late:1:1")
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_call_ends_with_every_stage_in_a_final_state(seed: int) -> None:
-    """However it goes, `refiner run` returns: no schedule of faults leaves it waiting for ever."""
-    plan = small_plan("data", "sft", "grpo", "publish", "evaluate")
-    world = World(plan, random.Random(seed))
-    last = drive(world, [ME], 400)[ME]
-    assert all(isinstance(a, Done | Fail | Block) for a in last), last
-    assert world.launches <= 20 * len(plan.stages)
 
 
 def test_reconcile_does_not_change_what_it_is_given() -> None:
