@@ -23,6 +23,7 @@ from infra.orchestrator.reconcile import (
     Seen,
     Serve,
     Wait,
+    paused_after,
     stages_by_id,
     union_of,
 )
@@ -295,8 +296,9 @@ def test_an_outage_is_followed_by_a_pause() -> None:
     lost = [(DATA, record(DATA, attempt(1, "judge_outage")))]
     action = decide(lost, policy=replace(POLICY, now=5.0, not_before={DATA.id: 35.0}))["data"]
     assert isinstance(action, Wait)
-    assert "judge outage" in action.reason
     assert "30 s" in action.reason
+    assert paused_after(action.reason) == "judge_outage"
+    assert paused_after(f"data {action.reason}") == paused_after("runs") == ""
     later = replace(POLICY, now=36.0, not_before={DATA.id: 35.0})
     assert decide(lost, policy=later)["data"] == Launch(DATA, 1)
 
