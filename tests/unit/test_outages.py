@@ -24,7 +24,7 @@ from infra.store import atomic
 from infra.store import records as record_files
 from infra.store.orchestrators import take_up
 from infra.store.workspace import Claim, Workspace
-from refiner_core.contract.errors import SystemOutage, WorkspaceError
+from refiner_core.contract.errors import SystemOutage
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from tests.simulation.campaigns import whole_plan
@@ -202,28 +202,6 @@ def test_a_lack_of_inodes_is_called_so(tmp_path: Path) -> None:
         assert view.state == "paused"
         assert "no inode is free" in view.message
         assert "MiB are needed" not in view.message
-
-
-def test_a_call_can_begin_in_an_outage(workspace: Workspace) -> None:
-    plan = small_plan("data")
-    begun(workspace, plan)
-    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
-    with unlistable("attempts", 10**9) as left:
-        campaign.start()
-        assert campaign.views()["data"].state == "paused"
-        left[0] = 0
-        until(lambda: campaign.views()["data"].state == "reattached")
-    campaign.request_stop("the test is over")
-
-
-def test_a_damaged_file_and_a_bug_are_no_outage(workspace: Workspace) -> None:
-    plan = small_plan("data")
-    stage = begun(workspace, plan)
-    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
-    campaign.begin()
-    workspace.layout.stage(stage.id).spec.write_text("{")
-    with pytest.raises(WorkspaceError, match=r"spec\.json cannot be read"):
-        campaign.step()
 
 
 @pytest.mark.parametrize("name", ["job", "started", "resumed", "intent"])
