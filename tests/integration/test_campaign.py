@@ -112,7 +112,7 @@ def steps_done(workspace: Workspace, plan: Plan, name: str, attempt: int = 1) ->
 
 
 def test_a_plan_is_run_in_order_and_the_second_time_skipped(workspace: Workspace) -> None:
-    plan = small_plan("data", "sft", "publish", "evaluate")
+    plan = small_plan("data", "sft", "publish")
     views = run_to_end(workspace, plan)
     assert list(views) == [s.name for s in plan.stages]
     assert {v.state for v in views.values()} == {"done"}
@@ -170,7 +170,7 @@ def test_files_hold_no_secret_of_the_environment_and_nobody_else_may_write_them(
 
 
 def test_two_orchestrators_on_one_plan_run_each_stage_once(workspace: Workspace) -> None:
-    stages = ("data", "sft", "grpo", "publish")
+    stages = ("data", "sft")
     tell(workspace, data={"steps": 20}, sft={"steps": 20})
     both = [orchestrator(workspace, *stages) for _ in range(2)]
     outputs = [json.loads(p.communicate(timeout=PATIENCE_S)[0]) for p in both]

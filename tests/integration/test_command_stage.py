@@ -414,7 +414,7 @@ def test_ctrl_c_and_a_killed_worker_are_resumed_and_the_model_is_published(
     assert process.returncode == 6, err
 
     process = start(*words)
-    until(lambda: len(stage.attempts) == 2 and stage.steps(), "the second attempt")
+    until(lambda: len(stage.attempts) == 2 and stage.worker, "the second attempt")
     stage.kill()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err

@@ -124,21 +124,7 @@ def test_two_at_once_share_what_both_need(prefect: PrefectApi, tmp_path: Path) -
     }
 
 
-def test_cancelled_its_stages_save(prefect: PrefectApi, tmp_path: Path) -> None:
-    cancelled = tmp_path / "cancelled"
-    with started(prefect, "-c", FLOW, str(cancelled), *SMALL, *LONG) as process:
-        eventually(lambda: sft_saves(cancelled), 300)
-        state = {"type": "CANCELLING", "name": "Cancelling"}
-        flow_run = newest(prefect, "own")
-        prefect.post(f"/flow_runs/{flow_run['id']}/set_state", {"state": state})
-        process.communicate(timeout=300)
-    assert not works(cancelled)
-    assert not list(cancelled.glob("stages/sft-*/result.json"))
-    assert states(prefect, flow_run) == {"sft": "Cancelled"}
-    assert newest(prefect, "own")["state_type"] == "CANCELLED"
-
-
-def test_suspended_it_ends_at_the_next_stage_and_resumed_it_goes_past_what_is_done(
+def test_a_suspended_flow_ends_at_the_next_stage_and_a_resumed_one_skips_finished_stages(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
     """Prefect suspends only what is deployed, and can so be carried out again."""
@@ -168,10 +154,10 @@ def test_suspended_it_ends_at_the_next_stage_and_resumed_it_goes_past_what_is_do
     assert len(whole) == 1, "the record of before"
 
 
-def test_a_stage_that_fails_or_that_nobody_works_on_ends_its_task_so(
+def test_a_failed_a_cancelled_and_an_abandoned_stage_end_their_tasks(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
-    failing, killed = tmp_path / "failing", tmp_path / "killed"
+    failing, cancelled, killed = (tmp_path / name for name in ("failing", "cancelled", "killed"))
     broken = (*SMALL, "sft.learning_rate=1e30", "dispatch.retries.bug=0")
     with started(prefect, "-c", FLOW, str(failing), *broken) as process:
         _, errors = process.communicate(timeout=300)
@@ -180,6 +166,16 @@ def test_a_stage_that_fails_or_that_nobody_works_on_ends_its_task_so(
     flow_run = newest(prefect, "own")
     assert states(prefect, flow_run) == {"sft": "Failed"}
     assert flow_run["state_type"] == "FAILED"
+
+    with started(prefect, "-c", FLOW, str(cancelled), *SMALL, *LONG) as process:
+        eventually(lambda: sft_saves(cancelled), 300)
+        state = {"type": "CANCELLING", "name": "Cancelling"}
+        flow_run = newest(prefect, "own")
+        prefect.post(f"/flow_runs/{flow_run['id']}/set_state", {"state": state})
+        process.communicate(timeout=300)
+    assert not works(cancelled)
+    assert not list(cancelled.glob("stages/sft-*/result.json"))
+    assert states(prefect, flow_run) == {"sft": "Cancelled"}
 
     with started(prefect, "-c", FLOW, str(killed), *SMALL, *LONG) as process:
         eventually(lambda: sft_saves(killed), 300)

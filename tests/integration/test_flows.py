@@ -10,7 +10,6 @@ import sys
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -41,7 +40,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return weights(workspace)
 
 
-def test_cancelled_in_the_middle_of_grpo_and_retried_it_ends_with_the_same_weights(
+def test_a_flow_run_cancelled_during_grpo_and_retried_ends_with_the_same_weights(
     served: Served, tmp_path: Path, undisturbed: bytes
 ) -> None:
     slow = [*OVERRIDES, f"workspace={tmp_path}"]
@@ -101,13 +100,8 @@ class Sft:
     def retry(self) -> None:
         self.served.set_state(self.flow_run, "SCHEDULED", "AwaitingRetry")
 
-    def end(self) -> None:
-        """Cancel, from a shell."""
-        done = refiner("cancel", self.run, f"workspace={self.workspace}")
-        assert done.code == 0, done.stderr
 
-
-def test_without_its_process_the_work_goes_on_and_a_retry_follows_it_again(
+def test_a_killed_flow_process_or_orchestrator_shows_as_crashed_and_a_retry_continues(
     served: Served, tmp_path: Path
 ) -> None:
     sft = Sft(served, tmp_path)
@@ -115,34 +109,28 @@ def test_without_its_process_the_work_goes_on_and_a_retry_follows_it_again(
     sft.flow_process().kill()
     assert served.ends(sft.flow_run, 60)["type"] == "CRASHED"
     assert sft.orchestrator == before
-    assert before.standing == "running"
+    assert before.standing == "running", "the work goes on without it"
     sft.retry()
     sft.retry()  # a second click
     eventually(lambda: served.state(sft.flow_run)["type"] == "RUNNING", 60)
     again = refiner("resume", sft.run, f"workspace={tmp_path}", "--no-server")
     assert "is worked on already" in again.stderr
-    assert sft.orchestrator == before, "nobody else has taken it up"
-    sft.end()
-    end = served.ends(sft.flow_run, 60)
-    assert end["type"] == "CANCELLED", "cancelled in a shell, and seen here"
-    assert f"refiner resume {sft.run}" in end["message"]
+    assert sft.orchestrator == before, "followed again, and not started again"
 
-
-def test_a_killed_orchestrator_shows_as_crashed_and_a_retry_brings_it_back(
-    served: Served, tmp_path: Path
-) -> None:
-    sft = Sft(served, tmp_path)
-    os.kill(sft.orchestrator.pid, signal.SIGKILL)
+    os.kill(before.pid, signal.SIGKILL)
     end = served.ends(sft.flow_run, 30)
     assert end["type"] == "CRASHED"
     assert "was killed" in end["message"]
     sft.retry()
     eventually(lambda: sft.orchestrator.standing == "running", 60)
-    sft.end()
-    assert served.ends(sft.flow_run, 60)["type"] == "CANCELLED"
+    done = refiner("cancel", sft.run, f"workspace={tmp_path}")
+    assert done.code == 0, done.stderr
+    end = served.ends(sft.flow_run, 60)
+    assert end["type"] == "CANCELLED", "cancelled in a shell, and seen here"
+    assert f"refiner resume {sft.run}" in end["message"]
 
 
-def test_suspended_it_begins_no_stage_and_resumed_it_goes_on(
+def test_a_suspended_flow_run_begins_no_stage_and_a_resumed_one_continues(
     served: Served, tmp_path: Path
 ) -> None:
     flow_run = served.launch(recipe="tiny", workspace=str(tmp_path), overrides=list(SMALL))
@@ -161,25 +149,16 @@ def test_suspended_it_begins_no_stage_and_resumed_it_goes_on(
     eventually(lambda: not orchestrator_of(room, run).works, 60)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "said"),
-    [
+def test_wrong_parameters_fail_before_any_job_with_the_fix(served: Served, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for parameters, said in (
         ({"recipe": "tinny"}, "Did you mean 'tiny'"),
-        ({"recipe": "/gone/recipe.yaml"}, "/gone/recipe.yaml"),
         ({"recipe": "tiny", "overrides": ["grpo.betta=1"]}, "grpo.beta"),
-    ],
-)
-def test_what_cannot_be_carried_out_fails_before_any_job_with_our_words(
-    served: Served, tmp_path: Path, parameters: dict[str, Any], said: str
-) -> None:
-    flow_run = served.launch(workspace=str(tmp_path / "runs"), **parameters)
-    end = served.ends(flow_run, 60)
-    assert end["type"] == "FAILED"
-    assert said in end["message"]
-    assert not (tmp_path / "runs" / "stages").exists()
-
-
-def test_a_wrong_type_is_refused_by_the_form(served: Served) -> None:
+    ):
+        end = served.ends(served.launch(workspace=str(runs), **parameters), 60)
+        assert end["type"] == "FAILED"
+        assert said in end["message"]
+    assert not (runs / "stages").exists()
     with pytest.raises(urllib.error.HTTPError) as refused:
         served.launch(recipe="tiny", seed="three")
     assert refused.value.code in (409, 422)
@@ -198,12 +177,6 @@ def test_a_sweep_shows_every_stage_once_and_its_last_report(served: Served, tmp_
     assert len(names) == 3
     assert "data" in names, "the trials share it"
     assert "finished" in served.prefect.artifacts(flow_run)["two-report"]["data"]
-
-
-def test_a_pool_that_does_not_exist_is_named(served: Served) -> None:
-    done = refiner("deploy", "tiny", "--pool", "nowhere")
-    assert done.code == 2
-    assert "prefect work-pool create nowhere" in done.stderr
 
 
 def test_a_worker_of_a_pool_carries_out_what_is_deployed(served: Served, tmp_path: Path) -> None:

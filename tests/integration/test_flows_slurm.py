@@ -26,7 +26,7 @@ def served(slurm: Cluster, prefect_session: None, tmp_path: Path) -> Iterator[Se
 
 
 @pytest.mark.timeout(1200)
-def test_cancelled_in_the_middle_of_grpo_and_retried_it_ends_with_the_same_weights(
+def test_a_flow_run_on_slurm_cancelled_during_grpo_and_retried_ends_with_the_same_weights(
     served: Served, tmp_path: Path
 ) -> None:
     profile = tmp_path / "profile.yaml"
