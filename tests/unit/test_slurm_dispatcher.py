@@ -95,13 +95,6 @@ def test_batch_scripts_are_as_they_were(
     assert text == golden.read_text()
 
 
-def test_it_asks_for_sigterm_and_for_nothing_else() -> None:
-    for golden in GOLDEN.glob("sbatch-*.sh"):
-        lines = golden.read_text().splitlines()
-        assert next(ln for ln in lines if "--signal" in ln).startswith("#SBATCH --signal=TERM@")
-        assert not any("USR" in line for line in lines)
-
-
 # ---------------------------------------------------------------- submitting
 
 
@@ -176,22 +169,17 @@ def test_what_sbatch_says_decides_whether_it_is_tried_again(
     assert said.split()[0].lower() in str(errors[one.ref]).lower()
 
 
-def test_an_sbatch_that_timed_out_may_have_submitted_so_the_job_is_looked_for(
+def test_an_sbatch_that_timed_out_may_have_submitted_the_job_so_it_is_looked_for(
     fake: FakeSlurm, campaign: Campaign
 ) -> None:
-    request = campaign.claim()
+    found, lost = campaign.claim(1), campaign.claim(2)
     fake.fail("sbatch", "Socket timed out on send/recv operation")
-    assert campaign.dispatcher.submit([request]) == {}
-    fake.set_jobs({"7": {"state": "RUNNING", "name": request.comment}})
-    assert campaign.sight(request).state == "RUNNING"
-    assert campaign.job_id(request) == "7"
-
-
-def test_one_that_did_not_is_an_outage_in_the_end(fake: FakeSlurm, campaign: Campaign) -> None:
-    request = campaign.claim()
-    fake.fail("sbatch", "Socket timed out on send/recv operation")
-    assert campaign.dispatcher.submit([request]) == {}
-    end = campaign.wait_dead(request, 10).end
+    assert campaign.dispatcher.submit([found]) == {}
+    assert campaign.dispatcher.submit([lost]) == {}
+    fake.set_jobs({"7": {"state": "RUNNING", "name": found.comment}})
+    assert campaign.sight(found).state == "RUNNING"
+    assert campaign.job_id(found) == "7"
+    end = campaign.wait_dead(lost, 10).end
     assert end is not None
     assert (end.failure, end.decision) == ("system_outage", "resume")
 
@@ -285,8 +273,8 @@ def test_a_copy_of_a_workspace_leaves_the_originals_job_alone(
     assert campaign.sight(request).sight == "live"
 
 
-@pytest.mark.parametrize("seen", ["under another name", "moved"])
-def test_a_workspace_that_is_seen_under_another_name_is_no_copy(
+@pytest.mark.parametrize("seen", ["by a link", "moved"])
+def test_a_workspace_at_another_path_is_no_copy(
     fake: FakeSlurm, campaign: Campaign, tmp_path: Path, seen: str
 ) -> None:
     (request,) = campaign.submit(campaign.claim())
@@ -298,35 +286,23 @@ def test_a_workspace_that_is_seen_under_another_name_is_no_copy(
     assert Campaign(tmp_path / "there", poll_s=0.0).sight(request).sight == "live"
 
 
-def test_a_job_that_queues_is_not_asked_to_stop(fake: FakeSlurm, campaign: Campaign) -> None:
+def test_stop_reaches_a_running_job_alone_and_kill_and_release_name_the_job(
+    fake: FakeSlurm, campaign: Campaign
+) -> None:
     (request,) = campaign.submit(campaign.claim())
-    assert not campaign.dispatcher.stop(campaign.open(request))
+    assert not campaign.dispatcher.stop(campaign.open(request)), "it queues"
     assert fake.calls("scancel") == []
+    campaign.dispatcher.release(campaign.open(request))
+    assert fake.calls("scontrol")[-1]["arguments"] == ["release", "101"]
     fake.set_jobs({"101": {**fake.jobs["101"], "state": "RUNNING"}})
     assert campaign.dispatcher.stop(campaign.open(request))
     (call,) = fake.calls("scancel")
     assert call["arguments"][-2:] == ["--signal=TERM", "101"]
-
-
-def test_killing_and_releasing_name_the_job(fake: FakeSlurm, campaign: Campaign) -> None:
-    (request,) = campaign.submit(campaign.claim())
-    campaign.dispatcher.release(campaign.open(request))
     campaign.dispatcher.kill(campaign.open(request))
-    assert fake.calls("scontrol")[-1]["arguments"] == ["release", "101"]
     assert fake.calls("scancel")[-1]["arguments"] == ["101"]
 
 
-def test_a_scheduler_that_is_away_makes_nobody_fall(fake: FakeSlurm, campaign: Campaign) -> None:
-    (request,) = campaign.submit(campaign.claim())
-    for command in ("squeue", "scontrol", "scancel", "sacct"):
-        fake.fail(command, "slurm_load_jobs error: Unable to contact slurm controller")
-    assert campaign.sight(request).sight in ("live", "unknown")
-    campaign.dispatcher.kill(campaign.open(request))
-    campaign.dispatcher.release(campaign.open(request))
-    assert not campaign.dispatcher.stop(campaign.open(request))
-
-
-def test_a_command_that_is_not_there_or_cannot_be_started_is_a_scheduler_that_is_away(
+def test_a_missing_a_failing_and_an_unstartable_command_are_a_scheduler_that_is_away(
     fake: FakeSlurm, campaign: Campaign, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system that hiccups, and a login node on which no more processes may be started."""
@@ -335,6 +311,12 @@ def test_a_command_that_is_not_there_or_cannot_be_started_is_a_scheduler_that_is
     monkeypatch.setenv("PATH", str(fake.bin))
     assert campaign.sight(request).sight in ("live", "unknown")
     (fake.bin / "away").rename(fake.bin / "squeue")
+    for command in ("squeue", "scontrol", "scancel", "sacct"):
+        fake.fail(command, "slurm_load_jobs error: Unable to contact slurm controller")
+    assert campaign.sight(request).sight in ("live", "unknown")
+    campaign.dispatcher.kill(campaign.open(request))
+    campaign.dispatcher.release(campaign.open(request))
+    assert not campaign.dispatcher.stop(campaign.open(request))
 
     def no_more(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
