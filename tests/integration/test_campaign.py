@@ -228,12 +228,10 @@ def test_a_killed_worker_is_resumed_from_its_last_checkpoint(workspace: Workspac
     campaign.start()
     until(lambda: steps_done(workspace, plan, "data") >= 8, "eight steps")
     worker = worker_of(workspace, plan, "data")
-    assert worker is not None
     os.kill(worker.pid, signal.SIGKILL)
     view = campaign.join()["data"]
     assert (view.state, view.attempt) == ("done", 2)
     first, second = record(workspace, plan, "data").attempts
-    assert first.outcome is not None
     assert (first.outcome.failure, first.outcome.decision) == ("killed", "resume")
     assert second.resumed_from_step is not None
     assert second.resumed_from_step % 5 == 0
@@ -283,7 +281,6 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(workspace: Workspace) -> None
         "sft": ("interrupted", 6),
     }
     outcome = record(workspace, plan, "data").attempts[0].outcome
-    assert outcome is not None
     assert (outcome.failure, outcome.exit_code) == ("interrupted", 6)
     views_again = run_to_end(workspace, plan)
     assert {v.state for v in views_again.values()} == {"done"}
@@ -336,12 +333,10 @@ def test_a_worker_without_a_sign_of_life_is_killed_and_resumed(workspace: Worksp
     campaign.start()
     until(lambda: steps_done(workspace, plan, "data") >= 1, "a step")
     worker = worker_of(workspace, plan, "data")
-    assert worker is not None
     os.kill(worker.pid, signal.SIGSTOP)  # as a process stuck in a dead file system
     view = campaign.join()["data"]
     assert (view.state, view.attempt) == ("done", 2)
     first = record(workspace, plan, "data").attempts[0]
-    assert first.outcome is not None
     assert first.outcome.failure == "hung"
     assert not worker.alive
 

@@ -180,12 +180,10 @@ def has_reached(story: Story, step: int) -> Callable[[], bool]:
 
 def test_a_trainer_that_ends_well_leaves_a_model_and_its_numbers(whole: Story) -> None:
     result = whole.workspace.read_result(whole.id)
-    assert result is not None
     assert (result.report["steps"], result.report["export"]) == (16, "ckpt_16")
     assert result.report["final"].keys() == {"loss"}
     assert [f.path for f in result.files] == ["model/model.safetensors", "model/trainer.json"]
     beat = whole.workspace.read_heartbeat(whole.id, 1)
-    assert beat is not None
     assert (beat["progress"]["done"], beat["progress"]["total"]) == (16, 16)
     assert whole.steps == list(range(1, 17))
     assert "step 16/16" in whole.log
@@ -204,7 +202,6 @@ def test_an_exit_code_of_zero_before_the_last_step_starts_the_trainer_again_once
     always = Story(tmp_path / "always", " --leave_at 7 --always")
     assert always.attempt().failure == "none", always.log
     result = always.workspace.read_result(always.id)
-    assert result is not None
     assert (result.report["steps"], result.report["steps_planned"]) == (4, 16)
     assert "ended by itself at step 6 of 16" in result.report["remark"]
 

@@ -85,32 +85,6 @@ def test_killed_again_and_again_it_ends_bitwise_as_if_undisturbed(
     assert rollouts == [f"step-{n:08d}.parquet" for n in range(1, 17)]
 
 
-def test_a_killed_orchestrator_finds_its_jobs_again(
-    tmp_path: Path, training: tuple[str, ...]
-) -> None:
-    workspace = tmp_path / "runs"
-    arguments = ("run", "tiny", f"workspace={workspace}", *training, "--no-server")
-    process = start(*arguments)
-    sft = Stage(workspace, "sft")
-    wait_until(lambda: sft.steps(), "SFT's first step")
-    kill_orchestrator(process)
-    assert sft.worker is not None
-    assert sft.worker.alive, "a job outlives its orchestrator"
-    plan = refiner("plan", "tiny", f"workspace={workspace}", *training, "--json").json
-    assert {s["name"]: s["action"] for s in plan["stages"]}["sft"] in ("reattach", "skip")
-    run(workspace, training)
-    assert len(sft.attempts) == 1, "it was waited for, not started again"
-
-
-def test_sigterm_is_a_request_to_stop(tmp_path: Path, training: tuple[str, ...]) -> None:
-    workspace = tmp_path / "runs"
-    process = start("run", "tiny", f"workspace={workspace}", *training, "--no-server")
-    wait_until(lambda: Stage(workspace, "sft").steps(), "SFT's first step")
-    process.terminate()
-    process.communicate(timeout=120)
-    assert process.returncode == 6
-
-
 def test_two_calls_at_once_run_everything_once(
     undisturbed: Path, tmp_path: Path, training: tuple[str, ...]
 ) -> None:

@@ -46,7 +46,6 @@ def test_grpo_that_is_killed_and_stopped_is_proven_bitwise(
     (stage,) = [s for s in plan["stages"] if s["stage"] == "grpo"]
     assert (stage["action"], stage["fingerprint"]) == ("run", proof["fingerprint"])
     recorded = read_proof(Workspace.read_only(workspace), stage["id"])
-    assert recorded is not None
     assert recorded.verdict == "bitwise"
     assert list((workspace / "proofs" / "scratch").iterdir()) == []
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.command import ROOT, environment, refiner
-from tests.support.prefect_server import PrefectApi, eventually
+from tests.support.prefect_server import eventually
 from tests.support.served import Served, served_in
 
 pytestmark = pytest.mark.prefect
@@ -115,18 +115,6 @@ def test_an_automation_begins_a_nightly_when_a_run_has_completed(served: Served)
     assert refiner("nightly", "status", str(served.folder / "after.yaml"), "--json").json["nights"]
 
 
-def test_former_commands_say_their_new_names(served: Served, tmp_path: Path) -> None:
-    prefect: PrefectApi = served.prefect
-    file = write(tmp_path, "moved", "0 3 1 1 *")
-    prefect.post("/work_pools/", {"name": "owls", "type": "process"})
-    with_former = refiner("nightly", "deploy", str(file), "--pool", "owls", "--json")
-    assert with_former.code == 0, with_former.stderr
-    assert "`refiner deploy`" in with_former.stderr
-    names = [one["name"] for one in with_former.json["deployments"]]
-    assert names == ["pipeline/refiner", "sweep/refiner", "nightly/moved"]
-    assert refiner("deploy", str(file), "--pool", "owls").code == 0
-
-
 def test_a_pool_that_is_not_there_is_refused_with_those_that_are(
     served: Served, tmp_path: Path
 ) -> None:
@@ -139,25 +127,6 @@ def test_a_pool_that_is_not_there_is_refused_with_those_that_are(
     assert "prefect work-pool create missing --type process" in refused.stderr
     names = {one["name"] for one in served.prefect.post("/deployments/filter")}
     assert "poolless" not in names, "nothing half-begun"
-
-
-def test_the_night_of_a_run_is_that_for_which_it_was_scheduled(served: Served) -> None:
-    """The server's clock is moved: what it will start a month from now are nights of the file."""
-    from refiner_core.nightly.definition import Schedule
-
-    schedule = Schedule(f"{soon():%M %H} * * *", "UTC")
-    found = served.prefect.get("/deployments/name/nightly/soon")
-    ahead = datetime.now(UTC) + timedelta(days=30)
-    window = {"start_time": ahead.isoformat(), "min_runs": 5, "max_runs": 5}
-    served.prefect.post(f"/deployments/{found['id']}/schedule", window)
-    of_it = {"deployments": {"id": {"any_": [found["id"]]}}}
-    after = {"flow_runs": {"expected_start_time": {"after_": ahead.isoformat()}}, **of_it}
-    planned = [
-        datetime.fromisoformat(run["expected_start_time"])
-        for run in served.prefect.post("/flow_runs/filter", after)
-    ]
-    assert len(planned) == 5
-    assert all(schedule.begins(schedule.night_at(moment)) == moment for moment in planned)
 
 
 def test_a_run_that_comes_late_is_its_own_night(served: Served) -> None:
@@ -184,19 +153,3 @@ def test_ended_it_pauses_schedules(prefect_session: None, tmp_path: Path) -> Non
         before = served.prefect.get("/deployments/name/nightly/paused")
     after = served.prefect.get("/deployments/name/nightly/paused")
     assert (before["paused"], after["paused"]) == (False, True)
-
-
-def test_files_that_have_gone_since_fail_before_any_job_with_our_words(
-    prefect_session: None, tmp_path: Path
-) -> None:
-    recipe, night = tmp_path / "mine.yaml", write(tmp_path, "gone", "0 3 1 1 *")
-    recipe.write_text("include: [tiny]\n")
-    with served_in(tmp_path, str(recipe), str(night)) as served:
-        recipe.unlink()
-        night.unlink()
-        for flow, name, file in (("pipeline", "refiner", recipe), ("nightly", "gone", night)):
-            end = served.ends(served.launch(flow, name), 60)
-            assert end["type"] == "FAILED"
-            assert str(file) in end["message"]
-            assert "To mend it: " in end["message"]
-    assert not (tmp_path / "runs").exists(), "nothing half-begun"

@@ -57,8 +57,6 @@ def test_a_job_that_the_controller_forgot_is_found_in_the_accounts(
     campaign.submit(good, bad)
     assert campaign.wait_dead(good).state == "COMPLETED"
     sight = campaign.wait_dead(bad)
-    assert sight.end is not None
-    assert sight.facts is not None
     assert (sight.end.failure, sight.facts["source"]) == ("disk_full", "sacct")
     campaign.workspace.layout.attempt(*good.ref).job.unlink()
     # Accounting lags: some seconds pass before a job can be found there by name.
@@ -74,7 +72,6 @@ def test_a_cancelled_job_names_who_did_it(accounts: Cluster, tmp_path: Path) -> 
     campaign.wait_begun(request)
     accounts.run("scancel", campaign.job_id(request))
     end = campaign.wait_dead(request).end
-    assert end is not None
     assert end.failure == "cancelled"
     assert "cancelled by root" in end.message
 
@@ -89,7 +86,6 @@ def test_more_memory_than_it_asked_for_shows_on_the_step(
     campaign.behave({"take_mb": 1500})
     (request,) = campaign.submit(campaign.claim(resources=replace(SMALL, memory_gb=1)))
     end = campaign.wait_dead(request).end
-    assert end is not None
     assert (end.failure, end.decision) == ("out_of_memory", "resume")
     rows = RealSlurm().accounts([campaign.job_id(request)]) or []
     (job,) = facts_of_accounts(rows).values()

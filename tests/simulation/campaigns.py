@@ -247,7 +247,6 @@ class Schedule:
     def _orchestrate(self) -> None:
         """What `refiner run` does, as a process."""
         world, process = self.world, self.world.current
-        assert process is not None
         world.tell(f"begins on {process.host}")
         try:
             workspace = Workspace(self.root)

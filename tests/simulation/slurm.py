@@ -250,7 +250,6 @@ class Cluster:
     def _warn(self, job: SimJob, state: str, requeue: bool) -> None:
         """SIGTERM, and after a grace SIGKILL."""
         process, restarts = job.process, job.restarts
-        assert process is not None
         # A process that is asked to end and does so ends as what it was asked for.
         job.warned = state
         process.at_end.insert(0, lambda: finish())

@@ -173,7 +173,6 @@ class Stage:
 
     def kill(self) -> None:
         """``kill -9`` of the worker and everything it has started."""
-        assert self.worker is not None
         self.worker.kill_group()
 
     def _json(self, name: str) -> dict[str, Any]:

@@ -131,7 +131,6 @@ def kill_trainer(scene: Scene) -> str:
 
 def kill_orchestrator(scene: Scene) -> str:
     """``kill -9`` of `refiner run`; after a moment the same command again."""
-    assert scene.process is not None
     scene.process.send_signal(signal.SIGKILL)
     scene.process.wait(30)
     time.sleep(1.0)
@@ -299,14 +298,12 @@ def _until(scene: Scene, step: int, limit_s: float) -> None:
     """Wait until the trainer has logged a step, or the run has ended."""
     deadline = time.monotonic() + limit_s
     while scene.stage.step < step:
-        assert scene.process is not None
         if scene.process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"step {step} never came: {_end_of(scene)}")
         time.sleep(0.05)
 
 
 def _until_over(scene: Scene, limit_s: float) -> None:
-    assert scene.process is not None
     try:
         scene.process.wait(limit_s)
     except subprocess.TimeoutExpired as error:
@@ -317,7 +314,6 @@ def _until_over(scene: Scene, limit_s: float) -> None:
 
 
 def _end_of(scene: Scene) -> str:
-    assert scene.process is not None
     scene.process.kill()
     out, err = scene.process.communicate()
     return f"exit code {scene.process.returncode}\n{out[-2000:]}\n{err[-4000:]}"

@@ -96,8 +96,6 @@ def test_the_scheduler_is_asked_until_it_answers(
     outcome = cancel(workspace, run, Scheduler([False, False, True]), monkeypatch)
     assert (outcome.ended, outcome.left) == (True, ())
     attempt = workspace.read_attempt(run.stages["data"], 1)
-    assert attempt is not None
-    assert attempt.outcome is not None
     assert attempt.outcome.failure == "cancelled"
 
 
@@ -122,7 +120,6 @@ def test_on_a_full_disk_jobs_are_ended_though_nothing_can_be_noted(
     assert outcome.by == "here"
     assert outcome.ended == room_comes_back
     attempt = workspace.read_attempt(run.stages["data"], 1)
-    assert attempt is not None
     assert (attempt.outcome is not None) == room_comes_back
 
 
@@ -159,16 +156,7 @@ def test_who_has_no_name_can_cancel(workspace: Workspace) -> None:
         path.chmod(0o777)
     assert not run_as(STRANGER, cancelled_as_nobody, workspace, found), "it works elsewhere"
     asked = workspace.cancel_asked(found.run)
-    assert asked is not None
     assert str(asked["by"]).startswith(f"user {STRANGER} on ")
-
-
-def test_an_orchestrator_that_has_just_gone_is_not_signalled(workspace: Workspace) -> None:
-    from infra.host.processes import host_name
-    from infra.store.orchestrators import Orchestrator
-
-    gone = Orchestrator("running", 1, 2**22 + 1, host_name())
-    assert not cancelling._signal(gone)
 
 
 def test_what_another_run_goes_on_with_is_not_ended_with_this_one(
@@ -181,7 +169,6 @@ def test_what_another_run_goes_on_with_is_not_ended_with_this_one(
     workspace.write_orchestrator(other.run, me)
     outcome = cancel(workspace, run, Scheduler([True]), monkeypatch)
     record = workspace.read_record(run.stages["data"])
-    assert record is not None
     assert record.state == "claimed", "it goes on"
     assert outcome.stages == ()
     workspace.write_orchestrator(other.run, {**me, "process": "login9:77:1.00"})

@@ -6,7 +6,6 @@ until hours later. In this process, in an empty folder.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,13 +16,8 @@ from pathlib import Path
 import pytest
 
 from flows.cli.main import main
-from flows.proving.planning import draw_points
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.sections.publish import LICENSES
-from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
-from refiner_core.evaluation.episodes import _numbers
-from refiner_core.evaluation.metrics import main_metrics
-from refiner_core.training.steps.boundary import teller
 from tests.support.command import environment
 
 
@@ -94,12 +88,6 @@ def test_what_is_typed_wrongly_is_answered_with_the_right_line(
     assert "bug in refiner" not in shown.err
 
 
-@pytest.mark.parametrize("typed", [line for line, _, _ in TYPED][::4])
-def test_with_json_the_same_refusal_is_json(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main([*typed.split(), "--json"])
-    assert json.loads(capsys.readouterr().out)["exit_code"] == code == 2
-
-
 FILES = {
     "syntax": ("include: tiny\ngrpo:\n  beta: [1\nseed: 3\n", "line 4, column 5: "),
     "tab": ("include: tiny\ngrpo:\n\tbeta: 1\n", "line 3, column 1: "),
@@ -152,7 +140,6 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(empty_folder: Path) -
     process = subprocess.Popen(
         line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == b"here\n"
     time.sleep(0.05)
     os.kill(process.pid, signal.SIGINT)
@@ -173,30 +160,3 @@ def test_metrics_and_licences_that_there_are_pass() -> None:
     tools = "publish.which=best publish.best_metric=pass@1/orders"
     assert main(["plan", "tiny-tools", *tools.split()]) == 0
     assert RecipeConfig().publish.license in LICENSES
-
-
-def test_one_attempt_is_told_once() -> None:
-    names = ("pass@1_first", "pass@1", "pass^1", "partial")
-    assert main_metrics(names) == ["pass@1", "partial"]
-
-
-def test_a_second_attempt_counts_whether_or_not_it_helped() -> None:
-    turns = (
-        TurnRecord("call", "ok", 0, 1, repaired="no call"),
-        TurnRecord("no call", "no_call", 1, 2, retried="none either"),
-        TurnRecord("call", "ok", 2, 3),
-    )
-    assert _numbers(_record(turns), "", 3)["repairs"] == 2.0
-
-
-def _record(turns: tuple[TurnRecord, ...]) -> EpisodeRecord:
-    return EpisodeRecord("task", "orders", 1, "finished", "done", (), turns, 1.0, 1.0)
-
-
-def test_an_agent_is_scored_and_not_judged() -> None:
-    told: list[str] = []
-    for turns in (False, True):
-        tell = teller(lambda part, values: told.append(part), turns=turns)
-        tell("judge", 0, 0)
-    assert told == ["judge", "score"]
-    assert {p.phase for p in draw_points("grpo", 12, 4, 0, 1, agent=True)} >= {"score"}

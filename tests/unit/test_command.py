@@ -14,13 +14,6 @@ from flows.cli.main import main
 from tests.support.command import command, environment
 
 
-def test_without_arguments_it_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.startswith("Usage: refiner")
-    assert shown.err == ""
-
-
 @pytest.mark.parametrize(
     "argv",
     [

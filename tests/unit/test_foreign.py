@@ -136,7 +136,6 @@ def test_the_newest_complete_one_counts_and_what_is_passed_over_is_named(
     checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 20, data=tensors()[:30])
     newest = newest_complete(find_checkpoints(tmp_path, RULE))
-    assert newest is not None
     assert newest.step == 10
     assert "checkpoint-20 is passed over" in caplog.text
 
@@ -508,7 +507,6 @@ def test_a_process_that_has_given_itself_a_name_is_known_by_its_mark(tmp_path: P
         text=True,
     )
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "renamed\n"
         assert kill_leftovers(tmp_path / "serve") == 0, "another folder whose name begins alike"
         assert kill_leftovers(tmp_path / "servers") == 1

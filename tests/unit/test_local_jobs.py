@@ -75,5 +75,4 @@ def test_an_exit_code_says_what_a_worker_could_not_write_down(
     tmp_path: Path, code: int, failure: str
 ) -> None:
     end = end_of(tmp_path, code=code)[1].end
-    assert end is not None
     assert end.failure == failure

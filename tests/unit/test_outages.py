@@ -71,7 +71,6 @@ def begun(workspace: Workspace, plan: Plan, owner: str = OWNER) -> PlannedStage:
 def ended(workspace: Workspace, stage: PlannedStage) -> list[bool]:
     """Whether each attempt of a stage has an outcome."""
     record = workspace.read_record(stage.id)
-    assert record is not None
     return [a.outcome is not None for a in record.attempts]
 
 
@@ -127,7 +126,6 @@ def test_a_lasting_outage_is_shown_with_its_reason_and_ctrl_c_still_ends_the_cal
     assert (view.state, view.exit_code) == ("interrupted", 6)
     assert "Stale file handle" in view.message
     said = workspace.read_orchestrator(campaign.source.shown[0].run.run)
-    assert said is not None
     assert (said["state"], said["exit_code"]) == ("ended", 6)
 
 
@@ -334,7 +332,6 @@ def test_jobs_that_cannot_be_submitted_for_long_are_tried_until_they_can(
     campaign.start()
     until(lambda: not local.left and campaign.views()["data"].job_id == "1", campaign.views())
     record = workspace.read_record(plan.by_name["data"].id)
-    assert record is not None
     ended = [a.outcome for a in record.attempts if a.outcome is not None]
     assert {o.failure for o in ended} == {"system_outage"}
     assert len(ended) == 12

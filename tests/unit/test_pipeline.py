@@ -15,10 +15,8 @@ from collections.abc import Iterator
 import pytest
 
 from flows.artifacts import (
-    artifact_key,
     artifacts_of,
     markdown_table,
-    numbers_in,
 )
 from flows.cli.run import stop_on_signals
 from flows.running.console import Console
@@ -32,22 +30,6 @@ from tests.support.fake_campaign import FakeCampaign
 @pytest.fixture
 def plan() -> Plan:
     return make_plan(RecipeConfig(recipe="tiny"), {})
-
-
-def test_without_a_server_a_campaign_just_runs(plan: Plan) -> None:
-    stream = io.StringIO()
-    views = run_shown(FakeCampaign(plan), console=Console(stream=stream))
-    assert {view.state for view in views.values()} == {"done"}
-    assert f"{len(plan.stages)} done" in stream.getvalue()
-
-
-def test_what_ends_the_reconciler_is_raised(plan: Plan) -> None:
-    class Broken(FakeCampaign):
-        def join(self) -> dict[str, StageView]:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        run_shown(Broken(plan), console=Console(stream=io.StringIO()))
 
 
 class Stubborn(FakeCampaign):
@@ -104,7 +86,6 @@ def test_signals_that_come_together_are_one_wish_whatever_they_interrupt(
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as sender:
         assert sender.stdin is not None
-        assert sender.stdout is not None
         sender.stdout.readline()  # it is there, and sends at once when it is told to
         threading.Timer(0.3, lambda: sender.communicate("\n")).start()
         views = run_shown(campaign, console=Console(stream=stream))
@@ -113,12 +94,6 @@ def test_signals_that_come_together_are_one_wish_whatever_they_interrupt(
     assert stream.getvalue().count("Stopping (") == 1
     assert {view.state for view in views.values()} == {"done"}
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-
-
-def test_numbers_are_those_of_models_and_of_the_reference() -> None:
-    number = {"metric": "f1", "value": 0.5, "n": 9, "numerator": 3}
-    report = {"evaluations": [number], "reference": [number]}
-    assert numbers_in(report) == [{"metric": "f1", "value": 0.5, "n": 9}] * 2
 
 
 def test_tables_escape_what_would_break_them() -> None:
@@ -144,7 +119,3 @@ def test_what_is_shown_loads_no_image_and_holds_no_html() -> None:
     for text in shown:
         assert not re.search(r"<[a-zA-Z/!?]|!\[", text)
     assert "with a < b, a [link](x) and `‹answer>`" in artifacts[-1]["markdown"]
-
-
-def test_keys_are_as_prefect_wants_them() -> None:
-    assert artifact_key("My recipe_1", "sft", "log") == "my-recipe-1-sft-log"

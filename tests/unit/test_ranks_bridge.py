@@ -128,7 +128,6 @@ def test_metrics_go_on_while_a_checkpoint_is_written_by_another_thread(attempt: 
         saving.result(20)
     assert [m.step for m in read_metrics(attempt.io.paths.metrics)] == list(range(1, 20))
     latest = attempt.store.latest()
-    assert latest is not None
     assert latest.step == 1
 
 
@@ -270,7 +269,6 @@ def test_an_event_is_found_whatever_a_rank_prints_and_however_long_its_error_is(
     line = event_line("mark", {"event": "error", "rank": 3, "error": encode(long)})
     assert len(line) < 1 << 16
     event = read_event("mark", line)
-    assert event is not None
     assert isinstance(decode(event["error"]), ConfigurationError)
     for other in ("mark", "mark {", "other {}", "", "mark 7"):
         assert read_event("mark", other) is None

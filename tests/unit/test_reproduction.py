@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from flows.cards.reproduction import Made, differing, planned, reproduce
 from flows.running.calls import make_recipe_plan
 from refiner_core.cards.public import public_command
-from refiner_core.contract.config import CommandConfig, RecipeConfig
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.records import RECORD_VERSION, StageSpec
@@ -151,27 +150,6 @@ def test_a_local_file_loses_its_folder_and_is_known_by_its_content(tmp_path: Pat
     assert fingerprint(found, made) == made.fingerprint
 
 
-def test_the_file_need_not_be_there_any_more(tmp_path: Path) -> None:
-    path = rows_file(tmp_path)
-    made = run_of("tiny", f"data.rl_path={path}")
-    path.unlink()
-    found = reproduce(made)
-    assert fingerprint(found, made) == made.fingerprint
-    assert list(found["sources"]) == ["my rows.jsonl"]
-
-
-def test_a_model_inside_the_workspace_is_named_without_it(tmp_path: Path) -> None:
-    from refiner_core.models import tiny_model_dir
-
-    model = tmp_path / "runs" / "stages" / "sft-0123456789ab" / "output" / "model"
-    model.parent.mkdir(parents=True)
-    model.symlink_to(tiny_model_dir())
-    made = run_of("tiny", f"model.name_or_path={model}", f"workspace={tmp_path}/runs")
-    found = reproduce(made)
-    assert found["command"] == "refiner run tiny model.name_or_path=model"
-    assert fingerprint(found, made) == made.fingerprint
-
-
 def test_given_where_the_files_are_the_command_needs_no_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,31 +250,6 @@ def test_another_trainers_command_comes_back(tmp_path: Path) -> None:
     )
     found = reproduce(made)
     assert "/home" not in found["command"] + (found["recipe_file"] or "")
-    assert fingerprint(found, made) == made.fingerprint
-
-
-def test_a_shells_own_variables_come_back(tmp_path: Path) -> None:
-    text = (
-        "stages: [command, publish]\ncommand:\n"
-        '  run: \'A="\\${B:-x}"; python t.py --out {output} {resume}; echo "\\${A}"\'\n'
-        '  resume_arguments: "--resume {checkpoint}"\n  env: ["X=a b", "Y=\'1\'"]\n'
-    )
-    made = run_of(str(own_recipe(tmp_path, text)))
-    found = reproduce(made)
-    assert found["recipe_file"] is not None
-    assert fingerprint(found, made) == made.fingerprint
-
-
-def test_weights_that_were_adopted_are_known_by_their_digest() -> None:
-    config = replace(
-        RecipeConfig(recipe="found"),
-        stages=("command", "publish"),
-        command=CommandConfig(adopted="ab" * 32),
-    )
-    made = made_by(make_plan(config, {}), "/data/runs/adopted/found.yaml")
-    found = reproduce(made)
-    assert found["recipe_file"] is not None
-    assert "adopted: " in found["recipe_file"]
     assert fingerprint(found, made) == made.fingerprint
 
 

@@ -19,10 +19,6 @@ from flows.proving.planning import (
     PHASES,
     Trained,
     draw_points,
-    exit_code,
-    plan_resume_proofs,
-    proof_lines,
-    proofs_json,
 )
 from flows.proving.runs import as_they_were
 from infra.store.provenance import keep_scratch, new_scratch, read_proof, write_proof
@@ -32,7 +28,6 @@ from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.lint import check_card
 from refiner_core.cards.public import public_proof
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof, verdict_of
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.equality import (
@@ -123,12 +118,6 @@ def test_weights_are_compared_by_how_far_training_can_have_moved_them(tmp_path: 
     assert verdict_of([found], 0.01) == "diverged"
     other = compare_weights(one, model(tmp_path / "4", torch.zeros(9)), 1e-5)
     assert other.largest is None
-
-
-def test_a_nan_in_both_is_no_difference(tmp_path: Path) -> None:
-    weight = torch.tensor([1.0, math.nan])
-    one, two = (model(tmp_path / n, weight.clone()) for n in "12")
-    assert compare_weights(one, two, 1e-3).differing == 0
 
 
 def checkpoint(folder: Path, **changes: Any) -> Path:
@@ -229,7 +218,6 @@ def test_a_record_comes_back_and_a_second_one_replaces_it(tmp_path: Path) -> Non
     assert read_proof(workspace, first.stage_id) == first
     write_proof(workspace, second)
     read = read_proof(workspace, first.stage_id)
-    assert read is not None
     assert (read, read.verdict) == (second, "diverged")
 
 
@@ -252,20 +240,6 @@ def test_scratch_of_the_dead_goes_and_what_was_kept_stays(tmp_path: Path) -> Non
     keep_scratch(kept)
     new_scratch(workspace, "next")
     assert (dead.exists(), kept.exists(), alive.exists()) == (False, True, True)
-
-
-def test_the_verdict_is_said_with_what_it_rests_on() -> None:
-    lines = "\n".join(proof_lines(proof(NEAR, tolerance=0.01)))
-    assert "grpo: within tolerance" in lines
-    assert "loss trace: 3 of 120 differ, the largest 0.0004" in lines
-    assert "kill -9 in step 9 (save), went on from step 6" in lines
-    assert "The first difference, at step 5: loss trace" in lines
-    assert exit_code([proof(), proof(NEAR, tolerance=0.01)]) == 0
-    assert exit_code([proof(), proof(FAR)]) == 1
-    assert [p["verdict"] for p in proofs_json([proof(), proof(FAR)])["proofs"]] == [
-        "bitwise",
-        "diverged",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -305,16 +279,6 @@ def test_a_verdict_that_does_not_follow_is_found(change: dict[str, Any], says: s
         facts = full_facts(proof={**public_proof(proof()), **change})
     found = check_card(build_card(facts), evidence_text(facts, []))
     assert [f for f in found if says in f.message], [f.message for f in found]
-
-
-def test_impossible_options_are_refused_before_anything_runs() -> None:
-    for asked, says in (
-        ({"steps": 1}, "--steps"),
-        ({"interruptions": 0}, "--interruptions"),
-        ({"overrides": ["stages=[data,sft]"], "stage": "grpo"}, "no stage grpo"),
-    ):
-        with pytest.raises(ConfigurationError, match=says):
-            plan_resume_proofs("tiny", **asked)  # type: ignore[arg-type]
 
 
 def test_two_processes_begin_with_the_same_random_states(monkeypatch: pytest.MonkeyPatch) -> None:

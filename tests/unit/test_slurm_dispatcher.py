@@ -103,8 +103,6 @@ def test_ids_are_noted_beside_their_attempts(campaign: Campaign) -> None:
     campaign.submit(one)
     note = campaign.workspace.read_control(campaign.workspace.layout.attempt(*one.ref).job)
     batch = campaign.workspace.part(campaign.workspace.layout.attempt(*one.ref), "batch")
-    assert note is not None
-    assert batch is not None
     assert (note["job_id"], note["executor"], note["comment"]) == ("101", "slurm", one.comment)
     assert (batch["comment"], batch["index"]) == (one.comment, None)
 
@@ -180,7 +178,6 @@ def test_an_sbatch_that_timed_out_may_have_submitted_the_job_so_it_is_looked_for
     assert campaign.sight(found).state == "RUNNING"
     assert campaign.job_id(found) == "7"
     end = campaign.wait_dead(lost, 10).end
-    assert end is not None
     assert (end.failure, end.decision) == ("system_outage", "resume")
 
 
@@ -229,7 +226,6 @@ def test_an_attempt_that_slurm_started_again_is_judged_by_its_jobs_log(
     (job.submitit / "101_0_log.err").write_text("error: Detected 1 oom_kill event in StepId=101.0")
     fake.set_jobs({"101": {"state": "FAILED", "exit_code": "1:0", "live": False}})
     end = campaign.sight(again).end
-    assert end is not None
     assert end.failure == "out_of_memory"
 
 
@@ -249,7 +245,6 @@ def test_names_of_other_jobs_confuse_nobody(fake: FakeSlurm, campaign: Campaign)
     assert campaign.sight(request).state == "PENDING"
     fake.set_jobs({"101": {**mine["101"], "state": "TIMEOUT", "live": False}, "200": odd})
     end = campaign.wait_dead(request).end
-    assert end is not None
     assert end.failure == "time_limit"
 
 
@@ -264,7 +259,6 @@ def test_a_copy_of_a_workspace_leaves_the_originals_job_alone(
     copy = Campaign(tmp_path / "copy", poll_s=0.0)
     sight = copy.sight(request)
     assert sight.sight == "dead"
-    assert sight.end is not None
     assert f"is a copy of {root}" in sight.end.message
     assert sight.end.decision == "resume"
     copy.dispatcher.kill(copy.open(request))
@@ -351,7 +345,6 @@ def test_every_name_is_asked_for_in_commands_of_a_length_that_every_system_takes
     fake.set_jobs({"7": {"state": "COMPLETED", "name": "n0"}})
     ids, names = [str(n) for n in range(501)], [f"n{n}" for n in range(501)]
     accounts = RealSlurm().accounts(ids, names)
-    assert accounts is not None
     assert accounts[0]["name"] == "n0"
     asked: dict[str, list[list[str]]] = {"--jobs": [], "--name": []}
     for call in fake.calls("sacct"):

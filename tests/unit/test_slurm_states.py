@@ -11,7 +11,6 @@ from infra.slurm.states import (
     STATES,
     JobFacts,
     end_of,
-    facts_of,
     facts_of_accounts,
     lost_end,
     sight_of,
@@ -167,12 +166,6 @@ def test_a_limit_of_the_whole_account_is_said_with_what_it_means(reason: str, hi
     assert hint or said == reason
 
 
-def test_messages_say_the_signal_the_node_and_who() -> None:
-    assert "signal SIGKILL" in end_of(JobFacts("7", "FAILED", exit_code=137), True, "").message
-    assert "on n3" in end_of(JobFacts("7", "NODE_FAIL", node="n3"), True, "").message
-    assert "by root" in end_of(JobFacts("7", "CANCELLED", by="0"), True, "").message
-
-
 @pytest.mark.parametrize("reason", ["launch failed requeued held", "launch_failed_requeued_held"])
 def test_a_failed_start_is_held_and_can_be_released(reason: str) -> None:
     seen = sight("PENDING", reason)
@@ -193,12 +186,6 @@ def test_reasons_that_never_pass_are_explained(reason: str) -> None:
     assert seen.reason == f"{reason}: {NEVER[reason]}"
 
 
-def test_ordinary_reasons_stand_for_themselves() -> None:
-    assert sight("PENDING", "Resources").reason == "Resources"
-    assert sight("RUNNING", "").reason == ""
-    assert sight("SUSPENDED", "").reason == "suspended; it goes on by itself"
-
-
 def test_rows_are_read_with_their_steps() -> None:
     rows = [
         {"id": "7_1", "state": "CANCELLED by 0", "exit_code": "0:15", "node": "n1", "name": "a"},
@@ -209,9 +196,3 @@ def test_rows_are_read_with_their_steps() -> None:
     assert (job.job_id, job.state, job.signal, job.by) == ("7_1", "CANCELLED", 15, "0")
     assert job.steps == {"batch": "CANCELLED", "0": "OUT_OF_ME"}
     assert job.as_text()["cancelled_by"] == "0"
-
-
-def test_words_for_nothing_are_nothing() -> None:
-    row = {"id": "7", "state": "PENDING", "reason": "None", "node": "None assigned", "name": "x"}
-    job = facts_of(row, "squeue")
-    assert (job.reason, job.node, job.preempted) == ("", "", False)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from flows.cli.status import cells
 from flows.running.status import HurriedRouter, RunStatus, StageStatus, Watcher, eta_s, find_run
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router, router_to_look
@@ -54,13 +53,6 @@ def note(workspace: Workspace, run: RunRecord, **event: Any) -> None:
         file.write(json.dumps({"at": "2026-11-21T03:12:00+00:00", **event}) + "\n")
 
 
-def test_before_anything_has_begun_all_stages_wait(workspace: Workspace, run: RunRecord) -> None:
-    status = look(workspace, run)
-    assert [(s.name, s.state) for s in status.stages] == [("data", "waiting"), ("sft", "waiting")]
-    assert status.orchestrator.standing == "none"
-    assert not status.finished
-
-
 def test_a_failed_attempt_says_how(workspace: Workspace, run: RunRecord) -> None:
     planned = claim(workspace, small_plan(), "sft")
     workspace.start_attempt(planned.id, 1, {"started_at": "2026-11-21T01:00", "node": "n3"})
@@ -89,25 +81,6 @@ def test_the_rate_is_that_of_this_attempt() -> None:
     assert eta_s({}, None) is None
 
 
-def test_a_row_reads_like_a_sentence() -> None:
-    row = StageStatus(
-        *("grpo", "grpo-1", "running"),
-        job_id="17",
-        node="n3",
-        attempt=2,
-        attempts=2,
-        phase="train",
-        step=60,
-        total=110,
-        metric="reward 0.41",
-        eta_s=600.0,
-    )
-    assert cells(row) == ("grpo", "running", "17 on n3", "2", "train 60/110, reward 0.41",
-                          "10 min 00 s", "")  # fmt: skip
-    begins = replace(row, phase="starting ranks", step=0, total=0, metric="", eta_s=None)
-    assert cells(begins)[4] == "starting ranks"
-
-
 class Silent:
     """A scheduler that does not answer for a long time."""
 
@@ -134,14 +107,6 @@ def test_a_run_is_found_by_a_part_of_its_id(workspace: Workspace, run: RunRecord
     workspace.write_run(replace(run, run=run.run[:-4] + "zzzz"))
     with pytest.raises(ConfigurationError, match="may mean 2 runs"):
         find_run(workspace, run.run[:8])
-
-
-def test_a_recipes_name_is_its_newest_run(workspace: Workspace, run: RunRecord) -> None:
-    older = replace(run, run="20200101-000000-small-0000")
-    workspace.write_run(older)
-    assert find_run(workspace, "small") == run
-    with pytest.raises(ConfigurationError):
-        find_run(workspace, "tiny")
 
 
 def test_without_a_name_it_is_the_newest_that_has_what_is_asked_for(
@@ -187,12 +152,6 @@ def test_a_process_of_another_host_is_believed(
     monkeypatch.setenv("SLURM_JOB_ID", "17")  # the same job, which Slurm has started again
     take_up(workspace, run.run)
     assert workspace.newest_turn(run.run)[1]["job"] == "17"
-
-
-def test_one_that_has_ended_elsewhere_has_ended(workspace: Workspace, run: RunRecord) -> None:
-    workspace.write_orchestrator(run.run, {"process": OWNER, "state": "ended", "exit_code": 6})
-    who = orchestrator_of(workspace, run.run)
-    assert (who.standing, who.exit_code) == ("ended", 6)
 
 
 def test_status_writes_nothing_and_says_how_to_go_on(
@@ -247,11 +206,6 @@ def test_following_goes_over_to_the_next_attempt_and_ends_with_the_stage(
     shown = capsys.readouterr()
     assert shown.out == "log 1 ü\nlog 2 ü\n"
     assert "attempt 1 ended: preempted" in shown.err
-
-
-def test_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "profiles", "--json"]) == 0
-    assert "default" in json.loads(capsys.readouterr().out)["profiles"]
 
 
 def test_why_a_cluster_cannot_be_asked_is_said(workspace: Workspace, tmp_path: Path) -> None:

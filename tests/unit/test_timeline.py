@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infra.orchestrator.timeline import Incident, StageHistory, incidents_of, rough
+from infra.orchestrator.timeline import Incident, StageHistory, incidents_of
 from refiner_core.contract.records import (
     Attempt,
     FailureClass,
@@ -40,7 +40,6 @@ SECOND = replace(
     resumed_from_step=99,
     seconds=None,
 )
-NOT_BEGUN = replace(SECOND, resumed_from_step=None, started_at=None)
 QUOTA = Outcome(
     "disk_full",
     "resume",
@@ -152,15 +151,6 @@ def test_the_last_heartbeat_speaks_for_who_left_no_word() -> None:
     assert found.lost_steps == 1
 
 
-def test_what_is_not_resumed_is_not_resolved() -> None:
-    (waiting,) = timeline(ended("preempted", 99))
-    assert waiting.text.endswith("not resumed yet")
-    (stopped,) = timeline(ended("cancelled", 99))
-    assert stopped.text.endswith("not tried again by itself")
-    assert not waiting.resolved
-    assert not stopped.resolved
-
-
 def test_what_an_attempt_that_died_at_once_says_nothing_of_is_told_by_the_next() -> None:
     """It looked as if all was lost: "started over", though the one after it went on from 99."""
     at_once = replace(
@@ -173,10 +163,6 @@ def test_what_an_attempt_that_died_at_once_says_nothing_of_is_told_by_the_next()
     first = timeline(replace(FIRST, outcome=QUOTA), at_once, third)[0]
     assert "resumed from step 99 after 8 min" in first.text
     assert first.lost_steps == 1
-
-
-def test_success_is_no_incident() -> None:
-    assert timeline(replace(FIRST, outcome=Outcome("none", "finish"))) == []
 
 
 def test_a_wait_for_room_belongs_to_the_attempt_before_it() -> None:
@@ -197,17 +183,3 @@ def test_a_stage_that_could_not_even_begin_is_an_incident() -> None:
     (found,) = timeline(events=events)
     assert found.text == "no room to begin (1.05 MB needed); waits for room"
     assert (found.attempt, found.failure, found.resolved) == (0, "no_room", False)
-
-
-def test_incidents_of_all_stages_come_in_the_order_of_time() -> None:
-    early = replace(FIRST, ended_at="2026-11-21T01:00:00+00:00", outcome=QUOTA)
-    late = replace(FIRST, ended_at="2026-11-21T02:00:00+00:00", outcome=QUOTA)
-    stages = [
-        StageHistory(name, name, StageRecord(SPEC, (attempt,)))
-        for name, attempt in (("grpo", late), ("sft", early))
-    ]
-    assert [i.stage for i in incidents_of(stages)] == ["sft", "grpo"]
-
-
-def test_sizes_and_times_read_easily() -> None:
-    assert [rough(s) for s in (40, 240, 9000)] == ["40 s", "4 min", "2.5 h"]
