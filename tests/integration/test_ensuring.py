@@ -108,22 +108,6 @@ def test_the_example_looks_at_sft_and_then_goes_on_or_not(
     assert not works(tmp_path)
 
 
-def test_two_at_once_share_what_both_need(prefect: PrefectApi, tmp_path: Path) -> None:
-    text = FLOW.replace(
-        'ensure(run, "sft")\n    ensure(run, "grpo")',
-        'found = [ensure.submit(run, name) for name in ("sft", "evaluate-base")]\n'
-        '    assert all(future.result().state == "done" for future in found)',
-    )
-    with started(prefect, "-c", text, str(tmp_path), *SMALL) as process:
-        _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert len(Stage(tmp_path, "data").attempts) == 1
-    assert states(prefect, newest(prefect, "own")) == {
-        "sft": "Completed",
-        "evaluate-base": "Completed",
-    }
-
-
 def test_a_suspended_flow_ends_at_the_next_stage_and_a_resumed_one_skips_finished_stages(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:

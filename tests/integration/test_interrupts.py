@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -83,22 +82,3 @@ def test_killed_again_and_again_it_ends_bitwise_as_if_undisturbed(
         assert ours.hashes() == theirs.hashes(), "weights"
     rollouts = sorted(p.name for p in grpo.attempts[-1].glob("rollouts/*"))
     assert rollouts == [f"step-{n:08d}.parquet" for n in range(1, 17)]
-
-
-def test_two_calls_at_once_run_everything_once(
-    undisturbed: Path, tmp_path: Path, training: tuple[str, ...]
-) -> None:
-    workspace = tmp_path / "runs"
-    ended: list[Finished] = []
-    calls = [
-        threading.Thread(target=lambda: ended.append(run(workspace, training))) for _ in range(2)
-    ]
-    for thread in calls:
-        thread.start()
-    for thread in calls:
-        thread.join()
-    assert len(ended) == 2
-    for kind in ("data", "sft", "grpo"):
-        stage = Stage(workspace, kind)
-        assert len(stage.attempts) == 1, kind
-        assert stage.hashes() == Stage(undisturbed, kind).hashes()

@@ -207,23 +207,6 @@ def test_a_job_with_nothing_left_to_do_leaves_quietly(
     assert len(attempts(workspace)) == 1
 
 
-def test_the_real_worker_says_in_one_paragraph_what_it_cannot_use(workspace: Workspace) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-P", "-m", "flows.worker"),
-            *("--workspace", str(workspace.root), "sft-nowhere", "1"),
-        ],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 4
-    assert "sft-nowhere" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 # ---------------------------------------------------------------- a group's workspace
 
 #: Runs one life as another user of one group; imports come first, as the interpreter's folder may

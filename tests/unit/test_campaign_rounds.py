@@ -15,14 +15,13 @@ from infra.host.processes import ProcessId
 from infra.jobs.dispatch import LocalDispatcher, Router
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
-from infra.orchestrator.orchestrator import Orchestrator, view_of
-from infra.orchestrator.reconcile import Launch
+from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import Outcome, StageResult
+from refiner_core.contract.records import StageResult
 from tests.support.plans import (
     OWNER,
     SOURCES,
@@ -33,7 +32,6 @@ from tests.support.plans import (
     small_plan,
 )
 from tests.support.probing import ProbingKeeper
-from tests.support.recorded_run import RecordedRun
 
 
 class Cluster:
@@ -241,19 +239,6 @@ def test_what_a_cluster_refuses_is_said_without_a_traceback(
     assert str(error) in view.message
     shown = [r for r in caplog.records if r.levelname == "WARNING" and r.exc_info]
     assert bool(shown) == traceback
-
-
-def test_a_stage_that_is_started_again_says_what_ended_it(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "runs", "stages=[data]")
-    data = run.stage("data")
-    views = [view_of(Launch(data, 0), None, run.workspace, owner="o")]
-    run.fail("data", Outcome("killed", "resume", "the worker is gone and left no word\nrc 137"))
-    record = run.workspace.read_record(data.id)
-    views.append(view_of(Launch(data, 1), record, run.workspace, owner="o"))
-    assert [v.message for v in views] == [
-        "is being submitted",
-        "is being submitted again: the worker is gone and left no word",
-    ]
 
 
 def test_what_measures_an_exported_checkpoint_gives_way_to_the_training_that_goes_on(

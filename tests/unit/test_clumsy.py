@@ -1,7 +1,7 @@
-"""What a newcomer types wrongly, and what the command line says of it.
+"""Wrong command lines and recipe files, and the answer of the command line.
 
-Each line here was once a traceback, an answer that sent its reader elsewhere, or no answer at all
-until hours later. In this process, in an empty folder.
+Each case was once a traceback, a misleading answer, or an error that came hours later. The tests
+run in this process, in an empty folder.
 """
 
 from __future__ import annotations
@@ -40,21 +40,16 @@ TYPED: list[tuple[str, int, tuple[str, ...]]] = [
     ("plan grpo.beta=1 tiny", 2, ("the recipe first", "`refiner plan tiny grpo.beta=1`")),
     ("plan tiny grpo.betta=1", 2, ("Did you mean 'grpo.beta'?",)),
     ("plan tiny grpo.beta=abc", 2, ("a number", "the default, 0.001")),
-    ("plan tiny grpo.beta=", 2, ("`grpo.beta` is empty",)),
     ("plan tiny grpo.beta = 1", 2, ("without spaces",)),
     ("plan tiny stages=data", 2, ("set stages='[data]'",)),
-    ("plan tiny seed=1.5", 2, ("a whole number", "the default, 42")),
     ("plan tiny environment.name=", 2, ("`environment.name` is empty", "'\"\"'")),
-    ("plan tiny workspace=", 2, ("`workspace` is empty", "the default, runs")),
     ("plan .", 2, ("is a folder, not a recipe",)),
     ("nightly", 2, ("was given no command", "one of: check,")),
-    ("server start", 2, ("'start'", "refiner server [OPTIONS] [status|stop]")),
     ("recipes nope", 2, ("(nope).", "`refiner recipes --help`")),
     ("logs", 2, ("STAGE",)),
     ("status nope", 2, ("no run is recorded there", "`refiner run RECIPE`")),
     ("adopt . --copy --in-place", 2, ("exclude each other", "leave one out")),
     ("environments show guess.py:", 2, ("FILE.py:NAME", "the class or function")),
-    ("environments show guess.py", 2, ("FILE.py:NAME", "the class or function")),
     (
         "prove-resume tiny --interruptions 100 --steps 3",
         2,
@@ -66,12 +61,6 @@ TYPED: list[tuple[str, int, tuple[str, ...]]] = [
         "plan tiny publish.which=best evaluate.decoding=[sampled]",
         2,
         ("`publish.best_decoding` is 'greedy'", "one of: sampled"),
-    ),
-    ("plan tiny-tools environment.shaping.weights=[foo=1]", 2, ("'foo'", "action", "bookings")),
-    (
-        "plan tiny-tools environment.shaping.weights_by_domain=[nope.action=1]",
-        2,
-        ("'nope'", "bookings, orders, devices"),
     ),
 ]
 
@@ -146,9 +135,6 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(empty_folder: Path) -
     _, said = process.communicate(timeout=30)
     assert process.returncode == -signal.SIGINT
     assert said == b""
-
-
-# ---------------------------------------------------------------- agents
 
 
 def test_metrics_and_licences_that_there_are_pass() -> None:

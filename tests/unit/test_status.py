@@ -169,14 +169,6 @@ def test_status_writes_nothing_and_says_how_to_go_on(
     assert sorted(p for p in workspace.root.rglob("*")) == before
 
 
-def test_a_wrong_run_is_refused_with_the_nearest(
-    workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for command in ("status", "resume", "cancel"):
-        assert main([command, f"{run.run}x", f"workspace={workspace.root}"]) == 2
-        assert f"Did you mean '{run.run}'" in capsys.readouterr().err
-
-
 def test_logs_show_what_the_launcher_said_of_a_worker_that_never_began(
     workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
