@@ -77,7 +77,7 @@ class SimDisk:
         self.world.point("saved")
 
     def small_write(self, path: Path) -> None:
-        """See :class:`tests.simulation.files.Disk`."""
+        """Fail if not even a control file fits."""
         if self.small_too and self.free() < SMALL:
             self._refuse(path)
 

@@ -13,7 +13,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
@@ -24,6 +24,9 @@ from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import FailureClass
 from tests.simulation.weather import Weather
 from tests.simulation.world import Process, World
+
+if TYPE_CHECKING:
+    from tests.simulation.invariants import Watch
 
 NODES = ("n1", "n2", "n3")
 _CLASSES: Mapping[str, FailureClass] = {
@@ -59,23 +62,11 @@ class SimJob:
         return self.ended_at is not None
 
 
-class Ledger(Protocol):
-    """Counts what may cost a stage an attempt, and who has been cancelled."""
-
-    def setback(self, stage_id: str, why: str) -> None:
-        """Something happened for which one more attempt is right."""
-        ...
-
-    def scancelled(self, stage_id: str, attempt: int) -> None:
-        """A person has cancelled the job."""
-        ...
-
-
 class Cluster:
     """The controller, its nodes and its jobs."""
 
     def __init__(
-        self, world: World, weather: Weather, ledger: Ledger, work: Callable[[SimJob], int]
+        self, world: World, weather: Weather, ledger: Watch, work: Callable[[SimJob], int]
     ) -> None:
         self.world, self.weather, self.ledger, self._work = world, weather, ledger, work
         self.jobs: dict[str, SimJob] = {}  # by comment
