@@ -180,20 +180,6 @@ def test_two_orchestrators_on_one_plan_run_each_stage_once(workspace: Workspace)
     assert sorted(begun) == sorted(stages)
 
 
-def test_a_stop_leaves_the_job_of_another_living_call_alone(workspace: Workspace) -> None:
-    plan = small_plan("data")
-    tell(workspace, data={"steps": 60, "step_s": 0.05})
-    other = orchestrator(workspace, "data")
-    until(lambda: worker_of(workspace, plan, "data"), "the worker")
-    campaign = campaign_on(workspace, plan)
-    campaign.start()
-    campaign.request_stop("Ctrl-C")
-    view = campaign.join()["data"]
-    assert (view.state, view.exit_code) == ("interrupted", 6)
-    assert "goes on" in view.message
-    assert json.loads(other.communicate(timeout=PATIENCE_S)[0])["data"]["state"] == "done"
-
-
 # ---------------------------------------------------------------- deaths
 
 

@@ -341,18 +341,6 @@ def test_edquot_in_the_middle_of_a_save_and_it_still_ends_with_the_same_bytes(
     assert story.weights() == control.weights()
 
 
-@pytest.mark.quota
-def test_older_checkpoints_make_room_while_it_runs(quota_disk: Callable[..., Path]) -> None:
-    disk = quota_disk(mib=12)
-    more = " --step_s 0.05 --kib 2048 --steps 48"
-    story = Story(disk / "ws", more, keep=2)
-    assert story.attempt().failure == "none", (story.outcome, story.log)
-    left = sorted(int(p.name.removeprefix("ckpt_")) for p in story.work.iterdir())
-    assert left[-1] == 48
-    assert len(left) < 12
-    assert "to make room" in story.log
-
-
 def fill(path: Path, leave: int) -> None:
     """Write until nothing more goes in, then give ``leave`` bytes back: by deleting, because at the
     limit nothing else works."""

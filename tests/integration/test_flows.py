@@ -3,6 +3,7 @@ a real `refiner serve`, over the REST API."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from infra.store.orchestrators import Orchestrator, orchestrator_of
 from infra.store.workspace import Workspace
 from tests.support.command import ROOT, SMALL, Stage, environment, refiner
 from tests.support.prefect_server import PrefectApi, eventually, private_server
-from tests.support.served import FINAL, Served, served_in, steps_of_grpo, weights
+from tests.support.served import FINAL, Served, served_in, steps_of_grpo
 
 pytestmark = pytest.mark.prefect
 OVERRIDES = [*SMALL, "tracking.wandb=disabled", "dispatch.poll_s=0.1"]
@@ -32,16 +33,8 @@ def served(prefect_session: None, tmp_path_factory: pytest.TempPathFactory) -> I
         yield served
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    workspace = tmp_path_factory.mktemp("undisturbed")
-    done = refiner("run", "tiny", f"workspace={workspace}", "--no-server", *OVERRIDES)
-    assert done.code == 0, done.stderr
-    return weights(workspace)
-
-
-def test_a_flow_run_cancelled_during_grpo_and_retried_ends_with_the_same_weights(
-    served: Served, tmp_path: Path, undisturbed: bytes
+def test_a_flow_run_cancelled_during_grpo_and_retried_goes_on_from_its_checkpoint(
+    served: Served, tmp_path: Path
 ) -> None:
     slow = [*OVERRIDES, f"workspace={tmp_path}"]
     flow_run = served.launch(recipe="tiny", workspace=str(tmp_path), overrides=slow)
@@ -59,7 +52,8 @@ def test_a_flow_run_cancelled_during_grpo_and_retried_ends_with_the_same_weights
     eventually(lambda: served.state(flow_run)["type"] not in FINAL, 60)
     assert served.ends(flow_run)["type"] == "COMPLETED"
     assert served.call(flow_run) == run
-    assert weights(tmp_path) == undisturbed
+    resumed = json.loads((Stage(tmp_path, "grpo").attempts[-1] / "started.json").read_text())
+    assert resumed["resumed"]["step"] >= 1
 
 
 LONG_SFT = [

@@ -55,15 +55,14 @@ def test_it_opens_the_page_and_leaves_no_key_in_the_address(
         assert not any(prefect.info.auth.split(":")[1] in entry["url"] for entry in entries)
 
 
-@pytest.mark.parametrize(
-    "target", ["//example.org/", "https://example.org/", "javascript:alert(1)"]
-)
-def test_it_leads_to_no_other_place(prefect: PrefectApi, tmp_path: Path, target: str) -> None:
+def test_it_leads_to_no_other_site(prefect: PrefectApi, tmp_path: Path) -> None:
     on_a_terminal("server")  # the page is there
     with chromium(tmp_path / "profile") as page:
-        page.show(f"{prefect.info.url}/open.html#me:key,{target}")
-        assert page.run("location.origin") == prefect.info.url
-        assert page.run("localStorage.getItem('prefect-password')") is None
+        for target in ("//example.org/", "https://example.org/", "javascript:alert(1)"):
+            page.show(f"{prefect.info.url}/open.html#me:key,{target}")
+            assert page.run("location.origin") == prefect.info.url
+            assert page.run("localStorage.getItem('prefect-password')") is None
+            page.show("about:blank")
 
 
 def test_the_key_is_shown_on_a_terminal_alone(prefect: PrefectApi, tmp_path: Path) -> None:

@@ -198,41 +198,6 @@ def test_a_resume_after_a_killed_follower_continues_the_same_flow_run(
         assert eventually(lambda: in_state(prefect, call, "COMPLETED"))["id"] == before["id"]
 
 
-def test_a_run_of_another_host_is_closed_when_its_workspace_records_the_end(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
-    far, theirs = RecordedCall(tmp_path / "far"), "another-host:1:1.00"
-    near = RecordedCall(tmp_path / "near", "data")
-    with near.worked_on():  # makes the deployment, if nobody has
-        eventually(lambda: prefect.flow_run(f"run:{near.run}"))
-        near.shows("data", "skipped", attempt=0)
-        near.end()
-    deployment = prefect.get("/deployments/name/pipeline/refiner")
-    made = prefect.post(
-        f"/deployments/{deployment['id']}/create_flow_run",
-        {
-            "tags": [f"run:{far.run}"],
-            "parameters": {"run": far.run, "workspace": str(far.room.root)},
-            "labels": {"refiner.follower": theirs},
-            "state": {"type": "RUNNING"},
-        },
-    )
-
-    def show_another(name: str) -> None:
-        call = RecordedCall(tmp_path / name, "data")
-        with call.worked_on():
-            call.shows("data", "skipped", attempt=0)
-            call.end()
-            eventually(lambda: in_state(prefect, call, "COMPLETED"))
-
-    far.room.write_orchestrator(far.run, {"process": theirs, "state": "running"})
-    show_another("1")
-    assert in_state(prefect, far, "RUNNING"), "nobody knows that it has ended"
-    far.room.write_orchestrator(far.run, {"process": theirs, "state": "ended"})
-    show_another("2")
-    assert "has ended" in prefect.get(f"/flow_runs/{made['id']}")["state"]["message"]
-
-
 def test_a_full_disk_is_an_event_and_an_incident_of_the_timeline(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,24 +107,3 @@ def test_a_claim_whose_job_was_never_submitted_is_taken_up(workspace: Workspace)
     check(workspace)
     record = workspace.read_record(stage.id)
     assert record.result.attempt == len(record.attempts) == 2
-
-
-def test_killed_between_starting_a_job_and_noting_it_the_job_does_no_work_twice(
-    workspace: Workspace,
-) -> None:
-    """The next orchestrator knows of no job and gives the attempt up, or finds it at work: the
-    worker has to take it first."""
-    stage = small_plan("data", "sft").by_name["data"]
-    attempt = workspace.layout.attempt(stage.id, 1)
-    for number in range(10, 40):
-        assert run(workspace, number) == -9
-        about_to_start = attempt.printed.exists()
-        shutil.rmtree(workspace.layout.stages)
-        if about_to_start:
-            break
-    else:
-        raise AssertionError("it was never killed there")
-    assert run(workspace, number + 1) == -9
-    assert not attempt.job.exists()
-    assert run(workspace, 0) == 0
-    check(workspace)

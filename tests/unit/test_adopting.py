@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flows.adopting import How, adopt_run
+from flows.adopting import adopt_run
 from infra.foreign.sightings import contents_damage
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
@@ -101,21 +101,6 @@ def test_a_header_that_lies_is_damage_and_no_crash(tmp_path: Path, offsets: obje
 
 
 # ---------------------------------------------------------------- links
-
-
-@pytest.mark.parametrize("how", ["link", "copy", "in-place"])
-def test_a_link_to_a_file_of_ours_is_not_adopted(tmp_path: Path, how: How) -> None:
-    """Whoever left the folder would have our token published."""
-    (tmp_path / "token").write_text("hf_secret")
-    run = tmp_path / "run"
-    (checkpoint(run, 10) / "merges.txt").symlink_to(tmp_path / "token")
-    where = [f"workspace={tmp_path / 'ws'}"]
-    with pytest.raises(ConfigurationError, match="leads out of"):
-        adopt_run(run, where, how=how)
-    with pytest.raises(ConfigurationError, match="leads out of"):
-        adopt_run(run, where, how=how, dry_run=True)
-    (run / "checkpoint-10" / "merges.txt").unlink()
-    assert adopt_run(run, where, how=how)["adopted"]["new"]
 
 
 def test_what_refiner_has_written_is_not_adopted_but_gone_on_with(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Single rounds of a campaign: what one look sees, and what is said and done about it."""
+"""Single rounds of an orchestrator: one observation, and the views and actions that follow."""
 
 from __future__ import annotations
 
@@ -72,6 +72,13 @@ def campaign_of(workspace: Workspace, plan: Plan, *dispatchers: Any, **more: Any
     return orchestrator_on(plan, workspace, router, run=run_record(workspace, plan), **more)
 
 
+def claimed(workspace: Workspace, plan: Plan) -> PlannedStage:
+    """`data`, with an attempt that a call of another host has submitted to Slurm."""
+    stage = plan.by_name["data"]
+    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    return stage
+
+
 def events(campaign: Orchestrator, name: str) -> list[dict[str, Any]]:
     path = campaign.workspace.layout.run(campaign.source.shown[0].run.run).events
     found = [json.loads(line) for line in path.read_text().splitlines()]
@@ -106,8 +113,7 @@ def test_an_end_on_a_full_disk_counts_as_it_was_found_and_is_complained_of_once(
 ) -> None:
     """By when it can be written down there is room, and the scheduler has forgotten the job."""
     plan, full = small_plan("data", disk=DiskConfig(watch_s=0.0)), [True]
-    stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    stage = claimed(workspace, plan)
     workspace.start_attempt(stage.id, 1, {"process": OWNER})
     for name in ("close_attempt", "note_scheduler"):
         real = getattr(workspace, name)
@@ -134,26 +140,28 @@ def test_an_end_on_a_full_disk_counts_as_it_was_found_and_is_complained_of_once(
     assert found.outcome.failure == "disk_full", "not killed"
 
 
-def test_a_job_of_an_executor_that_this_call_does_not_have_is_waited_for_with_a_word(
-    workspace: Workspace,
-) -> None:
+def test_a_stage_says_why_its_job_cannot_be_seen(workspace: Workspace) -> None:
+    """Its executor is not that of this call, or the scheduler does not answer."""
     plan = small_plan("data")
-    stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
-    campaign = campaign_of(workspace, plan, LocalDispatcher(workspace))
-    campaign.begin()
-    campaign.step()
-    view = campaign.views()["data"]
-    assert not view.terminal
-    assert "dispatch.executor=slurm" in view.message
+    claimed(workspace, plan)
+    silent = Cluster(sight="unknown", reason="Slurm has not said yet")
+    for dispatcher, said in (
+        (LocalDispatcher(workspace), "dispatch.executor=slurm"),
+        (silent, "Slurm has not said yet"),
+    ):
+        campaign = campaign_of(workspace, plan, dispatcher)
+        campaign.begin()
+        campaign.step()
+        view = campaign.views()["data"]
+        assert not view.terminal
+        assert said in view.message
 
 
 def test_a_held_job_is_released_by_its_own_scheduler_and_another_one_is_left(
     workspace: Workspace,
 ) -> None:
     plan, cluster = small_plan("data"), Cluster(sight="live", held=True)
-    stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    stage = claimed(workspace, plan)
     record = workspace.read_record(stage.id)
     held = OpenAttempt(AttemptRef(stage.id, 1), record.attempts[-1])
     Router({"local": LocalDispatcher(workspace)}, lambda _: "local").release(held)
@@ -162,23 +170,12 @@ def test_a_held_job_is_released_by_its_own_scheduler_and_another_one_is_left(
     assert cluster.released == [held.ref]
 
 
-def test_a_scheduler_that_says_nothing_is_named_beside_the_stage(workspace: Workspace) -> None:
-    plan, cluster = small_plan("data"), Cluster(sight="unknown", reason="Slurm has not said yet")
-    stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
-    campaign = campaign_of(workspace, plan, cluster)
-    campaign.begin()
-    campaign.step()
-    assert "Slurm has not said yet" in campaign.views()["data"].message
-
-
 def test_an_end_that_the_worker_has_written_first_is_not_said_to_be_another(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last word arrives between the look and the closing."""
     plan = small_plan("data")
-    stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    stage = claimed(workspace, plan)
     workspace.start_attempt(stage.id, 1, {"process": str(ProcessId.of())})
     campaign = campaign_of(workspace, plan, Cluster(sight="dead", running=False))
     real = workspace.close_attempt

@@ -21,7 +21,6 @@ from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord
 from tests.support.plans import OWNER, orchestrator_on, run_record, small_plan
-from tests.support.users import STRANGER, run_as
 
 
 class Scheduler:
@@ -135,28 +134,6 @@ def test_a_look_that_fails_is_made_again(
 
     monkeypatch.setattr(workspace, "read_record", read_record)
     assert cancel(workspace, run, Scheduler([True]), monkeypatch).ended
-
-
-def cancelled_as_nobody(workspace: Workspace, run: RunRecord) -> bool:
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
-        os.environ.pop(name, None)
-    return cancelling.cancel(Workspace.read_only(workspace.root), run, wait_s=0.1).ended
-
-
-def test_who_has_no_name_can_cancel(workspace: Workspace) -> None:
-    """`docker run --user 12345`: nothing knows what the user is called."""
-    found = run_record(workspace, small_plan("data"))
-    workspace.write_run(found)
-
-    for folder in (workspace.root, *workspace.root.parents):
-        if folder.stat().st_uid == os.getuid() and "pytest" in str(folder):
-            folder.chmod(0o755)
-    workspace.take_turn(found.run, 0, {"process": OWNER})
-    for path in (workspace.root, *workspace.root.rglob("*")):
-        path.chmod(0o777)
-    assert not run_as(STRANGER, cancelled_as_nobody, workspace, found), "it works elsewhere"
-    asked = workspace.cancel_asked(found.run)
-    assert str(asked["by"]).startswith(f"user {STRANGER} on ")
 
 
 def test_what_another_run_goes_on_with_is_not_ended_with_this_one(

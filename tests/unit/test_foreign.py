@@ -469,20 +469,6 @@ def test_layouts_are_recognised_and_what_must_be_converted_is_said_how(tmp_path:
         choose(list(found.values()), 99)
 
 
-def test_a_folder_that_is_a_checkpoint_itself_has_the_step_that_its_trainer_noted(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "final model"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(tensors())
-    (folder / "trainer_state.json").write_text('{"global_step": 321}')
-    assert [(s.step, s.path) for s in sight(folder)] == [(321, folder)]
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(ConfigurationError, match="looks like a checkpoint"):
-        sight(empty)
-
-
 #: What `setproctitle` leaves of a process's environment: zeros at its beginning, then the rest.
 _RENAMES_ITSELF = """
 import sys, time

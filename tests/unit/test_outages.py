@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import SystemOutage, WorkspaceError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
-from tests.simulation.campaigns import whole_plan
 from tests.support.plans import OWNER, small_plan
 from tests.support.quota import small_tmpfs
 from tests.unit.test_campaign_rounds import Cluster, campaign_of, events
@@ -338,36 +336,3 @@ def test_jobs_that_cannot_be_submitted_for_long_are_tried_until_they_can(
     assert all(str(error) in o.message for o in ended)
     campaign.request_stop("the test is over")
     assert campaign.join()["data"].state == "interrupted"
-
-
-def test_between_two_tries_a_stage_is_paused_with_the_reason(workspace: Workspace) -> None:
-    plan = small_plan("data", backoff_s=60.0)
-    error = SystemOutage("Unable to contact slurm controller")
-    campaign = campaign_of(workspace, plan, Unwilling(workspace, error, 1))
-    campaign.begin()
-    campaign.step()
-    campaign.step()
-    view = campaign.views()["data"]
-    assert view.state == "paused"
-    assert "Unable to contact slurm controller" in view.message
-
-
-def test_one_stage_that_cannot_be_claimed_does_not_keep_the_other_from_beginning(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = whole_plan()
-    real = workspace.claim_attempt
-    refused = plan.by_name["data"].id
-
-    def claim(stage: PlannedStage, *args: Any) -> Any:
-        if stage.id == refused:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(stage, *args)
-
-    monkeypatch.setattr(workspace, "claim_attempt", claim)
-    alone = replace(plan, stages=(plan.by_name["data"], replace(plan.by_name["sft-1"], inputs={})))
-    campaign = campaign_of(workspace, alone, Cluster(**RUNS))
-    campaign.begin()
-    campaign.step()
-    assert workspace.layout.stage(plan.by_name["sft-1"].id).attempt_numbers() == [1]
-    assert workspace.layout.stage(refused).attempt_numbers() == []

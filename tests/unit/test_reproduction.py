@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.records import RECORD_VERSION, StageSpec
-from refiner_core.judges import prompting
 
 TRAINS = ("data", "sft", "sample", "rft", "grpo", "command")
 
@@ -183,23 +181,6 @@ def test_a_name_that_enters_the_fingerprint_is_still_made_public(tmp_path: Path)
     found = reproduce(made)
     assert "/" not in found["command"]
     assert fingerprint(found, made) == made.fingerprint
-
-
-def test_prompts_of_ones_own_are_known_by_what_they_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shipped = Path(prompting.__file__).parent / "prompts" / "v1"
-    shutil.copytree(shipped, tmp_path / "my-prompts")
-    judged = ("judge.kind=openai", "judge.model=m", "judge.base_url=http://127.0.0.1:1/v1")
-    made = run_of("tiny", *judged, f"judge.prompt={tmp_path / 'my-prompts'}")
-    found = reproduce(made)
-    assert str(tmp_path) not in found["command"] + str(found["recipe_file"])
-    assert fingerprint(found, made) == made.fingerprint
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(found["recipe_file"] or "")
-    _, _, recipe, *overrides = shlex.split(found["command"])
-    plan = make_recipe_plan(recipe, overrides)
-    assert plan.by_name["grpo"].fingerprint == made.fingerprint, "given where the prompts are"
 
 
 # ---------------------------------------------------------------- recipes of one's own

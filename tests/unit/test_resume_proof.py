@@ -21,7 +21,7 @@ from flows.proving.planning import (
     draw_points,
 )
 from flows.proving.runs import as_they_were
-from infra.store.provenance import keep_scratch, new_scratch, read_proof, write_proof
+from infra.store.provenance import keep_scratch, new_scratch
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text
@@ -52,18 +52,14 @@ def trace(**changes: float | None) -> list[Row]:
     return rows
 
 
-def test_the_same_trace_is_bitwise_whatever_the_clock_says() -> None:
+def test_traces_differ_by_the_last_bit_and_not_by_the_clock() -> None:
     other = trace(**{"time/step_s": 99.0, "judge/calls": 3.0, "memory/host_gib": 1.0})
     found = compare_traces(trace(), other)
     assert (found.differing, found.compared) == (0, 12)
     assert verdict_of([found], 0.0) == "bitwise"
-
-
-def test_the_last_bit_of_one_number_is_found_with_its_step() -> None:
-    other = trace(grad_norm=math.nextafter(2.0, 3.0))
-    found = compare_traces(trace(), other)
+    found = compare_traces(trace(), trace(grad_norm=math.nextafter(2.0, 3.0)))
     assert (found.differing, found.first_step) == (1, 4)
-    assert "grad_norm: 2.0 straight, 2.0000000000000004 interrupted" in found.first
+    assert "2.0000000000000004 interrupted" in found.first
     assert verdict_of([found], 0.0) == "diverged"
     assert verdict_of([found], 1e-9) == "within tolerance"
 
@@ -168,7 +164,7 @@ def test_a_stop_that_came_with_the_last_step_was_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_points_lie_before_the_last_step_and_cover_every_phase(kind: Trained, seed: int) -> None:
     points = draw_points(kind, 12, 8, seed, save_freq=3)
     assert points == draw_points(kind, 12, 8, seed, save_freq=3), "the seed decides"
@@ -210,17 +206,6 @@ def proof(comparisons: tuple[Comparison, ...] = SAME, **changes: Any) -> ResumeP
     return ResumeProof(**{**given, **changes})
 
 
-def test_a_record_comes_back_and_a_second_one_replaces_it(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path / "runs")
-    first, second = proof(), proof(FAR)
-    assert read_proof(workspace, first.stage_id) is None
-    write_proof(workspace, first)
-    assert read_proof(workspace, first.stage_id) == first
-    write_proof(workspace, second)
-    read = read_proof(workspace, first.stage_id)
-    assert (read, read.verdict) == (second, "diverged")
-
-
 def test_resumed_on_other_processes_it_is_at_best_within_tolerance() -> None:
     assert proof(processes=2, resume_processes=2).verdict == "bitwise"
     other = proof(processes=2, resume_processes=1, tolerance=0.01)
@@ -247,7 +232,6 @@ def test_scratch_of_the_dead_goes_and_what_was_kept_stays(tmp_path: Path) -> Non
     [
         (SAME, 0.0, "Resume was proven: a run of 12 steps of this stage, interrupted 3 times"),
         (NEAR, 0.01, "the same up to 0.0004 where 0.01 was allowed"),
-        (FAR, 0.01, "Resume did not hold: a run of 12 steps"),
         (FAR, 0.01, "differed in its loss trace from step 7 on"),
     ],
 )
