@@ -25,7 +25,7 @@ from refiner_core.contract.types import StageView
 
 
 class Stubborn:
-    """An orchestrator that works for some seconds, and is slow to note that it was asked to stop."""
+    """An orchestrator that works for some seconds, and is slow to note a request to stop."""
 
     def __init__(self, seconds: float) -> None:
         self.ends_at, self.stopped_for = time.monotonic() + seconds, ""

@@ -1,7 +1,7 @@
 """Whatever fails, in whatever order: no stage is lost, none runs twice at a time, all finish.
 
-Some dozens of campaigns in virtual time (ten thousand in `make prove`), each under faults drawn from
-its seed; and deliberate bugs, which must be noticed (all of them in `make prove`).
+Some dozens of campaigns in virtual time (ten thousand in `make prove`), each under faults drawn
+from its seed; and deliberate bugs, which must be noticed (all of them in `make prove`).
 """
 
 from __future__ import annotations
