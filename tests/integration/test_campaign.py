@@ -29,10 +29,10 @@ from refiner_core.contract.config import DiskConfig, RetryConfig
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import StageRecord
 from refiner_core.contract.types import StageView
+from tests.support.command import ROOT, environment, wait_until
 from tests.support.plans import fake_router, orchestrator_on, run_record, small_plan
 from tests.support.quota import small_tmpfs
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 
 
@@ -66,8 +66,8 @@ def run_to_end(workspace: Workspace, plan: Plan) -> dict[str, StageView]:
 def orchestrator(workspace: Workspace, *stages: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.run_campaign", str(workspace.root), *stages],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        cwd=ROOT,
+        env=environment(),
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -75,12 +75,7 @@ def orchestrator(workspace: Workspace, *stages: str) -> subprocess.Popen[str]:
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"waited {PATIENCE_S} s for {what}")
+    return wait_until(condition, what, PATIENCE_S)
 
 
 def journal(workspace: Workspace) -> list[tuple[str, str, str]]:

@@ -6,16 +6,14 @@ place. The bytes of its last checkpoint are compared with those of an undisturbe
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import Attempt, Outcome, StageRecord
 from tests.support.command import Stage, environment, refiner, start, wait_until
 from tests.support.plans import SOURCES, claim, small_config
-from tests.support.require import require
+from tests.support.quota import fill, quota_folder
 
 TRAINER = Path(__file__).parents[1] / "support" / "foreign_trainer.py"
 RUN = f"{sys.executable} {TRAINER} --out {{output}} --seed {{seed}} --steps 16 {{resume}}"
@@ -136,35 +134,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Story:
 @pytest.fixture(scope="module")
 def undisturbed(whole: Story) -> str:
     return whole.weights()
-
-
-@pytest.fixture
-def quota_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Makes a folder with a real quota: writes beyond it fail with errno 122, for root, too."""
-    image, top, folder = tmp_path / "img", tmp_path / "top", tmp_path / "disk"
-
-    def make(mib: int) -> Path:
-        for path in (top, folder):
-            path.mkdir()
-        steps = (
-            ["truncate", "-s", f"{mib + 256}M", str(image)],
-            ["mkfs.btrfs", "-q", "-m", "single", "-d", "single", str(image)],
-            ["mount", "-o", "loop,nodatasum", str(image), str(top)],
-            ["btrfs", "quota", "enable", str(top)],
-            ["btrfs", "subvolume", "create", str(top / "v")],
-            ["btrfs", "qgroup", "limit", f"{mib}M", str(top / "v")],
-            ["mount", "--bind", str(top / "v"), str(folder)],
-        )
-        for step in steps:
-            missing = shutil.which(step[0]) is None
-            if missing or subprocess.run(step, check=False, capture_output=True).returncode:
-                require("quota", False, f"`{step[0]}` does not work here")
-        return folder
-
-    yield make
-    for path in (folder, top):
-        if path.is_mount():
-            subprocess.run(["umount", "-l", str(path)], check=False)
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
@@ -314,46 +283,28 @@ def test_a_silent_trainer_makes_no_progress(tmp_path: Path) -> None:
 
 
 @pytest.mark.quota
-def test_edquot_in_the_middle_of_a_save_and_it_still_ends_with_the_same_bytes(
-    quota_disk: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_edquot_during_a_save_is_resumed_to_the_same_bytes(tmp_path: Path) -> None:
     control = Story(tmp_path / "control", " --kib 2048")
     assert control.attempt().failure == "none"
-    disk = quota_disk(mib=24)
-    story = Story(disk / "ws", " --kib 2048 --step_s 0.3 --write_s 0.05")
-    filler = disk / "filler"
-    worker = story.begin()
-    until((story.work / "ckpt_4" / "trainer.json").exists, "the first save")
-    fill(filler, leave=1 << 20)
-    worker.wait(150)  # its own lines may meet the full disk first, and wait `disk.hold_s` for room
-    outcome = story.outcome
-    assert outcome.failure == "disk_full", outcome
-    assert "Errno 122" in outcome.message
-    assert "Errno 122] Disk quota exceeded" in story.log
-    kept = {p.name for p in story.work.iterdir()}
-    assert "ckpt_4" in kept
-    assert all((story.work / name / "trainer.json").stat().st_size for name in kept), kept
-    filler.unlink()
-    os.sync()
-    assert story.attempt().failure == "none", story.log
-    assert (story.last.resumed_from_step or 0) >= 4
-    assert story.steps == list(range(1, 17))
-    assert story.weights() == control.weights()
-
-
-def fill(path: Path, leave: int) -> None:
-    """Write until nothing more goes in, then give ``leave`` bytes back: by deleting, because at the
-    limit nothing else works."""
-    spare = path.with_name("spare")
-    spare.write_bytes(os.urandom(leave))
-    with path.open("wb", buffering=0) as file:
-        for size in (1 << 20, 1 << 16, 1 << 12):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(os.urandom(size))
-                    os.fsync(file.fileno())
-    spare.unlink()
-    os.sync()
+    with quota_folder(tmp_path / "disk", 24) as disk:
+        story = Story(disk.folder / "ws", " --kib 2048 --step_s 0.3 --write_s 0.05")
+        filler = disk.folder / "filler"
+        worker = story.begin()
+        until((story.work / "ckpt_4" / "trainer.json").exists, "the first save")
+        fill(filler, leave=1 << 20)
+        worker.wait(150)  # its log may meet the full disk first, and wait `disk.hold_s` for room
+        assert story.outcome.failure == "disk_full", story.outcome
+        assert "Errno 122" in story.outcome.message
+        assert "Errno 122] Disk quota exceeded" in story.log
+        kept = {p.name for p in story.work.iterdir()}
+        assert "ckpt_4" in kept
+        assert all((story.work / name / "trainer.json").stat().st_size for name in kept), kept
+        filler.unlink()
+        os.sync()
+        assert story.attempt().failure == "none", story.log
+        assert (story.last.resumed_from_step or 0) >= 4
+        assert story.steps == list(range(1, 17))
+        assert story.weights() == control.weights()
 
 
 # ---------------------------------------------------------------- through the command
@@ -431,9 +382,10 @@ command:
 """
 
 
-def hf_weights(tmp_path: Path) -> str:
-    """Digest of what sixty undisturbed steps make."""
-    out = tmp_path / "undisturbed"
+@pytest.fixture(scope="module")
+def hf_weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digest of the weights after sixty undisturbed steps."""
+    out = tmp_path_factory.mktemp("hf") / "undisturbed"
     words = [sys.executable, str(HF_TRAINER), "--output_dir", str(out), "--save_steps", "60"]
     settings = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*words, "--seed", "42"], check=True, env=settings, capture_output=True)
@@ -444,36 +396,34 @@ def sha256_of(folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.mark.quota
-def test_hugging_face_s_trainer_never_fills_a_quota_for_good(
-    quota_disk: Callable[..., Path], tmp_path: Path
-) -> None:
-    """Six checkpoints of 12 MiB on a quota that holds three, beside 15 MiB of code."""
+def hf_run(tmp_path: Path, workspace: Path, resume: str) -> Stage:
+    """A whole run of Hugging Face's Trainer."""
     path = tmp_path / "hf.yaml"
-    path.write_text(HF_RECIPE)
-    disk = quota_disk(mib=55)
-    words = ("run", str(path), f"workspace={disk / 'ws'}", "--no-server", "--json")
+    path.write_text(HF_RECIPE.replace("{resume}", resume))
+    words = ("run", str(path), f"workspace={workspace}", "--no-server", "--json")
     done = refiner(*words, timeout_s=200)
     assert done.code == 0, done.stderr
-    stage = Stage(disk / "ws", "command")
-    assert stage.folder is not None
-    model = stage.folder / json.loads((stage.folder / "result.json").read_text())["output_dir"]
-    assert sha256_of(model / "model") == hf_weights(tmp_path)
-    left = sorted(p.name for p in (stage.folder / "work").glob("checkpoint-*"))
-    assert "checkpoint-60" in left
-    assert 2 <= len(left) <= 5
+    return Stage(workspace, "command")
+
+
+@pytest.mark.quota
+def test_hugging_face_s_trainer_never_fills_a_quota_for_good(
+    tmp_path: Path, hf_weights: str
+) -> None:
+    """Six checkpoints of 12 MiB on a quota that holds three, beside 15 MiB of code."""
+    with quota_folder(tmp_path / "disk", 55) as disk:
+        stage = hf_run(tmp_path, disk.folder / "ws", "{resume}")
+        model = stage.folder / stage.result()["output_dir"] / "model"
+        assert sha256_of(model) == hf_weights
+        left = sorted(p.name for p in (stage.folder / "work").glob("checkpoint-*"))
+        assert "checkpoint-60" in left
+        assert 2 <= len(left) <= 5
 
 
 def test_a_kill_during_a_save_of_hugging_face_s_trainer_loses_that_save_alone(
-    tmp_path: Path,
+    tmp_path: Path, hf_weights: str
 ) -> None:
-    path = tmp_path / "hf.yaml"
-    path.write_text(HF_RECIPE.replace("{resume}", "--die_in_save 3 {resume}"))
-    done = refiner("run", str(path), f"workspace={tmp_path / 'ws'}", "--no-server", "--json")
-    assert done.code == 0, done.stderr
-    stage = Stage(tmp_path / "ws", "command")
-    assert stage.folder is not None
+    stage = hf_run(tmp_path, tmp_path / "ws", "--die_in_save 3 {resume}")
     assert len(stage.attempts) == 2
     assert json.loads((stage.attempts[-1] / "started.json").read_text())["resumed"]["step"] == 20
-    model = stage.folder / json.loads((stage.folder / "result.json").read_text())["output_dir"]
-    assert sha256_of(model / "model") == hf_weights(tmp_path)
+    assert sha256_of(stage.folder / stage.result()["output_dir"] / "model") == hf_weights

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import subprocess
 import sys
@@ -20,9 +19,9 @@ import pytest
 from infra.host.processes import ProcessId
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
+from tests.support.command import ROOT, environment
 from tests.support.plans import small_plan
 
-ROOT = Path(__file__).resolve().parents[2]
 DYING = ROOT / "tests" / "support" / "dying_campaign.py"
 STEPS = 9
 LIMIT_S = 60.0
@@ -43,10 +42,9 @@ def workspace(tmp_path: Path) -> Iterator[Workspace]:
 
 def run(workspace: Workspace, dies_at: int) -> int:
     """Run the plan with an orchestrator that dies at an operation (0: never); its exit code."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
         [sys.executable, str(DYING), str(dies_at), str(workspace.root), "data", "sft"],
-        env={**os.environ, "PYTHONPATH": path},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -102,7 +102,7 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 120) 
     while time.monotonic() < deadline:
         if value := condition():
             return value
-        time.sleep(0.005)
+        time.sleep(0.02)
     raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
 
 

@@ -18,6 +18,9 @@ import pytest
 from flows.cli.main import main
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.sections.publish import LICENSES
+from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
+from refiner_core.evaluation.episodes import _numbers
+from refiner_core.evaluation.metrics import main_metrics
 from tests.support.command import environment
 
 
@@ -146,3 +149,14 @@ def test_metrics_and_licences_that_there_are_pass() -> None:
     tools = "publish.which=best publish.best_metric=pass@1/orders"
     assert main(["plan", "tiny-tools", *tools.split()]) == 0
     assert RecipeConfig().publish.license in LICENSES
+
+
+def test_a_single_attempt_is_shown_once_and_a_second_one_counts_as_a_repair() -> None:
+    assert main_metrics(("pass@1_first", "pass@1", "pass^1", "partial")) == ["pass@1", "partial"]
+    turns = (
+        TurnRecord("call", "ok", 0, 1, repaired="no call"),
+        TurnRecord("no call", "no_call", 1, 2, retried="none either"),
+        TurnRecord("call", "ok", 2, 3),
+    )
+    episode = EpisodeRecord("task", "orders", 1, "finished", "done", (), turns, 1.0, 1.0)
+    assert _numbers(episode, "", 3)["repairs"] == 2.0

@@ -26,6 +26,7 @@ from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import SystemOutage, WorkspaceError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
+from tests.support.command import wait_until
 from tests.support.plans import OWNER, small_plan
 from tests.support.quota import small_tmpfs
 from tests.unit.test_campaign_rounds import Cluster, campaign_of, events
@@ -73,10 +74,7 @@ def ended(workspace: Workspace, stage: PlannedStage) -> list[bool]:
 
 
 def until(said: Callable[[], bool], what: object = "") -> None:
-    deadline = time.monotonic() + 30
-    while not said():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
+    wait_until(said, str(what), 30)
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda n: errno.errorcode[n])
