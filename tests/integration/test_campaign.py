@@ -125,7 +125,7 @@ def test_a_plan_is_run_in_order_and_the_second_time_skipped(workspace: Workspace
     assert {"claim", "submit", "stage"} <= {e["event"] for e in events}
 
 
-def test_jobs_import_the_pinned_code_and_not_a_folder_of_the_users(
+def test_jobs_import_the_pinned_code(
     workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else `infra/` in a user's working directory would run instead of ours."""
@@ -145,7 +145,7 @@ def test_jobs_import_the_pinned_code_and_not_a_folder_of_the_users(
     assert {v.state for v in run_to_end(workspace, small_plan("data")).values()} == {"done"}
 
 
-def test_files_hold_no_secret_of_the_environment_and_nobody_else_may_write_them(
+def test_files_hold_no_secrets_and_are_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_averysecretvalue")
@@ -178,9 +178,7 @@ def test_two_orchestrators_on_one_plan_run_each_stage_once(workspace: Workspace)
 # ---------------------------------------------------------------- deaths
 
 
-def test_a_killed_orchestrator_leaves_its_job_running_and_the_next_one_reattaches(
-    workspace: Workspace,
-) -> None:
+def test_jobs_of_a_killed_orchestrator_run_on_and_are_reattached(workspace: Workspace) -> None:
     plan = small_plan("data", "sft")
     tell(workspace, data={"steps": 60, "step_s": 0.05})
     first = orchestrator(workspace, "data", "sft")
@@ -223,9 +221,7 @@ def test_a_killed_worker_is_resumed_from_its_last_checkpoint(workspace: Workspac
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_killed_at_random_moments_again_and_again_no_step_is_lost_or_doubled(
-    workspace: Workspace, seed: int
-) -> None:
+def test_kills_at_random_moments_lose_and_double_no_step(workspace: Workspace, seed: int) -> None:
     dice = random.Random(seed)
     plan = small_plan("data", retries=RetryConfig(killed=99))
     stage_id = plan.by_name["data"].id
@@ -291,7 +287,7 @@ def test_a_worker_that_does_not_end_in_time_is_killed(workspace: Workspace) -> N
     ("failure", "code", "attempts"),
     [("bug", 70, 2), ("bad_data", 3, 1)],
 )
-def test_a_failure_that_repeats_is_shown_and_blocks_what_follows(
+def test_a_repeated_failure_blocks(
     workspace: Workspace, failure: str, code: int, attempts: int
 ) -> None:
     """A bug is tried once more, since it may have been the machine; at the same step it stops."""
@@ -337,7 +333,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     [{"steps": 4, "bytes": 7_000_000}, {"steps": 2, "output_bytes": 30_000_000}],
     ids=["checkpoint", "output"],
 )
-def test_a_full_disk_ends_resumable_and_the_same_command_goes_on_when_there_is_room(
+def test_a_full_disk_is_resumed_when_there_is_room(
     small_disk: Path, behaviour: dict[str, Any]
 ) -> None:
     workspace = Workspace.open(small_disk / "ws")

@@ -159,7 +159,7 @@ def test_a_trainer_that_ends_well_leaves_a_model_and_its_numbers(whole: Story) -
     assert "had left" in whole.log, "a process of an earlier attempt is ended first"
 
 
-def test_an_exit_code_of_zero_before_the_last_step_starts_the_trainer_again_once(
+def test_an_early_exit_with_0_starts_the_trainer_again_once(
     tmp_path: Path, undisturbed: str
 ) -> None:
     """Else half a training would be published as a whole one."""
@@ -175,9 +175,7 @@ def test_an_exit_code_of_zero_before_the_last_step_starts_the_trainer_again_once
     assert "ended by itself at step 6 of 16" in result.report["remark"]
 
 
-def test_a_checkpoint_that_cannot_be_resumed_from_is_named_and_stays(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_that_cannot_be_resumed_from_stays(tmp_path: Path) -> None:
     story = Story(tmp_path / "ws", " --step_s 0.1")
     worker = story.begin()
     until((story.work / "ckpt_8" / "trainer.json").exists, "two saves")
@@ -202,7 +200,7 @@ def test_a_checkpoint_that_cannot_be_resumed_from_is_named_and_stays(
 # ---------------------------------------------------------------- it is interrupted
 
 
-def test_kill_9_of_the_worker_ends_all_processes_and_the_next_attempt_resumes(
+def test_kill_9_of_the_worker_ends_all_processes_and_resumes(
     tmp_path: Path, undisturbed: str
 ) -> None:
     story = Story(tmp_path / "ws", " --step_s 0.1 --child")
@@ -338,9 +336,7 @@ def published_sha256(report: dict[str, Any]) -> str:
     return hashlib.sha256((Path(target) / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_ctrl_c_and_a_killed_worker_are_resumed_and_the_model_is_published(
-    recipe: str, tmp_path: Path
-) -> None:
+def test_ctrl_c_and_a_killed_worker_are_resumed_to_the_end(recipe: str, tmp_path: Path) -> None:
     words = ("run", recipe, f"workspace={tmp_path / 'ws'}", "--no-server", "--json")
     stage = Stage(tmp_path / "ws", "command")
     process = start(*words)
@@ -407,9 +403,7 @@ def hf_run(tmp_path: Path, workspace: Path, resume: str) -> Stage:
 
 
 @pytest.mark.quota
-def test_hugging_face_s_trainer_never_fills_a_quota_for_good(
-    tmp_path: Path, hf_weights: str
-) -> None:
+def test_hugging_face_s_trainer_survives_a_small_quota(tmp_path: Path, hf_weights: str) -> None:
     """Six checkpoints of 12 MiB on a quota that holds three, beside 15 MiB of code."""
     with quota_folder(tmp_path / "disk", 55) as disk:
         stage = hf_run(tmp_path, disk.folder / "ws", "{resume}")
@@ -420,9 +414,7 @@ def test_hugging_face_s_trainer_never_fills_a_quota_for_good(
         assert 2 <= len(left) <= 5
 
 
-def test_a_kill_during_a_save_of_hugging_face_s_trainer_loses_that_save_alone(
-    tmp_path: Path, hf_weights: str
-) -> None:
+def test_a_kill_during_hugging_face_s_save_loses_that_save(tmp_path: Path, hf_weights: str) -> None:
     stage = hf_run(tmp_path, tmp_path / "ws", "--die_in_save 3 {resume}")
     assert len(stage.attempts) == 2
     assert json.loads((stage.attempts[-1] / "started.json").read_text())["resumed"]["step"] == 20

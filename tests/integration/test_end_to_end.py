@@ -59,7 +59,7 @@ def test_evaluations_have_intervals_and_counts(finished: Finished) -> None:
             assert {n["n"] for n in here if n["value"] is not None} <= {4}, "prompts evaluated"
 
 
-def test_a_second_run_skips_everything(
+def test_a_second_run_skips_all(
     finished: Finished, workspace: Path, small: tuple[str, ...]
 ) -> None:
     def files() -> dict[Path, int]:
@@ -74,7 +74,7 @@ def test_a_second_run_skips_everything(
     assert files() == before
 
 
-def test_the_plan_says_skip_and_explain_says_which_field(
+def test_plan_skips_and_explain_finds_the_field(
     finished: Finished, workspace: Path, small: tuple[str, ...]
 ) -> None:
     where = (f"workspace={workspace}", *small)
@@ -142,7 +142,7 @@ def test_the_card_has_the_numbers_and_the_command(finished: Finished, workspace:
     assert "0.2" in card
 
 
-def test_the_cards_command_plans_the_same_fingerprints(
+def test_the_cards_command_plans_the_same(
     finished: Finished, workspace: Path, trained: Path
 ) -> None:
     """Given where the local files are that it names without their folders."""
@@ -155,7 +155,7 @@ def test_the_cards_command_plans_the_same_fingerprints(
     ]
 
 
-def test_every_rollout_is_kept_with_its_reward_components(
+def test_rollouts_are_kept_with_their_reward_components(
     finished: Finished, workspace: Path
 ) -> None:
     attempt = Stage(workspace, "grpo").attempts[-1]

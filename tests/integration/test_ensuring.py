@@ -86,9 +86,7 @@ def example(prefect: PrefectApi, workspace: Path, bound: str) -> dict[str, Any]:
     return newest(prefect, "sft-then-grpo")
 
 
-def test_the_example_looks_at_sft_and_then_goes_on_or_not(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_the_example_decides_on_grpo_after_sft(prefect: PrefectApi, tmp_path: Path) -> None:
     enough = example(prefect, tmp_path, "0")
     assert states(prefect, enough) == {"sft": "Completed"}
     assert not Stage(tmp_path, "grpo").folder
@@ -108,9 +106,7 @@ def test_the_example_looks_at_sft_and_then_goes_on_or_not(
     assert not works(tmp_path)
 
 
-def test_a_suspended_flow_ends_at_the_next_stage_and_a_resumed_one_skips_finished_stages(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_a_suspended_flow_ends_at_the_next_stage(prefect: PrefectApi, tmp_path: Path) -> None:
     """Prefect suspends only what is deployed, and can so be carried out again."""
     script, runs = tmp_path / "own.py", tmp_path / "runs"
     script.write_text(FLOW.replace("own(sys.argv[1], sys.argv[2:])", 'own.serve(name="served")'))
@@ -138,7 +134,7 @@ def test_a_suspended_flow_ends_at_the_next_stage_and_a_resumed_one_skips_finishe
     assert len(whole) == 1, "the record of before"
 
 
-def test_a_failed_a_cancelled_and_an_abandoned_stage_end_their_tasks(
+def test_failed_cancelled_and_abandoned_stages_end_tasks(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
     failing, cancelled, killed = (tmp_path / name for name in ("failing", "cancelled", "killed"))

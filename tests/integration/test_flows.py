@@ -33,7 +33,7 @@ def served(prefect_session: None, tmp_path_factory: pytest.TempPathFactory) -> I
         yield served
 
 
-def test_a_flow_run_cancelled_during_grpo_and_retried_goes_on_from_its_checkpoint(
+def test_a_flow_run_cancelled_during_grpo_is_resumed_by_a_retry(
     served: Served, tmp_path: Path
 ) -> None:
     slow = [*OVERRIDES, f"workspace={tmp_path}"]
@@ -95,7 +95,7 @@ class Sft:
         self.served.set_state(self.flow_run, "SCHEDULED", "AwaitingRetry")
 
 
-def test_a_killed_flow_process_or_orchestrator_shows_as_crashed_and_a_retry_continues(
+def test_a_killed_flow_process_or_orchestrator_is_crashed_until_a_retry(
     served: Served, tmp_path: Path
 ) -> None:
     sft = Sft(served, tmp_path)
@@ -124,9 +124,7 @@ def test_a_killed_flow_process_or_orchestrator_shows_as_crashed_and_a_retry_cont
     assert f"refiner resume {sft.run}" in end["message"]
 
 
-def test_a_suspended_flow_run_begins_no_stage_and_a_resumed_one_continues(
-    served: Served, tmp_path: Path
-) -> None:
+def test_a_suspended_flow_run_begins_no_stage_until_resumed(served: Served, tmp_path: Path) -> None:
     flow_run = served.launch(recipe="tiny", workspace=str(tmp_path), overrides=list(SMALL))
     eventually(lambda: list(tmp_path.glob("stages/sft-*/checkpoints/step-*")), 120)
     state = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_reschedule": True}}

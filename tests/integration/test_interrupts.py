@@ -41,7 +41,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, training: tuple[str, .
     return workspace
 
 
-def test_killed_again_and_again_it_ends_bitwise_as_if_undisturbed(
+def test_a_killed_run_ends_bitwise_equal(
     undisturbed: Path, tmp_path: Path, training: tuple[str, ...]
 ) -> None:
     workspace = tmp_path / "runs"

@@ -36,9 +36,7 @@ def on_a_terminal(*words: str) -> str:
     return said.decode()
 
 
-def test_it_opens_the_page_and_leaves_no_key_in_the_address(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_the_link_opens_the_page_and_shows_no_key(prefect: PrefectApi, tmp_path: Path) -> None:
     found = re.search(r"http://\S+open\.html#\S+", on_a_terminal("server"))
     assert found
     with chromium(tmp_path / "stranger") as page:

@@ -60,9 +60,7 @@ def states(prefect: PrefectApi, flow_run: Mapping[str, Any]) -> dict[str, tuple[
     }
 
 
-def test_a_run_is_a_flow_run_with_task_runs_states_artifacts_and_logs(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_a_run_is_a_flow_run_with_tasks_and_artifacts(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path, *STAGES)
     with call.worked_on():
         play(call)
@@ -117,7 +115,7 @@ def logged(prefect: PrefectApi, flow_run: Mapping[str, Any], words: str) -> bool
     return any(words in line["message"] for line in prefect.post("/logs/filter", wanted))
 
 
-def test_ctrl_c_shows_as_cancelled_and_a_resume_is_another_flow_run(
+def test_ctrl_c_is_cancelled_and_a_resume_a_new_flow_run(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
     call = RecordedCall(tmp_path)
@@ -138,9 +136,7 @@ def test_ctrl_c_shows_as_cancelled_and_a_resume_is_another_flow_run(
     assert ensure_server(5).pid == prefect.info.pid
 
 
-def test_a_killed_orchestrator_shows_as_crashed_at_once(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_a_killed_orchestrator_shows_as_crashed(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path)
     with call.worked_on() as process:
         call.shows("data", "running")
@@ -161,7 +157,7 @@ def follower_of(call: RecordedCall) -> psutil.Process:
     raise AssertionError("no process shows the call")
 
 
-def test_a_flow_run_whose_follower_was_killed_too_is_closed_by_the_next_run(
+def test_a_flow_run_without_follower_is_closed_by_the_next_run(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
     vanished, after = RecordedCall(tmp_path / "1"), RecordedCall(tmp_path / "2", "data")
@@ -182,7 +178,7 @@ def test_a_flow_run_whose_follower_was_killed_too_is_closed_by_the_next_run(
         eventually(lambda: in_state(prefect, after, "COMPLETED"))
 
 
-def test_a_resume_after_a_killed_follower_continues_the_same_flow_run(
+def test_a_resume_continues_the_flow_run_of_a_killed_follower(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
     call = RecordedCall(tmp_path, "data")
@@ -198,9 +194,7 @@ def test_a_resume_after_a_killed_follower_continues_the_same_flow_run(
         assert eventually(lambda: in_state(prefect, call, "COMPLETED"))["id"] == before["id"]
 
 
-def test_a_full_disk_is_an_event_and_an_incident_of_the_timeline(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_an_event_and_an_incident(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path, "data", "sft")
     full = Outcome("disk_full", "resume", "saving the checkpoint of step 3", 5, 3, errno=122)
     with call.worked_on():
@@ -229,9 +223,7 @@ def test_a_full_disk_is_an_event_and_an_incident_of_the_timeline(
     assert any(r["prefect.resource.role"] == "flow-run" for r in incident["related"])
 
 
-def test_records_that_cannot_be_read_for_a_while_end_no_flow_run(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_unreadable_records_end_no_flow_run(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path, "data")
     with call.worked_on():
         call.shows("data", "running")
@@ -247,9 +239,7 @@ def test_records_that_cannot_be_read_for_a_while_end_no_flow_run(
         eventually(lambda: in_state(prefect, call, "COMPLETED"))
 
 
-def test_cancelled_in_the_ui_a_run_of_a_terminal_saves_and_ends(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_a_cancel_in_the_ui_ends_a_run_of_a_terminal(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path)
     with call.worked_on():
         call.shows("data", "running")
@@ -263,9 +253,7 @@ def test_cancelled_in_the_ui_a_run_of_a_terminal_saves_and_ends(
         eventually(lambda: in_state(prefect, call, "CANCELLED"))
 
 
-def test_the_work_continues_when_the_server_dies_and_the_flow_run_catches_up(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_a_dead_server_stops_no_work_and_catches_up(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path)
     with call.worked_on():
         call.shows("data", "running")
@@ -293,7 +281,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, folder: Path, url: str) -> Iterat
     assert server_status().state == "yours", "none of ours was started"
 
 
-def test_a_server_of_the_users_that_is_down_costs_one_warning(
+def test_a_dead_server_of_the_user_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch_router(monkeypatch)

@@ -25,9 +25,7 @@ def proofs(done: Finished) -> dict[str, Any]:
     return {p["stage"]: p for p in done.json["proofs"]}
 
 
-def test_grpo_that_is_killed_and_stopped_is_proven_bitwise(
-    small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_grpo_killed_and_stopped_is_bitwise(small: tuple[str, ...], tmp_path: Path) -> None:
     workspace = tmp_path / "runs"
     words = ("stages=[data,grpo,evaluate,publish]", "--steps", "6", "--interruptions", "2")
     done = prove(workspace, small, *words)
@@ -50,7 +48,7 @@ def test_grpo_that_is_killed_and_stopped_is_proven_bitwise(
     assert list((workspace / "proofs" / "scratch").iterdir()) == []
 
 
-def test_a_resume_that_loses_the_optimiser_is_called_diverged(
+def test_a_resume_without_the_optimiser_diverges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = os.pathsep.join(filter(None, [str(BROKEN), os.environ.get("PYTHONPATH", "")]))

@@ -92,9 +92,7 @@ def launched_for(worker: int) -> list[psutil.Process]:
     return [top, *top.children(recursive=True)]
 
 
-def test_the_first_rank_that_fails_is_what_the_user_reads(
-    workspace: Workspace, start: Start
-) -> None:
+def test_the_error_of_the_first_failing_rank_is_shown(workspace: Workspace, start: Start) -> None:
     """Rank 0 meets the consequence; rank 1 had the cause."""
     worker = start(steps=1000, fails=1)
     assert worker.wait(120) == 2
@@ -108,9 +106,7 @@ def test_the_first_rank_that_fails_is_what_the_user_reads(
     assert list(workspace.layout.stage(STAGE.id).checkpoints.glob(".tmp-*")) == []
 
 
-def test_a_killed_rank_ends_the_attempt_and_the_next_one_goes_on(
-    workspace: Workspace, start: Start
-) -> None:
+def test_a_killed_rank_ends_the_attempt_and_it_resumes(workspace: Workspace, start: Start) -> None:
     worker = start(steps=1000, step_s=0.5)
     wait_until(lambda: len(saved(workspace)) >= 2, "two checkpoints", 90)
     os.kill(rank(workspace, 1), signal.SIGKILL)

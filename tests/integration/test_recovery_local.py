@@ -82,9 +82,7 @@ def check(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_killed_at_any_operation_again_and_again_nothing_is_lost_or_doubled(
-    workspace: Workspace, seed: int
-) -> None:
+def test_kills_at_any_operation_lose_and_double_nothing(workspace: Workspace, seed: int) -> None:
     rng = random.Random(seed)
     deaths = [rng.randint(1, 40) for _ in range(4)]
     codes = [run(workspace, number) for number in deaths]

@@ -36,7 +36,7 @@ RFT = (
 )
 
 
-def test_a_run_whose_sampling_is_killed_keeps_what_it_would_have_kept(
+def test_killed_sampling_is_resumed_to_the_same_rows(
     tmp_path: Path, small: tuple[str, ...]
 ) -> None:
     workspace = tmp_path / "runs"
@@ -89,7 +89,7 @@ def test_a_run_whose_sampling_is_killed_keeps_what_it_would_have_kept(
     ]
 
 
-def test_attempts_from_servers_are_those_of_the_model_and_nothing_is_left_of_them(
+def test_attempts_from_servers_are_the_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = tmp_path / "memory"

@@ -115,9 +115,7 @@ def test_an_automation_begins_a_nightly_when_a_run_has_completed(served: Served)
     assert refiner("nightly", "status", str(served.folder / "after.yaml"), "--json").json["nights"]
 
 
-def test_a_pool_that_is_not_there_is_refused_with_those_that_are(
-    served: Served, tmp_path: Path
-) -> None:
+def test_a_missing_pool_is_refused_with_those_that_exist(served: Served, tmp_path: Path) -> None:
     file = write(tmp_path, "poolless", "0 3 1 1 *")
     served.prefect.post("/work_pools/", {"name": "larks", "type": "process"})
     refused = refiner("deploy", str(file), "--pool", "missing")

@@ -48,9 +48,7 @@ def test_nothing_of_the_cluster_can_be_reached_from_outside(accounts: Cluster) -
     assert "eth" not in accounts.run("cat", "/proc/net/dev")
 
 
-def test_a_job_that_the_controller_forgot_is_found_in_the_accounts(
-    accounts: Cluster, tmp_path: Path
-) -> None:
+def test_a_forgotten_job_is_found_in_the_accounts(accounts: Cluster, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "w", commands=Forgetful())
     good, bad = campaign.claim(1), campaign.claim(2)
     campaign.behave({bad.stage_id: {"exit_code": 5}})
@@ -77,7 +75,7 @@ def test_a_cancelled_job_names_who_did_it(accounts: Cluster, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("forgetful", [False, True])
-def test_more_memory_than_it_asked_for_shows_on_the_step(
+def test_too_much_memory_shows_on_the_step(
     accounts: Cluster, tmp_path: Path, forgetful: bool
 ) -> None:
     require("slurm", MEMORY, "no memory cgroup (version 1) to write to")

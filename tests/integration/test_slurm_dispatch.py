@@ -77,9 +77,7 @@ def test_a_request_to_stop_reaches_the_worker_and_lets_it_save(campaign: Campaig
     assert sight.end.failure == "interrupted"
 
 
-def test_a_job_that_queues_cannot_be_asked_and_is_withdrawn(
-    campaign: Campaign, slurm: Cluster
-) -> None:
+def test_a_queued_job_is_withdrawn_by_a_kill(campaign: Campaign, slurm: Cluster) -> None:
     campaign.behave({"work_s": 60, "save_s": 0})
     (request,) = campaign.submit(campaign.claim(resources=replace(SMALL, nodes=3, cpus=8)))
     other = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--hold", "--wrap=true")
@@ -92,9 +90,7 @@ def test_a_job_that_queues_cannot_be_asked_and_is_withdrawn(
     slurm.run("scancel", other.strip())
 
 
-def test_preempted_with_grace_it_saves_and_counts_as_preempted(
-    slurm: Cluster, tmp_path: Path
-) -> None:
+def test_a_job_preempted_with_grace_saves(slurm: Cluster, tmp_path: Path) -> None:
     low = on(tmp_path, partition="low", nodelist="n1")
     low.behave({"work_s": 60, "save_s": 1})
     (request,) = low.submit(low.claim(resources=WHOLE_NODE))
@@ -105,7 +101,7 @@ def test_preempted_with_grace_it_saves_and_counts_as_preempted(
     assert (end.failure, end.decision) == ("preempted", "resume")
 
 
-def test_preempted_without_goodbye_it_starts_again_under_the_same_id(
+def test_a_job_preempted_without_grace_restarts_under_its_id(
     slurm: Cluster, tmp_path: Path
 ) -> None:
     rough = on(tmp_path, partition="rough", nodelist="n1")
@@ -127,9 +123,7 @@ def test_preempted_without_goodbye_it_starts_again_under_the_same_id(
     assert rough.job_id(request) == job_id
 
 
-def test_a_lost_node_puts_a_job_back_under_its_id_or_is_a_node_failure(
-    slurm: Cluster, tmp_path: Path
-) -> None:
+def test_a_lost_node_requeues_a_job_or_is_a_node_failure(slurm: Cluster, tmp_path: Path) -> None:
     campaign = on(tmp_path, nodelist="n3")
     final = Campaign(tmp_path / "w3", replace(PROFILE, nodelist="n3", requeue=False))
     for each in (campaign, final):
@@ -174,7 +168,7 @@ def test_a_failed_start_holds_the_job_until_it_is_released(slurm: Cluster, tmp_p
 
 
 @pytest.mark.parametrize("size", [1, 5])
-def test_a_crash_between_sbatch_and_the_note_loses_and_doubles_nothing(
+def test_a_crash_after_sbatch_loses_and_doubles_nothing(
     campaign: Campaign, slurm: Cluster, size: int
 ) -> None:
     campaign.behave({"work_s": 1})
@@ -210,9 +204,7 @@ def test_a_controller_that_is_away_kills_no_job(campaign: Campaign, slurm: Clust
     assert campaign.wait(request, lambda s: s.running).sight == "live"
 
 
-def test_a_controller_that_is_away_when_the_next_stage_is_due_ends_no_run(
-    slurm: Cluster, tmp_path: Path
-) -> None:
+def test_the_next_stage_waits_for_an_absent_controller(slurm: Cluster, tmp_path: Path) -> None:
     """For more tries than any failure to start a job may come; the next stage says why it waits."""
     workspace = Workspace.open(tmp_path / "w")
     (workspace.root / "behaviour.json").write_text(json.dumps({"data": {"steps": 20}}))
@@ -253,7 +245,7 @@ def test_what_slurm_never_takes_is_refused_as_configuration(slurm: Cluster, tmp_
     assert "invalid partition" in str(error)
 
 
-def test_a_folder_of_the_user_shadows_neither_ours_nor_submitit(
+def test_the_users_folders_shadow_nothing(
     slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("infra", "flows", "submitit", "cloudpickle"):
@@ -268,7 +260,7 @@ def test_a_folder_of_the_user_shadows_neither_ours_nor_submitit(
     assert f"infra {code}/infra/__init__.py" in campaign.said(request)
 
 
-def test_secrets_reach_the_job_and_no_file(
+def test_secrets_are_in_no_file(
     slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     canary = "hf_canary0123456789"
@@ -285,9 +277,7 @@ def test_secrets_reach_the_job_and_no_file(
 
 
 @pytest.mark.parametrize("option", ["gpus-per-node", "gres"])
-def test_gpus_are_asked_for_as_the_cluster_wants(
-    slurm: Cluster, tmp_path: Path, option: str
-) -> None:
+def test_gpus_are_requested_by_either_option(slurm: Cluster, tmp_path: Path, option: str) -> None:
     campaign = on(tmp_path, gpu_option=option)
     (request,) = campaign.submit(campaign.claim(resources=replace(SMALL, gpus=2)))
     assert campaign.wait_dead(request).state == "COMPLETED"

@@ -68,7 +68,7 @@ def full_until_said(disk: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[
         thread.join()
 
 
-def test_a_run_is_taken_up_as_soon_as_there_is_room(
+def test_a_run_waits_for_room_to_be_taken_up(
     disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = f"workspace={disk / 'runs'}"
@@ -87,7 +87,7 @@ def test_a_run_is_taken_up_as_soon_as_there_is_room(
     assert orchestrator_of(workspace, run.run).turn == 0
 
 
-def test_a_sweep_is_recorded_and_taken_up_as_soon_as_there_is_room(
+def test_a_sweep_waits_for_room_to_be_recorded(
     disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = make_sweep_plan("small.yaml", [f"workspace={disk / 'runs'}"])

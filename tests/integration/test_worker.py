@@ -123,7 +123,7 @@ def test_a_job_that_was_killed_without_goodbye_goes_on_when_slurm_starts_it_agai
     assert_whole_story(workspace, 3)
 
 
-def test_a_copy_that_dies_slowly_spoils_nothing_of_its_restart(
+def test_an_old_copy_spoils_nothing(
     workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
     old = start()

@@ -85,7 +85,7 @@ def events(campaign: Orchestrator, name: str) -> list[dict[str, Any]]:
     return [e for e in found if e["event"] == name]
 
 
-def test_a_claim_that_was_never_submitted_is_given_up_by_the_call_that_made_it(
+def test_a_claim_that_was_not_submitted_is_closed(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk was full when it was submitted, and when that was to be noted."""
@@ -157,9 +157,7 @@ def test_a_stage_says_why_its_job_cannot_be_seen(workspace: Workspace) -> None:
         assert said in view.message
 
 
-def test_a_held_job_is_released_by_its_own_scheduler_and_another_one_is_left(
-    workspace: Workspace,
-) -> None:
+def test_a_held_job_is_released_by_its_own_scheduler_alone(workspace: Workspace) -> None:
     plan, cluster = small_plan("data"), Cluster(sight="live", held=True)
     stage = claimed(workspace, plan)
     record = workspace.read_record(stage.id)
@@ -170,7 +168,7 @@ def test_a_held_job_is_released_by_its_own_scheduler_and_another_one_is_left(
     assert cluster.released == [held.ref]
 
 
-def test_an_end_that_the_worker_has_written_first_is_not_said_to_be_another(
+def test_the_workers_own_outcome_counts_first(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last word arrives between the look and the closing."""
@@ -190,7 +188,7 @@ def test_an_end_that_the_worker_has_written_first_is_not_said_to_be_another(
     assert events(campaign, "closed") == []
 
 
-def test_a_call_that_broke_is_not_said_to_work_on(
+def test_a_broken_call_counts_as_ended(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process may live on, in a notebook or a longer script."""
@@ -238,7 +236,7 @@ def test_what_a_cluster_refuses_is_said_without_a_traceback(
     assert bool(shown) == traceback
 
 
-def test_what_measures_an_exported_checkpoint_gives_way_to_the_training_that_goes_on(
+def test_evaluations_during_training_give_way(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small_config("data", "grpo", "evaluate", "publish")

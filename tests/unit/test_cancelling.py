@@ -78,7 +78,7 @@ def cancel(
     return cancelling.cancel(workspace, run, wait_s=0.5)
 
 
-def test_a_job_that_could_not_be_ended_is_not_said_to_have_ended(
+def test_an_unended_job_is_left(
     workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome = cancel(workspace, run, Scheduler([]), monkeypatch)
@@ -89,7 +89,7 @@ def test_a_job_that_could_not_be_ended_is_not_said_to_have_ended(
     assert workspace.stop_asked(run.stages["data"], 1) is not None, "its worker reads that"
 
 
-def test_the_scheduler_is_asked_until_it_answers(
+def test_a_kill_is_repeated(
     workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome = cancel(workspace, run, Scheduler([False, False, True]), monkeypatch)
@@ -122,7 +122,7 @@ def test_on_a_full_disk_jobs_are_ended_though_nothing_can_be_noted(
     assert (attempt.outcome is not None) == room_comes_back
 
 
-def test_a_look_that_fails_is_made_again(
+def test_a_failed_look_is_repeated(
     workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, fails = workspace.read_record, [False, True, True, False, True]
@@ -136,7 +136,7 @@ def test_a_look_that_fails_is_made_again(
     assert cancel(workspace, run, Scheduler([True]), monkeypatch).ended
 
 
-def test_what_another_run_goes_on_with_is_not_ended_with_this_one(
+def test_stages_of_another_run_stay(
     workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A publication by hand shares the export with the run that trains."""
@@ -155,9 +155,7 @@ def test_what_another_run_goes_on_with_is_not_ended_with_this_one(
     assert named.ended, "who names it means it"
 
 
-def test_a_call_that_is_cancelled_leaves_alone_what_another_one_wants(
-    workspace: Workspace,
-) -> None:
+def test_a_cancelled_call_leaves_stages_of_another_call(workspace: Workspace) -> None:
     plan = small_plan("data")
     mine, other = (run_record(workspace, plan) for _ in range(2))
     workspace.write_run(other)

@@ -45,7 +45,7 @@ def test_a_sound_kernel_passes(kernel_of: Callable[[str], CertifiedCheck]) -> No
     assert kernel_of("sdpa").verdict == "pass"
 
 
-def test_a_kernel_that_computes_something_else_fails(
+def test_a_wrong_kernel_fails(
     kernel_of: Callable[[str], CertifiedCheck], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -67,7 +67,7 @@ class _WrongBackward(torch.autograd.Function):
         return 1.05 * grad
 
 
-def test_a_kernel_whose_backward_pass_alone_is_wrong_fails(
+def test_a_wrong_backward_fails(
     kernel_of: Callable[[str], CertifiedCheck], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -103,16 +103,14 @@ def with_vllm(tmp_path: Path) -> Order:
     return replace(CPU, vllm={"setup": setup, "weights_dir": str(tmp_path)})
 
 
-def test_new_weights_reach_a_server_and_its_control_routes_ask_for_the_key(
-    with_vllm: Order, tmp_path: Path
-) -> None:
+def test_new_weights_reach_a_server_that_asks_for_the_key(with_vllm: Order, tmp_path: Path) -> None:
     found = {c.name: c for c in server_checks(with_vllm, tmp_path / "work")}
     assert [c.verdict for c in found.values()] == ["pass", "pass"]
     assert found["vLLM, weights by reload"].figures["gap"] < 1e-3
     assert "HTTP 401" in found["vLLM, key of its control routes (reload)"].why
 
 
-def test_weights_that_are_changed_on_their_way_are_found(
+def test_altered_weights_are_found(
     with_vllm: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from refiner_core.generation.vllm.sync import write_folder
@@ -158,9 +156,7 @@ def part(order: Order, folder: Path, seconds: float) -> list[CertifiedCheck]:
     return found
 
 
-def test_a_part_that_hangs_or_dies_is_a_failed_check_and_one_without_time_is_absent(
-    tmp_path: Path,
-) -> None:
+def test_a_part_that_hangs_or_dies_is_a_failed_check(tmp_path: Path) -> None:
     assert [c.verdict for c in part(CPU, tmp_path / "a", -1)] == ["absent"]
     [slow] = part(CPU, tmp_path / "b", 0.3)
     assert (slow.verdict, "came to no end" in slow.why) == ("fail", True)

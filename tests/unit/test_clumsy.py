@@ -97,7 +97,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_a_recipe_that_cannot_be_read_says_where(
+def test_an_unreadable_recipe(
     kind: str, empty_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, said = FILES[kind]
@@ -106,9 +106,7 @@ def test_a_recipe_that_cannot_be_read_says_where(
     assert said in capsys.readouterr().err
 
 
-def test_a_workspace_that_is_a_file_is_no_folder(
-    empty_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_no_workspace(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (empty_folder / "file").touch()
     for typed in (["plan", "tiny"], ["status"], ["logs", "grpo"]):
         assert main([*typed, "workspace=file"]) == 4

@@ -23,9 +23,7 @@ from tests.support.command import command, environment
         ["plan", "tiny", "description='", "--json"],
     ],
 )
-def test_a_refusal_is_json_too_where_json_was_asked_for(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_is_json_with_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     shown = capsys.readouterr()
     error = json.loads(shown.out)
@@ -33,9 +31,7 @@ def test_a_refusal_is_json_too_where_json_was_asked_for(
     assert error["error"] in shown.err
 
 
-def test_an_override_behind_detach_is_not_taken_for_its_value(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_override_after_detach_is_not_its_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "tiny", "--detach", "seed=x"]) == 2
     assert "`seed` is 'x'" in capsys.readouterr().err
     assert main(["run", "tiny", "seed=x", "--detach", "job"]) == 2
@@ -50,7 +46,7 @@ def test_closed_streams_are_no_bug(closed: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_a_closed_terminal_is_a_request_to_stop_but_not_under_nohup(
+def test_sighup_stops_but_not_under_nohup(
     ignored: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[Any] = []

@@ -109,9 +109,7 @@ def test_safetensors_cut_anywhere_are_damaged(tmp_path_factory: Any, length: int
         ("pytorch_model.bin", zipped()[:-30], "cut short"),
     ],
 )
-def test_damage_is_told_from_the_file_alone(
-    tmp_path: Path, name: str, content: bytes, says: str
-) -> None:
+def test_damage_is_seen_in_the_file(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     assert (damage(path) is None) == (says == "")
@@ -130,9 +128,7 @@ def test_a_shard_that_an_index_names_has_to_be_there(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- checkpoints
 
 
-def test_the_newest_complete_one_counts_and_what_is_passed_over_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_newest_complete_one_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 20, data=tensors()[:30])
     newest = newest_complete(find_checkpoints(tmp_path, RULE))
@@ -281,7 +277,7 @@ def test_lines_become_progress_and_metrics_and_steps_never_go_back() -> None:
         (128 + signal.SIGSEGV, ["step 3"], "killed"),
     ],
 )
-def test_an_end_is_of_the_class_that_its_last_words_say(
+def test_last_lines_give_the_failure_class(
     tmp_path: Path, code: int, lines: list[str], failure: str
 ) -> None:
     error = error_of(code, lines, tmp_path)
@@ -315,9 +311,7 @@ def test_output_exit_code_and_environment_are_those_of_the_command(tmp_path: Pat
     assert [line.text for line in lines if line.redrawn] == ["two"]
 
 
-def test_one_that_prints_without_end_leaves_time_for_a_stop_and_takes_no_memory(
-    tmp_path: Path,
-) -> None:
+def test_endless_output_leaves_time_for_a_stop_and_takes_no_memory(tmp_path: Path) -> None:
     before = psutil.Process().memory_info().rss
     with TrainerProcess("exec yes 'step 1/100'", dict(os.environ), tmp_path) as process:
         for _ in range(3):  # it ends: who takes lines can look at something else
@@ -332,9 +326,7 @@ def test_one_that_prints_without_end_leaves_time_for_a_stop_and_takes_no_memory(
         assert process.code == 128 + signal.SIGTERM
 
 
-def test_a_log_takes_a_share_of_what_is_printed_and_the_end_of_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_log_keeps_a_share_of_the_output_and_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     """What prints 100 MB/s would fill any quota; its checkpoints would no longer fit."""
     now = [0.0]
     log = TrainerLog(clock=lambda: now[0])
@@ -353,9 +345,7 @@ def test_a_log_takes_a_share_of_what_is_printed_and_the_end_of_it(
 # ---------------------------------------------------------------- exports
 
 
-def test_an_export_leaves_states_behind_and_takes_companions_for_what_it_lacks(
-    tmp_path: Path,
-) -> None:
+def test_an_export_leaves_states_out_and_takes_companions_for_missing_files(tmp_path: Path) -> None:
     source = checkpoint(tmp_path, 10, config__json="{}", optimizer__pt="", scheduler__pt="")
     base = tmp_path / "base"
     base.mkdir()
@@ -394,9 +384,7 @@ def test_a_link_that_leads_out_is_not_exported(tmp_path: Path, what: str) -> Non
         make_model(source, tmp_path / "model", base, within=work)
 
 
-def test_links_within_a_trainers_folder_and_to_blobs_of_the_hub_are_the_files(
-    tmp_path: Path,
-) -> None:
+def test_links_inside_a_trainers_folder_and_to_blobs_of_the_hub_are_copied(tmp_path: Path) -> None:
     work, cache = tmp_path / "work", tmp_path / "models--org--base"
     source = checkpoint(work, 10)
     (work / "config.json").write_text("{}")
@@ -515,7 +503,7 @@ def test_a_process_that_has_given_itself_a_name_is_known_by_its_mark(tmp_path: P
         ("0::/not/seen/from/here\n", {}, 5),
     ],
 )
-def test_a_neighbour_that_runs_out_of_memory_is_none_of_our_job(
+def test_an_oom_kill_of_a_neighbour(
     tmp_path: Path, groups: str, counts: dict[str, str], expected: int
 ) -> None:
     files = {"proc/self/cgroup": groups, "proc/vmstat": "pgfault 1\noom_kill 5\n"}

@@ -62,17 +62,13 @@ def test_a_job_sees_as_many_of_the_callers_gpus_as_it_asks_for(
     assert f"sees {seen}." in end_of(tmp_path, gpus)[0]
 
 
-def test_more_gpus_than_the_caller_sees_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(Exception, match="2 GPUs are asked for"):
         end_of(tmp_path, 2)
 
 
 @pytest.mark.parametrize(("code", "failure"), [(5, "disk_full"), (3, "bad_data"), (1, "bug")])
-def test_an_exit_code_says_what_a_worker_could_not_write_down(
-    tmp_path: Path, code: int, failure: str
-) -> None:
+def test_the_exit_code_gives_the_failure_class(tmp_path: Path, code: int, failure: str) -> None:
     end = end_of(tmp_path, code=code)[1].end
     assert end.failure == failure

@@ -78,9 +78,7 @@ def until(said: Callable[[], bool], what: object = "") -> None:
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda n: errno.errorcode[n])
-def test_listings_that_fail_for_a_while_are_an_outage_that_is_reported_once(
-    workspace: Workspace, number: int
-) -> None:
+def test_failing_listings_are_an_outage_reported_once(workspace: Workspace, number: int) -> None:
     plan = small_plan("data")
     stage = begun(workspace, plan)
     campaign = campaign_of(workspace, plan, Cluster(**RUNS))
@@ -103,9 +101,7 @@ def test_listings_that_fail_for_a_while_are_an_outage_that_is_reported_once(
     campaign.request_stop("the test is over")
 
 
-def test_a_lasting_outage_is_shown_with_its_reason_and_ctrl_c_still_ends_the_call(
-    workspace: Workspace,
-) -> None:
+def test_a_lasting_outage_is_shown_and_ctrl_c_still_ends_the_call(workspace: Workspace) -> None:
     plan = small_plan("data", grace_s=0.2)
     begun(workspace, plan, str(ProcessId.of()))
     cluster = Cluster(**RUNS)
@@ -141,7 +137,7 @@ def test_status_says_what_the_orchestrator_waits_for(workspace: Workspace) -> No
 
 
 @pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
-def test_a_step_of_the_clock_ends_no_job_and_begins_none(
+def test_clock_steps_are_ignored(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, step_s: float
 ) -> None:
     """Neither a process, nor a heartbeat, nor a lease is judged by the time of day."""
@@ -165,7 +161,7 @@ def test_a_step_of_the_clock_ends_no_job_and_begins_none(
     until(campaign.step)
 
 
-def test_a_file_system_that_is_read_only_for_a_while_ends_nothing(
+def test_a_read_only_spell_ends_nothing(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fail-over: nothing can be claimed, submitted, noted or closed."""
@@ -216,7 +212,7 @@ def test_a_damaged_specification_is_an_error_and_no_outage(workspace: Workspace)
 
 
 @pytest.mark.parametrize("name", ["job", "started", "resumed", "intent"])
-def test_a_file_of_an_attempt_that_is_damaged_meanwhile_ends_nothing(
+def test_a_damaged_file_of_an_attempt(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """What it said has gone, though it was there a moment ago."""
@@ -248,7 +244,7 @@ def test_what_was_there_a_moment_ago_has_not_gone(workspace: Workspace) -> None:
     until(lambda: not campaign.step() and campaign.views()["data"].state == "reattached")
 
 
-def test_a_heartbeat_that_cannot_be_read_makes_nobody_hung(
+def test_an_unreadable_heartbeat_is_no_hang(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = small_plan("data", heartbeat_timeout_s=0.0, hung_after_s=0.0)
@@ -269,9 +265,7 @@ def test_a_heartbeat_that_cannot_be_read_makes_nobody_hung(
     assert campaign.views()["data"].state == "reattached"
 
 
-def test_a_worker_that_shows_life_is_not_lost_because_slurm_does_not_know_its_job(
-    workspace: Workspace,
-) -> None:
+def test_a_live_worker_is_not_lost_though_slurm_forgot_its_job(workspace: Workspace) -> None:
     """A controller that came back without its state: no second job is put beside the first."""
     plan, clock = small_plan("data", backoff_s=0.0), [0.0]
     stage = begun(workspace, plan)
@@ -318,9 +312,7 @@ class Unwilling(LocalDispatcher):
         SystemOutage("`sbatch` found no controller"),
     ],
 )
-def test_jobs_that_cannot_be_submitted_for_long_are_tried_until_they_can(
-    workspace: Workspace, error: Exception
-) -> None:
+def test_jobs_are_submitted_again_until_they_can_be(workspace: Workspace, error: Exception) -> None:
     """More often than any other class of failure may come, and with the reason."""
     plan = small_plan("data", backoff_s=0.0)
     local = Unwilling(workspace, error, 12)

@@ -78,7 +78,7 @@ def test_ctrl_c_asks_to_stop_and_a_second_one_leaves() -> None:
 @pytest.mark.parametrize(
     ("first", "said"), [(signal.SIGHUP, "SIGHUP"), (signal.SIGTERM, "SIGTERM")]
 )
-def test_signals_that_come_together_are_one_wish_whatever_they_interrupt(
+def test_simultaneous_signals_are_one_request(
     apart_s: float, first: signal.Signals, said: str
 ) -> None:
     """A terminal that closes, systemd and scancel send several; the jobs must not be left."""

@@ -285,7 +285,7 @@ def test_the_first_cause_counts_and_not_its_consequence(ended: Ended, cause: Exc
         (Ended(lines=["a", "ImportError: no such thing"], code=1), StageFailed, "no such", "bug"),
     ],
 )
-def test_an_end_without_an_error_of_a_rank_is_classified_by_its_signs(
+def test_ends_without_an_error(
     ended: Ended, kind: type[Exception], says: str, expected: str
 ) -> None:
     error = error_of(ended)

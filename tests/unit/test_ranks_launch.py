@@ -31,9 +31,7 @@ def recipe(**sft: object) -> RecipeConfig:
         ({"resources": Resources(nodes=2)}, False, "torch"),
     ],
 )
-def test_one_process_without_deepspeed_is_the_worker(
-    sft: dict[str, object], here: bool, engine: str
-) -> None:
+def test_one_process_is_the_worker_itself(sft: dict[str, object], here: bool, engine: str) -> None:
     config = recipe(**sft)
     assert in_worker(config, "sft") is here
     assert engine_name(config, "sft") == engine
@@ -50,9 +48,7 @@ def test_ranks_of_one_node_meet_on_loopback_and_a_users_network_is_kept() -> Non
     assert several["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
-def test_another_node_makes_its_own_settings_of_the_same_placement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_node_makes_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe(resources=Resources(gpus=2, nodes=2))
     placement = placement_of(config, "sft")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")

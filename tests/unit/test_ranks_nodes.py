@@ -42,7 +42,7 @@ def knocking(control: Path, *, silent: int, key: str = "") -> Iterator[threading
             coming.result(60)
 
 
-def test_a_connection_that_says_nothing_holds_up_no_node(
+def test_a_silent_connection_delays_no_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A port scan, or a neighbour on the network, while the worker waits for its nodes."""
@@ -51,7 +51,7 @@ def test_a_connection_that_says_nothing_holds_up_no_node(
         others.start(["true", "true"], {})
 
 
-def test_nodes_that_do_not_come_are_waited_for_no_longer_than_the_limit(
+def test_missing_nodes_are_awaited_to_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "_COME_S", 1.0)

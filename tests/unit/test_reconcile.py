@@ -157,7 +157,7 @@ QUEUES, HELD = "PENDING (Resources)", "PENDING (held)"
     ],
 )
 @pytest.mark.parametrize("stopping", [False, True])
-def test_an_open_attempt_is_waited_for_while_it_lives_and_closed_when_it_is_dead(
+def test_an_open_attempt_waits_or_is_closed(
     tried: Attempt, seen: Seen, expected: Action, stopping: bool
 ) -> None:
     policy = replace(POLICY, stopping=stopping)
@@ -215,9 +215,7 @@ def after(*tries: Attempt, policy: Policy = POLICY, **more: Any) -> Action:
 
 
 @pytest.mark.parametrize("failure", RESUMABLE)
-def test_a_resumable_failure_is_retried_within_the_budget_of_its_class(
-    failure: FailureClass,
-) -> None:
+def test_a_resumable_failure_is_retried_within_its_budget(failure: FailureClass) -> None:
     budget = getattr(RETRIES, failure, RETRIES.killed)
     count = 59 if budget < 0 else budget
     tries = [attempt(n, failure) for n in range(1, count + 1)]
@@ -255,9 +253,7 @@ def bug(number: int, step: int, signature: str) -> Attempt:
         (bug(2, 50, "b"), False, True),  # another bug without progress: the budget of 1 is used up
     ],
 )
-def test_the_same_traceback_twice_at_one_step_stops(
-    second: Attempt, again: bool, without_limit: bool
-) -> None:
+def test_the_same_traceback_twice_stops(second: Attempt, again: bool, without_limit: bool) -> None:
     action = after(bug(1, 50, "a"), second)
     assert isinstance(action, Launch) is again
     policy = replace(POLICY, retries=RetryConfig(bug=-1))
@@ -481,7 +477,7 @@ def all_done() -> list[tuple[PlannedStage, StageRecord]]:
         ([attempt(1, "bad_configuration")], None, False),
     ],
 )
-def test_a_finished_recipe_starts_no_server_and_waits_for_none(
+def test_a_finished_recipe_needs_no_server(
     tries: list[Attempt], sight: Sight | None, live: bool
 ) -> None:
     """A server that failed when all had their answers fails nothing."""

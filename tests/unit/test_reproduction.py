@@ -117,9 +117,7 @@ OVERRIDES: dict[str, st.SearchStrategy[str]] = {
 
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(OVERRIDES)), st.data(), max_size=5), st.data())
-def test_any_overrides_come_back_as_a_command_that_plans_to_the_same(
-    keys: dict[str, Any], data: st.DataObject
-) -> None:
+def test_any_overrides_come_back_as_a_command(keys: dict[str, Any], data: st.DataObject) -> None:
     overrides = tuple(f"{key}={data.draw(OVERRIDES[key], label=key)}" for key in keys)
     made = run_of("tiny", *overrides)
     found = reproduce(made)
@@ -148,7 +146,7 @@ def test_a_local_file_loses_its_folder_and_is_known_by_its_content(tmp_path: Pat
     assert fingerprint(found, made) == made.fingerprint
 
 
-def test_given_where_the_files_are_the_command_needs_no_records(
+def test_the_command_needs_the_files_and_no_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What somebody else does who has the same files: by the command line itself."""

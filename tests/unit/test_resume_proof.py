@@ -73,7 +73,7 @@ def test_traces_differ_by_the_last_bit_and_not_by_the_clock() -> None:
         (lambda rows: [*rows[:3], (4, {**rows[3][1], "loss": None}), *rows[4:]], 4),
     ],
 )
-def test_what_is_missing_or_double_is_no_difference_of_size(
+def test_missing_or_repeated_rows_diverge(
     change: Callable[[list[Row]], list[Row]], step: int
 ) -> None:
     found = compare_traces(trace(), change(trace()))
@@ -235,7 +235,7 @@ def test_scratch_of_the_dead_goes_and_what_was_kept_stays(tmp_path: Path) -> Non
         (FAR, 0.01, "differed in its loss trace from step 7 on"),
     ],
 )
-def test_a_card_says_what_was_proven_and_its_linter_makes_it_again(
+def test_a_proof_on_a_card_is_checked(
     comparisons: tuple[Comparison, ...], tolerance: float, says: str
 ) -> None:
     facts = full_facts(proof=public_proof(proof(comparisons, tolerance=tolerance)))

@@ -51,9 +51,7 @@ def test_a_seed_is_the_same_campaign_every_time() -> None:
     assert [line[:60] for line in first] == [line[:60] for line in second]
 
 
-def test_a_broken_rule_names_the_command_that_shows_it_again(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_broken_rule_names_the_command_to_replay_it(capsys: pytest.CaptureFixture[str]) -> None:
     with mutated("attempt numbers are skipped"):
         with pytest.raises(Violation, match=r"tests\.prove\.simulation --seed 5 --verbose"):
             run_schedule(5)

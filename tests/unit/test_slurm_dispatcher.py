@@ -73,9 +73,7 @@ PROFILES = {
 
 @pytest.mark.parametrize("name", PROFILES)
 @pytest.mark.parametrize("count", [1, 4])
-def test_batch_scripts_are_as_they_were(
-    fake: FakeSlurm, tmp_path: Path, name: str, count: int
-) -> None:
+def test_batch_scripts_are_golden(fake: FakeSlurm, tmp_path: Path, name: str, count: int) -> None:
     """After a change that is meant: ``REFINER_WRITE_GOLDEN=1 pytest``, and look at the diff."""
     campaign = Campaign(tmp_path / "w", PROFILES[name])
     resources = SMALL if name == "plain" else GPU
@@ -107,9 +105,7 @@ def test_ids_are_noted_beside_their_attempts(campaign: Campaign) -> None:
     assert (batch["comment"], batch["index"]) == (one.comment, None)
 
 
-def test_large_groups_are_split_into_arrays_of_the_allowed_size(
-    fake: FakeSlurm, tmp_path: Path
-) -> None:
+def test_large_groups_are_split_into_arrays(fake: FakeSlurm, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "w", Profile(name="small", array_size=5, array_min=3))
     requests = campaign.submit(*(campaign.claim(seed) for seed in range(12)))
     ids = [campaign.job_id(r) for r in requests]
@@ -125,7 +121,7 @@ def test_an_array_warns_early_enough_for_its_slowest_save(fake: FakeSlurm, tmp_p
     assert "--signal=TERM@630" in (fake.folder / "101.sh").read_text()
 
 
-def test_settings_of_a_job_that_refiner_runs_in_are_not_passed_on(
+def test_the_outer_jobs_settings_are_dropped(
     fake: FakeSlurm, campaign: Campaign, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SRUN_CPUS_PER_TASK", "SBATCH_JOB_NAME"):
@@ -156,7 +152,7 @@ def test_settings_of_a_job_that_refiner_runs_in_are_not_passed_on(
         ("Slurm temporarily unable to accept job, sleeping and retrying", LaunchError),
     ],
 )
-def test_what_sbatch_says_decides_whether_it_is_tried_again(
+def test_errors_of_sbatch(
     fake: FakeSlurm, campaign: Campaign, said: str, kind: type[RefinerError]
 ) -> None:
     fake.fail("sbatch", f"sbatch: error: {said}")
@@ -167,9 +163,7 @@ def test_what_sbatch_says_decides_whether_it_is_tried_again(
     assert said.split()[0].lower() in str(errors[one.ref]).lower()
 
 
-def test_an_sbatch_that_timed_out_may_have_submitted_the_job_so_it_is_looked_for(
-    fake: FakeSlurm, campaign: Campaign
-) -> None:
+def test_a_job_is_looked_for_after_a_timeout_of_sbatch(fake: FakeSlurm, campaign: Campaign) -> None:
     found, lost = campaign.claim(1), campaign.claim(2)
     fake.fail("sbatch", "Socket timed out on send/recv operation")
     assert campaign.dispatcher.submit([found]) == {}
@@ -193,9 +187,7 @@ def test_one_refused_request_does_not_hinder_the_others(fake: FakeSlurm, tmp_pat
     assert campaign.job_id(good) == "101"
 
 
-def test_workers_get_the_profiles_settings_and_the_offline_switches(
-    fake: FakeSlurm, tmp_path: Path
-) -> None:
+def test_workers_get_settings_of_the_profile(fake: FakeSlurm, tmp_path: Path) -> None:
     profile = Profile(name="x", env={"NCCL_DEBUG": "INFO"}, cpu=Place(partition="cpu"))
     campaign = Campaign(tmp_path / "w", profile)
     command = campaign.dispatcher.command(campaign.claim())
@@ -215,9 +207,7 @@ def test_a_look_is_one_squeue_and_nothing_else(fake: FakeSlurm, campaign: Campai
     assert looked == ["squeue"]
 
 
-def test_an_attempt_that_slurm_started_again_is_judged_by_its_jobs_log(
-    fake: FakeSlurm, campaign: Campaign
-) -> None:
+def test_a_restarted_attempt_is_classified_by_its_log(fake: FakeSlurm, campaign: Campaign) -> None:
     (first,) = campaign.submit(campaign.claim())
     again = campaign.claim()
     assert (again.stage_id, again.attempt) == (first.stage_id, 2)
@@ -248,7 +238,7 @@ def test_names_of_other_jobs_confuse_nobody(fake: FakeSlurm, campaign: Campaign)
     assert end.failure == "time_limit"
 
 
-def test_a_copy_of_a_workspace_leaves_the_originals_job_alone(
+def test_a_copied_workspace_leaves_jobs_alone(
     fake: FakeSlurm, campaign: Campaign, tmp_path: Path
 ) -> None:
     """The job writes into the original: the copy says so, and begins anew."""
@@ -268,7 +258,7 @@ def test_a_copy_of_a_workspace_leaves_the_originals_job_alone(
 
 
 @pytest.mark.parametrize("seen", ["by a link", "moved"])
-def test_a_workspace_at_another_path_is_no_copy(
+def test_a_moved_workspace_is_no_copy(
     fake: FakeSlurm, campaign: Campaign, tmp_path: Path, seen: str
 ) -> None:
     (request,) = campaign.submit(campaign.claim())
@@ -280,7 +270,7 @@ def test_a_workspace_at_another_path_is_no_copy(
     assert Campaign(tmp_path / "there", poll_s=0.0).sight(request).sight == "live"
 
 
-def test_stop_reaches_a_running_job_alone_and_kill_and_release_name_the_job(
+def test_stop_reaches_running_jobs_kill_and_release_any(
     fake: FakeSlurm, campaign: Campaign
 ) -> None:
     (request,) = campaign.submit(campaign.claim())
@@ -322,9 +312,7 @@ def test_a_missing_a_failing_and_an_unstartable_command_are_a_scheduler_that_is_
 
 
 @pytest.mark.parametrize("known", ["live", "remembered", "recorded"])
-def test_a_job_of_another_user_that_bears_our_name_is_not_ours(
-    fake: FakeSlurm, campaign: Campaign, known: str
-) -> None:
+def test_a_job_of_another_user_is_not_ours(fake: FakeSlurm, campaign: Campaign, known: str) -> None:
     """Names of jobs are for all to see, and to take."""
     request = campaign.claim()
     theirs = {"state": "COMPLETED", "name": request.comment, "user": "4711"}
@@ -339,9 +327,7 @@ def test_a_job_of_another_user_that_bears_our_name_is_not_ours(
         assert campaign.sight(request).state != "COMPLETED"
 
 
-def test_every_name_is_asked_for_in_commands_of_a_length_that_every_system_takes(
-    fake: FakeSlurm,
-) -> None:
+def test_queries_are_split_into_commands_of_a_safe_length(fake: FakeSlurm) -> None:
     fake.set_jobs({"7": {"state": "COMPLETED", "name": "n0"}})
     ids, names = [str(n) for n in range(501)], [f"n{n}" for n in range(501)]
     accounts = RealSlurm().accounts(ids, names)
@@ -358,7 +344,7 @@ def test_every_name_is_asked_for_in_commands_of_a_length_that_every_system_takes
     ("ids", "names", "asked"),
     [(["7"], [], ["7"]), (["7"], ["n8"], []), (["7", "8"], [], []), ([], ["n8"], [])],
 )
-def test_the_controller_is_asked_for_one_job_alone_only_where_one_id_is_all(
+def test_one_id_is_queried_alone(
     fake: FakeSlurm, ids: list[str], names: list[str], asked: list[str]
 ) -> None:
     """Else a job that is looked for by its name, too, would count as unknown."""
@@ -380,7 +366,7 @@ def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         RealSlurm()
 
 
-def test_a_released_job_is_not_taken_for_held_until_slurm_has_been_asked_again(
+def test_a_released_job_is_not_held_until_the_next_query(
     fake: FakeSlurm, campaign: Campaign
 ) -> None:
     """Or every round until then would count as another failed start."""

@@ -117,7 +117,5 @@ def test_what_the_cluster_can_never_run_is_refused_before_it_is_submitted() -> N
     ("limit_min", "save_s", "lead_s"),
     [(60, 0, 120), (60, 10, 120), (600, 300, 630), (20, 3000, 600), (1, 0, 30)],
 )
-def test_the_warning_comes_early_enough_for_the_measured_save(
-    limit_min: int, save_s: float, lead_s: int
-) -> None:
+def test_the_warning_leaves_time_for_a_save(limit_min: int, save_s: float, lead_s: int) -> None:
     assert Profile().lead_s(Resources(time_limit_min=limit_min), save_s) == lead_s

@@ -165,7 +165,7 @@ def test_without_accounting_the_controllers_memory_does(world: World) -> None:
     assert world.scheduler.asked.count("accounts") == 1  # it is off, and not asked every time
 
 
-def test_a_scheduler_that_is_away_is_asked_more_rarely_and_kills_nothing(
+def test_an_absent_scheduler_is_asked_rarely(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.scheduler.live = {"1": {"state": "RUNNING"}}

@@ -109,9 +109,7 @@ def test_a_run_is_found_by_a_part_of_its_id(workspace: Workspace, run: RunRecord
         find_run(workspace, run.run[:8])
 
 
-def test_without_a_name_it_is_the_newest_that_has_what_is_asked_for(
-    workspace: Workspace, run: RunRecord
-) -> None:
+def test_the_default_is_the_newest_run_with_the_stage(workspace: Workspace, run: RunRecord) -> None:
     """A checkpoint that was published by hand is a run as well, and has no rollouts."""
     by_hand = replace(run, run=workspace.new_run_id("tiny"), stages={"publish": "publish-0"})
     workspace.write_run(by_hand)
@@ -129,9 +127,7 @@ def test_of_two_that_take_a_run_up_one_does(workspace: Workspace, run: RunRecord
     assert workspace.newest_turn(run.run)[0] == 1
 
 
-def test_a_process_that_is_gone_is_followed_by_the_next(
-    workspace: Workspace, run: RunRecord
-) -> None:
+def test_a_dead_process_is_followed_by_the_next(workspace: Workspace, run: RunRecord) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     workspace.take_turn(run.run, 0, {"process": str(ProcessId.of(process.pid))})
     assert orchestrator_of(workspace, run.run).standing == "running"
@@ -141,7 +137,7 @@ def test_a_process_that_is_gone_is_followed_by_the_next(
     assert workspace.newest_turn(run.run)[0] == 2
 
 
-def test_a_process_of_another_host_is_believed(
+def test_another_hosts_process(
     workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace.take_turn(run.run, 0, {"process": OWNER, "job": "17"})
@@ -154,7 +150,7 @@ def test_a_process_of_another_host_is_believed(
     assert workspace.newest_turn(run.run)[1]["job"] == "17"
 
 
-def test_status_writes_nothing_and_says_how_to_go_on(
+def test_status_is_read_only(
     workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(p for p in workspace.root.rglob("*"))

@@ -136,9 +136,7 @@ def test_what_happened_and_where(attempt: Attempt, text: str) -> None:
         (replace(ended("killed", 100), seconds=None), SECOND, 1, None),
     ],
 )
-def test_what_it_cost(
-    attempt: Attempt, after: Attempt, steps: int | None, seconds: float | None
-) -> None:
+def test_cost(attempt: Attempt, after: Attempt, steps: int | None, seconds: float | None) -> None:
     (found,) = timeline(attempt, after)
     assert (found.lost_steps, found.lost_seconds) == (steps, seconds)
 
