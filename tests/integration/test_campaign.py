@@ -145,9 +145,7 @@ def test_jobs_import_the_pinned_code(
     assert {v.state for v in run_to_end(workspace, small_plan("data")).values()} == {"done"}
 
 
-def test_files_hold_no_secrets_and_are_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_hold_no_secret_and_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_averysecretvalue")
     before = os.umask(0)
     try:
@@ -287,7 +285,7 @@ def test_a_worker_that_does_not_end_in_time_is_killed(workspace: Workspace) -> N
     ("failure", "code", "attempts"),
     [("bug", 70, 2), ("bad_data", 3, 1)],
 )
-def test_a_repeated_failure_blocks(
+def test_a_final_failure_blocks(
     workspace: Workspace, failure: str, code: int, attempts: int
 ) -> None:
     """A bug is tried once more, since it may have been the machine; at the same step it stops."""
@@ -333,9 +331,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     [{"steps": 4, "bytes": 7_000_000}, {"steps": 2, "output_bytes": 30_000_000}],
     ids=["checkpoint", "output"],
 )
-def test_a_full_disk_is_resumed_when_there_is_room(
-    small_disk: Path, behaviour: dict[str, Any]
-) -> None:
+def test_a_full_disk_resumes_with_new_room(small_disk: Path, behaviour: dict[str, Any]) -> None:
     workspace = Workspace.open(small_disk / "ws")
     plan = small_plan("data", disk=DiskConfig(wait_min=0.0, hold_s=0.0))
     filler = small_disk / "filler"

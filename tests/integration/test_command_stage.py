@@ -159,9 +159,7 @@ def test_a_trainer_that_ends_well_leaves_a_model_and_its_numbers(whole: Story) -
     assert "had left" in whole.log, "a process of an earlier attempt is ended first"
 
 
-def test_an_early_exit_with_0_starts_the_trainer_again_once(
-    tmp_path: Path, undisturbed: str
-) -> None:
+def test_an_early_exit_with_0_restarts_the_trainer_once(tmp_path: Path, undisturbed: str) -> None:
     """Else half a training would be published as a whole one."""
     once = Story(tmp_path / "once", " --leave_at 7")
     assert once.attempt().failure == "none", once.log
@@ -200,9 +198,7 @@ def test_a_checkpoint_that_cannot_be_resumed_from_stays(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- it is interrupted
 
 
-def test_kill_9_of_the_worker_ends_all_processes_and_resumes(
-    tmp_path: Path, undisturbed: str
-) -> None:
+def test_kill_9_of_the_worker_ends_all_and_resumes(tmp_path: Path, undisturbed: str) -> None:
     story = Story(tmp_path / "ws", " --step_s 0.1 --child")
     worker = story.begin()
     until(has_reached(story, 6), "step 6")

@@ -131,8 +131,7 @@ TRIALS = (
     ),
     Trial(
         "refiner prove-resume .*",
-        by="tests/integration/test_prove_resume.py"
-        "::test_grpo_that_is_killed_and_stopped_is_proven_bitwise",
+        by="tests/integration/test_prove_resume.py::test_grpo_killed_and_stopped_is_bitwise",
     ),
     Trial(
         "(git clone|pip install|export TAU2|REFINER_TAU2).*",

@@ -59,9 +59,7 @@ def test_evaluations_have_intervals_and_counts(finished: Finished) -> None:
             assert {n["n"] for n in here if n["value"] is not None} <= {4}, "prompts evaluated"
 
 
-def test_a_second_run_skips_all(
-    finished: Finished, workspace: Path, small: tuple[str, ...]
-) -> None:
+def test_the_next_run_skips_it(finished: Finished, workspace: Path, small: tuple[str, ...]) -> None:
     def files() -> dict[Path, int]:
         found = workspace.glob("stages/*/**/*")
         return {p: p.stat().st_mtime_ns for p in found if p.is_file()}
@@ -142,9 +140,7 @@ def test_the_card_has_the_numbers_and_the_command(finished: Finished, workspace:
     assert "0.2" in card
 
 
-def test_the_cards_command_plans_the_same(
-    finished: Finished, workspace: Path, trained: Path
-) -> None:
+def test_the_cards_command_plans_equal(finished: Finished, workspace: Path, trained: Path) -> None:
     """Given where the local files are that it names without their folders."""
     card = (published(finished) / "README.md").read_text()
     line = next(x for x in card.splitlines() if x.startswith("refiner run tiny "))
@@ -155,9 +151,7 @@ def test_the_cards_command_plans_the_same(
     ]
 
 
-def test_rollouts_are_kept_with_their_reward_components(
-    finished: Finished, workspace: Path
-) -> None:
+def test_rollouts_are_kept_with_reward_components(finished: Finished, workspace: Path) -> None:
     attempt = Stage(workspace, "grpo").attempts[-1]
     files = sorted((attempt / "rollouts").glob("step-*.parquet"))
     assert len(files) == 5

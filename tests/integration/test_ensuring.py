@@ -134,9 +134,7 @@ def test_a_suspended_flow_ends_at_the_next_stage(prefect: PrefectApi, tmp_path: 
     assert len(whole) == 1, "the record of before"
 
 
-def test_failed_cancelled_and_abandoned_stages_end_tasks(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_failed_cancelled_and_lost_stages_end_tasks(prefect: PrefectApi, tmp_path: Path) -> None:
     failing, cancelled, killed = (tmp_path / name for name in ("failing", "cancelled", "killed"))
     broken = (*SMALL, "sft.learning_rate=1e30", "dispatch.retries.bug=0")
     with started(prefect, "-c", FLOW, str(failing), *broken) as process:

@@ -33,9 +33,7 @@ def served(prefect_session: None, tmp_path_factory: pytest.TempPathFactory) -> I
         yield served
 
 
-def test_a_flow_run_cancelled_during_grpo_is_resumed_by_a_retry(
-    served: Served, tmp_path: Path
-) -> None:
+def test_a_flow_run_cancelled_during_grpo_resumes_by_retry(served: Served, tmp_path: Path) -> None:
     slow = [*OVERRIDES, f"workspace={tmp_path}"]
     flow_run = served.launch(recipe="tiny", workspace=str(tmp_path), overrides=slow)
     eventually(lambda: steps_of_grpo(tmp_path) >= 1, 240)

@@ -115,9 +115,7 @@ def logged(prefect: PrefectApi, flow_run: Mapping[str, Any], words: str) -> bool
     return any(words in line["message"] for line in prefect.post("/logs/filter", wanted))
 
 
-def test_ctrl_c_is_cancelled_and_a_resume_a_new_flow_run(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_ctrl_c_is_cancelled_a_resume_a_new_flow_run(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path)
     with call.worked_on():
         call.shows("data", "running")
@@ -157,7 +155,7 @@ def follower_of(call: RecordedCall) -> psutil.Process:
     raise AssertionError("no process shows the call")
 
 
-def test_a_flow_run_without_follower_is_closed_by_the_next_run(
+def test_the_next_run_closes_a_flow_run_without_follower(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
     vanished, after = RecordedCall(tmp_path / "1"), RecordedCall(tmp_path / "2", "data")
@@ -178,7 +176,7 @@ def test_a_flow_run_without_follower_is_closed_by_the_next_run(
         eventually(lambda: in_state(prefect, after, "COMPLETED"))
 
 
-def test_a_resume_continues_the_flow_run_of_a_killed_follower(
+def test_a_resume_continues_a_flow_run_without_follower(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
     call = RecordedCall(tmp_path, "data")

@@ -48,9 +48,7 @@ def test_grpo_killed_and_stopped_is_bitwise(small: tuple[str, ...], tmp_path: Pa
     assert list((workspace / "proofs" / "scratch").iterdir()) == []
 
 
-def test_a_resume_without_the_optimiser_diverges(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_without_optimiser_diverges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = os.pathsep.join(filter(None, [str(BROKEN), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("PYTHONPATH", path)
     workspace = tmp_path / "runs"

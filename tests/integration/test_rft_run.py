@@ -36,9 +36,7 @@ RFT = (
 )
 
 
-def test_killed_sampling_is_resumed_to_the_same_rows(
-    tmp_path: Path, small: tuple[str, ...]
-) -> None:
+def test_killed_sampling_resumes_to_the_same_rows(tmp_path: Path, small: tuple[str, ...]) -> None:
     workspace = tmp_path / "runs"
     process = start("run", "tiny", f"workspace={workspace}", *small, *RFT, "--no-server")
     sample, rft = Stage(workspace, "sample"), Stage(workspace, "rft")
@@ -89,9 +87,7 @@ def test_killed_sampling_is_resumed_to_the_same_rows(
     ]
 
 
-def test_attempts_from_servers_are_the_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempts_from_servers_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
     monkeypatch.setenv("PATH", f"{shim(tmp_path / 'bin')}:{os.environ['PATH']}")

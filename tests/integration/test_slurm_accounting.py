@@ -75,9 +75,7 @@ def test_a_cancelled_job_names_who_did_it(accounts: Cluster, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("forgetful", [False, True])
-def test_too_much_memory_shows_on_the_step(
-    accounts: Cluster, tmp_path: Path, forgetful: bool
-) -> None:
+def test_too_much_memory_ends_the_step(accounts: Cluster, tmp_path: Path, forgetful: bool) -> None:
     require("slurm", MEMORY, "no memory cgroup (version 1) to write to")
     commands = Forgetful() if forgetful else RealSlurm()
     campaign = Campaign(tmp_path / "w", commands=commands)

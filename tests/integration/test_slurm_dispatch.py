@@ -101,9 +101,7 @@ def test_a_job_preempted_with_grace_saves(slurm: Cluster, tmp_path: Path) -> Non
     assert (end.failure, end.decision) == ("preempted", "resume")
 
 
-def test_a_job_preempted_without_grace_restarts_under_its_id(
-    slurm: Cluster, tmp_path: Path
-) -> None:
+def test_a_job_preempted_without_grace_keeps_its_id(slurm: Cluster, tmp_path: Path) -> None:
     rough = on(tmp_path, partition="rough", nodelist="n1")
     rough.behave({"work_s": 60})
     (request,) = rough.submit(rough.claim(resources=WHOLE_NODE))
@@ -260,7 +258,7 @@ def test_the_users_folders_shadow_nothing(
     assert f"infra {code}/infra/__init__.py" in campaign.said(request)
 
 
-def test_secrets_are_in_no_file(
+def test_no_file_has_secrets(
     slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     canary = "hf_canary0123456789"

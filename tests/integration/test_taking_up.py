@@ -68,9 +68,7 @@ def full_until_said(disk: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[
         thread.join()
 
 
-def test_a_run_waits_for_room_to_be_taken_up(
-    disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_waits_for_room_at_its_start(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = f"workspace={disk / 'runs'}"
     plan, workspace, run = begin_run("script.yaml", [where])
     launch = Launch(use_server=False, quiet=True, resumed=True)
@@ -87,7 +85,7 @@ def test_a_run_waits_for_room_to_be_taken_up(
     assert orchestrator_of(workspace, run.run).turn == 0
 
 
-def test_a_sweep_waits_for_room_to_be_recorded(
+def test_a_sweep_waits_for_room_at_its_start(
     disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = make_sweep_plan("small.yaml", [f"workspace={disk / 'runs'}"])

@@ -60,9 +60,7 @@ def make_nan(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("harm", "says"), [(make_hole, "is empty"), (make_nan, "holds NaN")])
-def test_a_checkpoint_without_numbers_is_passed_over(
-    tmp_path: Path, harm: object, says: str
-) -> None:
+def test_a_checkpoint_without_numbers_is_skipped(tmp_path: Path, harm: object, says: str) -> None:
     """Its header is whole, so it would be published and evaluated."""
     run = tmp_path / "run"
     checkpoint(run, 10)

@@ -188,9 +188,7 @@ def test_the_workers_own_outcome_counts_first(
     assert events(campaign, "closed") == []
 
 
-def test_a_broken_call_counts_as_ended(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_call_has_ended(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process may live on, in a notebook or a longer script."""
     plan = small_plan("data")
     claim(workspace, plan, "data")

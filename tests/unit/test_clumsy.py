@@ -97,9 +97,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_an_unreadable_recipe(
-    kind: str, empty_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_recipes(kind: str, empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, said = FILES[kind]
     (empty_folder / "recipe.yaml").write_bytes(text.encode(errors="surrogateescape"))
     assert main(["plan", "recipe.yaml"]) == 2

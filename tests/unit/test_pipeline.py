@@ -78,9 +78,7 @@ def test_ctrl_c_asks_to_stop_and_a_second_one_leaves() -> None:
 @pytest.mark.parametrize(
     ("first", "said"), [(signal.SIGHUP, "SIGHUP"), (signal.SIGTERM, "SIGTERM")]
 )
-def test_simultaneous_signals_are_one_request(
-    apart_s: float, first: signal.Signals, said: str
-) -> None:
+def test_simultaneous_signals_count_once(apart_s: float, first: signal.Signals, said: str) -> None:
     """A terminal that closes, systemd and scancel send several; the jobs must not be left."""
     campaign = Stubborn(1.2)
     code = (

@@ -285,9 +285,7 @@ def test_the_first_cause_counts_and_not_its_consequence(ended: Ended, cause: Exc
         (Ended(lines=["a", "ImportError: no such thing"], code=1), StageFailed, "no such", "bug"),
     ],
 )
-def test_ends_without_an_error(
-    ended: Ended, kind: type[Exception], says: str, expected: str
-) -> None:
+def test_silent_ends(ended: Ended, kind: type[Exception], says: str, expected: str) -> None:
     error = error_of(ended)
     assert isinstance(error, kind)
     assert says in str(error)

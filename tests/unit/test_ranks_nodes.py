@@ -42,18 +42,14 @@ def knocking(control: Path, *, silent: int, key: str = "") -> Iterator[threading
             coming.result(60)
 
 
-def test_a_silent_connection_delays_no_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_connections_delay_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A port scan, or a neighbour on the network, while the worker waits for its nodes."""
     monkeypatch.setattr(nodes, "_COME_S", 60.0)
     with OtherNodes(tmp_path, SlurmJob("1"), 1) as others, knocking(tmp_path, silent=3):
         others.start(["true", "true"], {})
 
 
-def test_missing_nodes_are_awaited_to_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_nodes_exceed_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "_COME_S", 1.0)
     with (
         OtherNodes(tmp_path, SlurmJob("1"), 1) as others,

@@ -477,7 +477,7 @@ def all_done() -> list[tuple[PlannedStage, StageRecord]]:
         ([attempt(1, "bad_configuration")], None, False),
     ],
 )
-def test_a_finished_recipe_needs_no_server(
+def test_a_finished_recipe_is_at_rest(
     tries: list[Attempt], sight: Sight | None, live: bool
 ) -> None:
     """A server that failed when all had their answers fails nothing."""

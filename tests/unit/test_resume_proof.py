@@ -73,7 +73,7 @@ def test_traces_differ_by_the_last_bit_and_not_by_the_clock() -> None:
         (lambda rows: [*rows[:3], (4, {**rows[3][1], "loss": None}), *rows[4:]], 4),
     ],
 )
-def test_missing_or_repeated_rows_diverge(
+def test_missing_or_double_rows_diverge(
     change: Callable[[list[Row]], list[Row]], step: int
 ) -> None:
     found = compare_traces(trace(), change(trace()))

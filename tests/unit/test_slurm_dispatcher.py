@@ -238,7 +238,7 @@ def test_names_of_other_jobs_confuse_nobody(fake: FakeSlurm, campaign: Campaign)
     assert end.failure == "time_limit"
 
 
-def test_a_copied_workspace_leaves_jobs_alone(
+def test_a_copied_workspace_kills_no_job(
     fake: FakeSlurm, campaign: Campaign, tmp_path: Path
 ) -> None:
     """The job writes into the original: the copy says so, and begins anew."""
@@ -270,7 +270,7 @@ def test_a_moved_workspace_is_no_copy(
     assert Campaign(tmp_path / "there", poll_s=0.0).sight(request).sight == "live"
 
 
-def test_stop_reaches_running_jobs_kill_and_release_any(
+def test_stop_reaches_running_jobs_kill_and_release_all(
     fake: FakeSlurm, campaign: Campaign
 ) -> None:
     (request,) = campaign.submit(campaign.claim())
@@ -366,9 +366,7 @@ def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         RealSlurm()
 
 
-def test_a_released_job_is_not_held_until_the_next_query(
-    fake: FakeSlurm, campaign: Campaign
-) -> None:
+def test_a_released_job_is_not_held_meanwhile(fake: FakeSlurm, campaign: Campaign) -> None:
     """Or every round until then would count as another failed start."""
     (request,) = campaign.submit(campaign.claim())
     held = {**fake.jobs["101"], "reason": "launch failed requeued held"}

@@ -165,9 +165,7 @@ def test_without_accounting_the_controllers_memory_does(world: World) -> None:
     assert world.scheduler.asked.count("accounts") == 1  # it is off, and not asked every time
 
 
-def test_an_absent_scheduler_is_asked_rarely(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_absent_scheduler_is_polled_less(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.scheduler.live = {"1": {"state": "RUNNING"}}
     world.scheduler.remembered = {"2": {"state": "COMPLETED"}}
     world.look(job("1"), job("2"))
