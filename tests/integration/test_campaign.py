@@ -18,11 +18,9 @@ import pytest
 
 from infra.disk.keeper import DiskKeeper
 from infra.host.processes import ProcessId
-from infra.jobs.protocol import job_settings
 from infra.orchestrator.observe import observe_actions
 from infra.orchestrator.orchestrator import Orchestrator
 from infra.orchestrator.timeline import read_events
-from infra.store.provenance import snapshot_code
 from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RetryConfig
@@ -123,26 +121,6 @@ def test_a_plan_is_run_in_order_and_the_second_time_skipped(workspace: Workspace
     run = workspace.run_ids()[0]
     events = [json.loads(x) for x in workspace.layout.run(run).events.read_text().splitlines()]
     assert {"claim", "submit", "stage"} <= {e["event"] for e in events}
-
-
-def test_jobs_import_the_pinned_code(
-    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else `infra/` in a user's working directory would run instead of ours."""
-    (tmp_path / "infra").mkdir()
-    (tmp_path / "infra" / "__init__.py").write_text("raise RuntimeError('shadowed')")
-    monkeypatch.chdir(tmp_path)
-    snapshot = snapshot_code(workspace)
-    settings = {**os.environ, **job_settings(1, snapshot)}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", "import infra.store.workspace as w; print(w.__file__)"],
-        env=settings,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == str(snapshot / "infra" / "store" / "workspace.py")
-    assert {v.state for v in run_to_end(workspace, small_plan("data")).values()} == {"done"}
 
 
 def test_files_hold_no_secret_and_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

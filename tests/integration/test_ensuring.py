@@ -15,7 +15,6 @@ import pytest
 
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import ConfigurationError
 from tests.support.command import SMALL, Stage, environment, refiner
 from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.served import Served
@@ -164,18 +163,6 @@ def test_failed_cancelled_and_lost_stages_end_tasks(prefect: PrefectApi, tmp_pat
         refiner("cancel", part.run, f"workspace={killed}")  # its job has lived on
     assert process.returncode == 1
     assert states(prefect, newest(prefect, "own")) == {"sft": "Crashed"}
-
-
-def test_outside_a_flow_it_is_refused(prefect: PrefectApi, tmp_path: Path) -> None:
-    del prefect
-    text = (
-        "from flows import ensure\nfrom flows.ensuring import Run\nensure(Run('r', 'runs'), 'sft')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", text], env=environment(), capture_output=True, text=True, check=False
-    )
-    assert ConfigurationError.__name__ in done.stderr
-    assert "inside a function with @flow" in done.stderr
 
 
 def test_importing_the_package_imports_no_prefect() -> None:

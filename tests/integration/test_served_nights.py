@@ -127,16 +127,6 @@ def test_a_missing_pool_is_refused_with_those_that_exist(served: Served, tmp_pat
     assert "poolless" not in names, "nothing half-begun"
 
 
-def test_a_run_that_comes_late_is_its_own_night(served: Served) -> None:
-    found = served.prefect.get("/deployments/name/nightly/after")
-    long_ago = {"scheduled_time": "2025-01-01T03:00:00+00:00"}
-    made = served.prefect.post(
-        f"/deployments/{found['id']}/create_flow_run",
-        {"state": {"type": "SCHEDULED", "state_details": long_ago}},
-    )
-    assert served.ends(made["id"])["message"] == "after, night of 2025-01-01: missed"
-
-
 def test_an_alert_is_an_event_that_automations_can_expect(served: Served) -> None:
     """As the flow emits it; the night of a real change stands in test_nights."""
     alert = {"kind": "change", "cause": "model", "checkpoint": "base", "metric": "reward"}

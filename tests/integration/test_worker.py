@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -14,12 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from infra.store import provenance
 from infra.store.traces import read_metrics
 from infra.store.workspace import SHARED, Claim, Workspace
 from refiner_core.contract.records import Attempt, StageRecord
-from tests.support.command import ROOT, environment, wait_until
+from tests.support.command import environment, wait_until
+from tests.support.faulty_disk import FaultyDisk
+from tests.support.one_life import one_life
 from tests.support.plans import FAKE_WORKER, OWNER, small_plan
-from tests.support.users import needs_users
+from tests.support.users import COLLEAGUE, STRANGER, needs_users, run_as
 
 PLAN = small_plan("data")
 STAGE = PLAN.by_name["data"]
@@ -123,26 +127,6 @@ def test_a_job_that_was_killed_without_goodbye_goes_on_when_slurm_starts_it_agai
     assert_whole_story(workspace, 3)
 
 
-def test_an_old_copy_spoils_nothing(
-    workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
-) -> None:
-    old = start()
-    wait_for_step(workspace, 1, 2)
-    old.send_signal(signal.SIGSTOP)
-    new = start(restart=1)
-    assert new.wait(60) == 0
-    before = {p: p.stat().st_mtime_ns for p in workspace.layout.data.rglob("*") if p.is_file()}
-    result = workspace.read_result(STAGE.id)
-    old.send_signal(signal.SIGCONT)
-    assert old.wait(60) == 6
-    assert workspace.read_result(STAGE.id) == result
-    own = workspace.layout.attempt(STAGE.id, 1).data
-    after = {p: p.stat().st_mtime_ns for p in workspace.layout.data.rglob("*") if p.is_file()}
-    changed = {p for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
-    assert all(p.is_relative_to(own) for p in changed), "only in its own folder, which nobody reads"
-    assert_whole_story(workspace, 2)
-
-
 def test_a_job_that_slurm_puts_back_saves_and_keeps_its_place_in_the_queue(
     workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -195,77 +179,31 @@ def test_a_signal_ends_in_a_checkpoint_and_a_class(
         assert_whole_story(workspace, 2)
 
 
-def test_a_job_with_nothing_left_to_do_leaves_quietly(
-    workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
-) -> None:
-    assert start().wait(60) == 0
-    late = start(restart=1)
-    _, said = late.communicate(timeout=60)
-    assert late.returncode == 0
-    assert "nothing left to do" in said
-    assert "Traceback" not in said
-    assert len(attempts(workspace)) == 1
-
-
-# ---------------------------------------------------------------- a group's workspace
-
-#: Runs one life as another user of one group; imports come first, as the interpreter's folder may
-#: be root's own.
-AS_USER = """
-import os, sys
-from pathlib import Path
-import pyarrow.parquet, infra.disk.keeper
-from infra.store import provenance
-from tests.support.faulty_disk import FaultyDisk
-from tests.support.one_life import one_life
-root, uid, after, at = Path(sys.argv[1]), *map(int, sys.argv[2:])
-versions = provenance.versions()
-provenance.versions = lambda: versions
-os.umask(0o002)
-os.setgroups([])
-os.setresgid(4242, 4242, 4242)
-os.setresuid(uid, uid, uid)
-with FaultyDisk(root, at, "SIGKILL").mounted():
-    sys.exit(one_life(root, after))
-"""
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """A folder that belongs to a group of two users."""
+def test_a_colleague_resumes_from_anothers_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second user takes over checkpoints, metrics and rollouts, and removes the first's."""
     needs_users()
     folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="refiner-shared-"))
-    os.chown(folder, 4243, 4242)
-    folder.chmod(0o775)
-    yield folder
-    shutil.rmtree(folder)
+    root, group = folder / "ws", 54_300
+    os.chown(folder, STRANGER, group)
+    folder.chmod(0o2775)
+    monkeypatch.setenv(SHARED, str(root))
+    monkeypatch.setattr(provenance, "versions", dict)
+    for name in ("pyarrow.parquet", "infra.disk.keeper"):
+        importlib.import_module(name)  # other users may not read the interpreter's folder
 
+    def live(after: int, fails_at: int) -> int | None:
+        with FaultyDisk(root, fails_at, "full from then on").mounted():
+            return one_life(root, after)
 
-def live_as(uid: int, root: Path, after: int, at: int = 0) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", AS_USER, str(root), str(uid), str(after), str(at)],
-        cwd=ROOT,
-        env={**environment(), SHARED: str(root)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return done.returncode, done.stderr
-
-
-def test_one_of_a_group_goes_on_with_what_another_has_begun(shared: Path) -> None:
-    """The second user takes over checkpoints, metrics and rollouts, and clears away the first's."""
-    code, said = live_as(4243, shared / "ws", after=0, at=140)
-    assert code == -signal.SIGKILL, said
-    workspace = Workspace.read_only(shared / "ws")
-    (stage_id,) = workspace.stage_ids()
-    begun = list(workspace.layout.stage(stage_id).checkpoints.glob("step-*"))
-    assert begun, "somebody's checkpoint is there to go on from"
-    code, said = live_as(4244, shared / "ws", after=1)
-    assert code == 0, said
-    found = workspace.read_record(stage_id)
-    assert found.state == "done"
-    assert found.attempts[1].resumed_from_step is not None
-    owners = {p.stat().st_uid for p in (shared / "ws").rglob("*")}
-    assert owners == {4243, 4244}
+    try:
+        assert run_as(STRANGER, live, 0, 140, groups=(group,), umask=0o002) == 5
+        workspace = Workspace.read_only(root)
+        (stage_id,) = workspace.stage_ids()
+        assert list(workspace.layout.stage(stage_id).checkpoints.glob("step-*"))
+        assert run_as(COLLEAGUE, live, 1, 0, groups=(group,), umask=0o002) == 0
+        record = workspace.read_record(stage_id)
+        assert record.state == "done"
+        assert record.attempts[1].resumed_from_step is not None
+        assert {p.stat().st_uid for p in root.rglob("*")} == {STRANGER, COLLEAGUE}
+    finally:
+        shutil.rmtree(folder)

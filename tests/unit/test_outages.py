@@ -20,10 +20,9 @@ from infra.host.processes import ProcessId
 from infra.jobs.dispatch import LocalDispatcher
 from infra.jobs.protocol import AttemptRef, JobRequest
 from infra.store import atomic
-from infra.store import records as record_files
 from infra.store.orchestrators import take_up
 from infra.store.workspace import Claim, Workspace
-from refiner_core.contract.errors import SystemOutage, WorkspaceError
+from refiner_core.contract.errors import SystemOutage
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from tests.support.command import wait_until
@@ -199,34 +198,6 @@ def test_a_lack_of_inodes_is_called_so(tmp_path: Path) -> None:
         assert "MiB are needed" not in view.message
 
 
-def test_a_damaged_specification_is_an_error_and_no_outage(workspace: Workspace) -> None:
-    plan = small_plan("data")
-    stage = begun(workspace, plan)
-    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
-    campaign.begin()
-    workspace.layout.stage(stage.id).spec.write_text("{")
-    with pytest.raises(WorkspaceError, match=r"spec\.json cannot be read"):
-        campaign.step()
-
-
-@pytest.mark.parametrize("name", ["job", "started", "resumed", "intent"])
-def test_a_damaged_file_of_an_attempt(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """What it said has gone, though it was there a moment ago."""
-    monkeypatch.setattr(record_files, "_STILL_S", 0.0)
-    plan = small_plan("data")
-    stage = begun(workspace, plan)
-    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
-    campaign.begin()
-    (workspace.layout.attempt(stage.id, 1).control / f"{name}.json").write_text("{")
-    assert not campaign.step()
-    assert not campaign.step()
-    assert events(campaign, "outage") == []
-    attempts = workspace.layout.stage(stage.id).attempt_numbers()
-    assert attempts == ([1, 2] if name == "intent" else [1])
-
-
 def test_what_was_there_a_moment_ago_has_not_gone(workspace: Workspace) -> None:
     """A mount that has gone shows an empty folder: nothing is begun anew in it."""
     plan = small_plan("data")
@@ -240,27 +211,6 @@ def test_what_was_there_a_moment_ago_has_not_gone(workspace: Workspace) -> None:
     assert not stages.exists()
     stages.with_name("elsewhere").rename(stages)
     until(lambda: not campaign.step() and campaign.views()["data"].state == "reattached")
-
-
-def test_an_unreadable_heartbeat_is_no_hang(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = small_plan("data", heartbeat_timeout_s=0.0, hung_after_s=0.0)
-    stage = begun(workspace, plan)
-    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
-    real = atomic.read_json
-
-    def read_json(path: Path) -> Any:
-        if path.name == "heartbeat.json":
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return real(path)
-
-    monkeypatch.setattr(atomic, "read_json", read_json)
-    campaign.begin()
-    for _ in range(3):
-        campaign.step()
-    assert ended(workspace, stage) == [False]
-    assert campaign.views()["data"].state == "reattached"
 
 
 def test_a_live_worker_is_not_lost_though_slurm_forgot_its_job(workspace: Workspace) -> None:

@@ -69,13 +69,6 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, text: str, says: str) -
     assert says in str(caught.value)
 
 
-def test_names_that_only_sound_like_secrets_pass(tmp_path: Path) -> None:
-    text = (
-        "env: {TOKENIZERS_PARALLELISM: 'false', MAX_TOKEN_LENGTH: '1'}\nsetup: ['echo $HF_TOKEN']"
-    )
-    assert len(load_profile(write(tmp_path, text)).env) == 2
-
-
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'default'"):
         load_profile("defualt")
