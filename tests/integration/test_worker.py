@@ -1,4 +1,4 @@
-"""The worker as a process of its own: started again by Slurm, stopped, overtaken, shared."""
+"""The worker as a process: restarted by Slurm, stopped, taken over by a colleague."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from tests.support.users import COLLEAGUE, STRANGER, needs_users, run_as
 PLAN = small_plan("data")
 STAGE = PLAN.by_name["data"]
 STEPS = 8
+Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def tell(workspace: Workspace, **behaviour: object) -> None:
 
 
 @pytest.fixture
-def start(workspace: Workspace, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(workspace: Workspace, tmp_path: Path) -> Iterator[Start]:
     """Starts the job's original command, as Slurm does, with what Slurm's commands say."""
     started: list[subprocess.Popen[str]] = []
     programs = tmp_path / "bin"
@@ -87,14 +88,14 @@ def record(workspace: Workspace) -> StageRecord:
     return found
 
 
-def wait_for_step(workspace: Workspace, attempt: int, step: int) -> None:
+def wait_for_step(workspace: Workspace, step: int) -> None:
     def reached() -> bool:
         return any(
             int(p.name.removeprefix("step-")) >= step and (p / "COMPLETE.json").exists()
             for p in workspace.layout.stage(STAGE.id).checkpoints.glob("step-*")
         )
 
-    wait_until(reached, f"step {step} of attempt {attempt}", 60)
+    wait_until(reached, f"step {step}", 60)
 
 
 def assert_whole_story(workspace: Workspace, attempt: int) -> None:
@@ -103,14 +104,12 @@ def assert_whole_story(workspace: Workspace, attempt: int) -> None:
     assert record(workspace).state == "done"
 
 
-def test_a_job_that_was_killed_without_goodbye_goes_on_when_slurm_starts_it_again(
-    workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_a_killed_job_resumes_when_slurm_restarts_it(workspace: Workspace, start: Start) -> None:
     first = start()
-    wait_for_step(workspace, 1, 2)
+    wait_for_step(workspace, 2)
     first.kill()
     second = start(restart=1, sacct="NODE_FAIL\nRUNNING")
-    wait_for_step(workspace, 2, 5)
+    wait_for_step(workspace, 5)
     second.kill()
     third = start(restart=2)
     assert third.wait(60) == 0
@@ -127,12 +126,10 @@ def test_a_job_that_was_killed_without_goodbye_goes_on_when_slurm_starts_it_agai
     assert_whole_story(workspace, 3)
 
 
-def test_a_job_that_slurm_puts_back_saves_and_keeps_its_place_in_the_queue(
-    workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_a_requeued_job_saves_and_keeps_its_attempt(workspace: Workspace, start: Start) -> None:
     """Its attempt stays open, so that no orchestrator submits a second job beside it."""
     worker = start(scontrol="JobId=7 JobState=COMPLETING Restarts=1")
-    wait_for_step(workspace, 1, 2)
+    wait_for_step(workspace, 2)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(60) == 6
     assert record(workspace).state == "claimed"
@@ -144,28 +141,22 @@ def test_a_job_that_slurm_puts_back_saves_and_keeps_its_place_in_the_queue(
 
 
 @pytest.mark.parametrize(
-    ("says", "number", "failure", "goes_on"),
+    ("says", "number", "failure", "count"),
     [
-        ("PreemptTime=2026-11-21T12:30:36 JobState=RUNNING", signal.SIGTERM, "preempted", True),
-        (
-            "JobState=RUNNING TimeLimit=01:00:00 RunTime=00:50:00",
-            signal.SIGUSR1,
-            "time_limit",
-            True,
-        ),
-        ("JobState=COMPLETING Restarts=0", signal.SIGTERM, "cancelled", False),
+        ("JobState=RUNNING TimeLimit=01:00:00 RunTime=00:50:00", signal.SIGUSR1, "time_limit", 2),
+        ("JobState=COMPLETING Restarts=0", signal.SIGTERM, "cancelled", 1),
     ],
 )
-def test_a_signal_ends_in_a_checkpoint_and_a_class(
+def test_signals_save(
     workspace: Workspace,
-    start: Callable[..., subprocess.Popen[str]],
+    start: Start,
     says: str,
     number: signal.Signals,
     failure: str,
-    goes_on: bool,
+    count: int,
 ) -> None:
     worker = start(scontrol=f"JobId=7 {says}")
-    wait_for_step(workspace, 1, 2)
+    wait_for_step(workspace, 2)
     worker.send_signal(number)
     assert worker.wait(60) == 6
     outcome = attempts(workspace)[0].outcome
@@ -173,8 +164,8 @@ def test_a_signal_ends_in_a_checkpoint_and_a_class(
     saved = workspace.layout.stage(STAGE.id).checkpoints / f"step-{outcome.step:08d}"
     assert (saved / "COMPLETE.json").exists(), "the step that was under way is saved"
     assert start(restart=1).wait(60) == 0
-    assert len(attempts(workspace)) == (2 if goes_on else 1)
-    if goes_on:
+    assert len(attempts(workspace)) == count
+    if count == 2:
         assert attempts(workspace)[1].resumed_from_step == outcome.step
         assert_whole_story(workspace, 2)
 

@@ -38,9 +38,8 @@ def test_an_override_after_detach_is_not_its_value(capsys: pytest.CaptureFixture
     assert "`seed` is 'x'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_closed_streams_are_no_bug(closed: str, tmp_path: Path) -> None:
-    line = f'"$@" {closed}'
+def test_closed_streams_are_no_bug(tmp_path: Path) -> None:
+    line = '"$@" <&- >&- 2>&-'
     argv = ["sh", "-c", line, "sh", *command("run", "tiny", "--dry-run")]
     assert subprocess.run(argv, cwd=tmp_path, env=environment(), check=False).returncode == 0
 

@@ -47,10 +47,8 @@ def end_of(tmp_path: Path, gpus: int = 0, code: int = 0) -> tuple[str, JobSight]
 @pytest.mark.parametrize(
     ("given", "gpus", "seen"),
     [
-        ("", 0, ""),
         ("2,3", 0, ""),
         ("2,3", 1, "2"),
-        ("GPU-a,GPU-b", 2, "GPU-a,GPU-b"),
         ("", 2, "0,1"),
     ],
 )
@@ -68,7 +66,7 @@ def test_too_many_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         end_of(tmp_path, 2)
 
 
-@pytest.mark.parametrize(("code", "failure"), [(5, "disk_full"), (3, "bad_data"), (1, "bug")])
+@pytest.mark.parametrize(("code", "failure"), [(5, "disk_full"), (1, "bug")])
 def test_the_exit_code_gives_the_failure_class(tmp_path: Path, code: int, failure: str) -> None:
     end = end_of(tmp_path, code=code)[1].end
     assert end.failure == failure

@@ -256,7 +256,6 @@ class Unwilling(LocalDispatcher):
     "error",
     [
         BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
-        OSError(errno.EROFS, "Read-only file system"),
         SystemOutage("`sbatch` found no controller"),
     ],
 )

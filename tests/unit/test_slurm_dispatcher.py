@@ -317,14 +317,11 @@ def test_a_job_of_another_user_is_not_ours(fake: FakeSlurm, campaign: Campaign, 
     request = campaign.claim()
     theirs = {"state": "COMPLETED", "name": request.comment, "user": "4711"}
     flags = {"live": False, "remembered": False, "recorded": False, known: True}
-    fake.set_jobs({"66": {**theirs, **flags}})
+    forged = f"{request.comment} UserId=me({os.getuid()}) JobState=COMPLETED"
+    fake.set_jobs({"66": {**theirs, **flags}, "67": {**theirs, **flags, "name": forged}})
     for _ in range(3):
         assert campaign.sight(request).state != "COMPLETED"
     assert not campaign.workspace.layout.attempt(*request.ref).job.exists()
-    forged = f"{request.comment} UserId=me({os.getuid()}) JobState=COMPLETED"
-    fake.set_jobs({"66": {**theirs, **flags, "name": forged}})
-    for _ in range(3):
-        assert campaign.sight(request).state != "COMPLETED"
 
 
 def test_queries_are_split_into_commands_of_a_safe_length(fake: FakeSlurm) -> None:

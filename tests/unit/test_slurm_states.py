@@ -148,13 +148,9 @@ def test_a_job_that_never_was_is_submitted_again_however_often() -> None:
     ("reason", "hint"),
     [
         ("AssocGrpCPUMinutesLimit", "has used up its budget"),
-        ("AssocGrpGRESMinutes", "has used up its budget"),
-        ("QOSGrpWallLimit", "has used up its budget"),
         ("AssocGrpGRES", "never where this job alone asks for more"),
-        ("AssocGrpCpuLimit", "never where this job alone asks for more"),
         ("AssocGrpCPURunMinutesLimit", "never where this job alone asks for more"),
         ("QOSMaxWallDurationPerJobLimit", "more than is allowed for one job"),
-        ("AssocMaxGRESPerJob", "more than is allowed for one job"),
         ("QOSGrpNodeLimit", "has as much as it may"),
         ("Priority", ""),
     ],
