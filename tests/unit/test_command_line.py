@@ -1,4 +1,4 @@
-"""Wrong command lines and recipe files, and the answer of the command line.
+"""The command line: wrong words and files with their answers, output, streams and signals.
 
 Each case was once a traceback, a misleading answer, or an error that came hours later. The tests
 run in this process, in an empty folder.
@@ -6,12 +6,14 @@ run in this process, in an empty folder.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ from refiner_core.contract.sections.publish import LICENSES
 from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
 from refiner_core.evaluation.episodes import _numbers
 from refiner_core.evaluation.metrics import main_metrics
-from tests.support.command import environment
+from tests.support.command import command, environment
 
 
 @pytest.fixture(autouse=True)
@@ -156,3 +158,58 @@ def test_a_single_attempt_is_shown_once_and_a_second_one_counts_as_a_repair() ->
     )
     episode = EpisodeRecord("task", "orders", 1, "finished", "done", (), turns, 1.0, 1.0)
     assert _numbers(episode, "", 3)["repairs"] == 2.0
+
+
+# ---------------------------------------------------------------- output, streams and signals
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan", "tiny", "seed=x", "--json"],
+        ["plan", "--json"],
+        ["run", "tinny", "--json"],
+        ["plan", "tiny", "description='", "--json"],
+    ],
+)
+def test_a_refusal_is_json_with_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    shown = capsys.readouterr()
+    error = json.loads(shown.out)
+    assert error["exit_code"] == 2
+    assert error["error"] in shown.err
+
+
+def test_an_override_after_detach_is_not_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny", "--detach", "seed=x"]) == 2
+    assert "`seed` is 'x'" in capsys.readouterr().err
+    assert main(["run", "tiny", "seed=x", "--detach", "job"]) == 2
+    assert "`seed` is 'x'" in capsys.readouterr().err
+
+
+def test_closed_streams_are_no_bug(tmp_path: Path) -> None:
+    line = '"$@" <&- >&- 2>&-'
+    argv = ["sh", "-c", line, "sh", *command("run", "tiny", "--dry-run")]
+    assert subprocess.run(argv, cwd=tmp_path, env=environment(), check=False).returncode == 0
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_sighup_stops_but_not_under_nohup(
+    ignored: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[Any] = []
+
+    def run_recipe(*_args: Any, **_options: Any) -> None:
+        seen.append(signal.getsignal(signal.SIGHUP))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flows.running.calls.run_recipe", run_recipe)
+    old = {n: signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        assert main(["run", "tiny", f"workspace={tmp_path}"]) == 6
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    assert (seen[0] is signal.SIG_IGN) is ignored
+    assert seen[0] is not signal.SIG_DFL
