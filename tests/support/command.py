@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -77,6 +79,16 @@ def refiner(*args: str, cwd: Path | None = None, timeout_s: float = 280) -> Fini
         timeout=timeout_s,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def called(*args: str) -> Finished:
+    """Run the command in this process: for what starts no process, and does not last."""
+    from flows.cli.main import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([*args])
+    return Finished(code, out.getvalue(), err.getvalue())
 
 
 def start(*args: str, cwd: Path | None = None) -> subprocess.Popen[str]:
