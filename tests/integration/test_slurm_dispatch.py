@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from infra.jobs.dispatch import Router
-from infra.jobs.protocol import WorkerCommand
-from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
 from infra.slurm.scheduler import RealSlurm, Row, SlurmUnavailable
 from infra.slurm.states import facts_of_accounts
 from infra.store import atomic
-from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.types import StageView
-from tests.support.plans import FAKE_WORKER, orchestrator_on, run_record, small_plan
 from tests.support.require import require
 from tests.support.slurm_campaign import SMALL, Campaign
 from tests.support.slurm_cluster import Cluster, ClusterSpec, missing, running_cluster
@@ -202,40 +195,6 @@ def test_a_controller_that_is_away_kills_no_job(campaign: Campaign, slurm: Clust
     finally:
         slurm.start_controller()
     assert campaign.wait(request, lambda s: s.running).sight == "live"
-
-
-def test_the_next_stage_waits_for_an_absent_controller(slurm: Cluster, tmp_path: Path) -> None:
-    """For more tries than any failure to start a job may come; the next stage says why it waits."""
-    workspace = Workspace.open(tmp_path / "w")
-    (workspace.root / "behaviour.json").write_text(json.dumps({"data": {"steps": 20}}))
-    dispatcher = SlurmDispatcher(
-        workspace,
-        PROFILE,
-        scheduler_poll_s=0.2,
-        worker=WorkerCommand(workspace.root, (str(FAKE_WORKER),)),
-    )
-    plan = small_plan("data", "sft", backoff_s=0.01)
-    router = Router({"slurm": dispatcher}, lambda _: "slurm")
-    run = orchestrator_on(plan, workspace, router, run=run_record(workspace, plan))
-    waits: list[StageView] = []
-    run.start()
-    while workspace.layout.stage(plan.by_name["data"].id).attempt_numbers() != [1] or (
-        run.views()["data"].state != "running"
-    ):
-        time.sleep(0.05)
-    slurm.stop_controller()
-    try:
-        sft = workspace.layout.stage(plan.by_name["sft"].id)
-        while len(sft.attempt_numbers()) <= plan.config.dispatch.retries.launch_failure + 2:
-            waits.append(run.views()["sft"])
-            time.sleep(0.05)
-            assert not waits[-1].terminal, waits[-1]
-    finally:
-        slurm.start_controller()
-    assert {v.state for v in run.join().values()} == {"done"}
-    assert any(v.state == "paused" and "sbatch did not take the job" in v.message for v in waits)
-    record = workspace.read_record(plan.by_name["sft"].id)
-    assert {a.outcome.failure for a in record.attempts if a.outcome} == {"system_outage", "none"}
 
 
 def test_what_slurm_never_takes_is_refused_as_configuration(slurm: Cluster, tmp_path: Path) -> None:

@@ -273,3 +273,15 @@ def test_jobs_are_submitted_again_until_they_can_be(workspace: Workspace, error:
     assert all(str(error) in o.message for o in ended)
     campaign.request_stop("the test is over")
     assert campaign.join()["data"].state == "interrupted"
+
+
+def test_between_two_tries_a_stage_is_paused_with_the_reason(workspace: Workspace) -> None:
+    error = SystemOutage("Unable to contact slurm controller")
+    plan = small_plan("data", backoff_s=60.0)
+    campaign = campaign_of(workspace, plan, Unwilling(workspace, error, 1))
+    campaign.begin()
+    campaign.step()
+    campaign.step()
+    view = campaign.views()["data"]
+    assert view.state == "paused"
+    assert "Unable to contact slurm controller" in view.message
