@@ -104,7 +104,7 @@ def steps_done(workspace: Workspace, plan: Plan, name: str, attempt: int = 1) ->
 # ---------------------------------------------------------------- all goes well
 
 
-def test_a_plan_is_run_in_order_and_the_second_time_skipped(workspace: Workspace) -> None:
+def test_stages_run_in_order_and_are_skipped_the_second_time(workspace: Workspace) -> None:
     plan = small_plan("data", "sft", "publish")
     views = run_to_end(workspace, plan)
     assert list(views) == [s.name for s in plan.stages]
@@ -123,7 +123,9 @@ def test_a_plan_is_run_in_order_and_the_second_time_skipped(workspace: Workspace
     assert {"claim", "submit", "stage"} <= {e["event"] for e in events}
 
 
-def test_files_hold_no_secret_and_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_private_and_hold_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_averysecretvalue")
     before = os.umask(0)
     try:
@@ -222,7 +224,7 @@ def test_kills_at_random_moments_lose_and_double_no_step(workspace: Workspace, s
 # ---------------------------------------------------------------- stops
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(workspace: Workspace) -> None:
+def test_ctrl_c_saves_and_the_same_command_resumes(workspace: Workspace) -> None:
     plan = small_plan("data", "sft")
     tell(workspace, data={"steps": 40, "step_s": 0.05, "save_every": 1000})
     process = orchestrator(workspace, "data", "sft")
@@ -240,7 +242,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(workspace: Workspace) -> None
     assert views_again["data"].report["first"] > 1, "work up to the stop was kept"
 
 
-def test_a_worker_that_does_not_end_in_time_is_killed(workspace: Workspace) -> None:
+def test_a_worker_is_killed_after_the_grace(workspace: Workspace) -> None:
     plan = small_plan("data", grace_s=0.2)
     tell(workspace, data={"steps": 1, "step_s": 120})
     campaign = campaign_on(workspace, plan)
@@ -279,7 +281,7 @@ def test_a_final_failure_blocks(
     assert run_to_end(workspace, plan)["data"].state == "done", "mended: the same command goes on"
 
 
-def test_a_worker_without_a_sign_of_life_is_killed_and_resumed(workspace: Workspace) -> None:
+def test_a_hung_worker_is_killed_and_resumed(workspace: Workspace) -> None:
     plan = small_plan("data", heartbeat_timeout_s=4.0)
     tell(workspace, data={"steps": 4, "step_s": 0.3})
     campaign = campaign_on(workspace, plan)
@@ -327,7 +329,7 @@ def test_a_full_disk_resumes_with_new_room(small_disk: Path, behaviour: dict[str
 
 
 @pytest.mark.quota
-def test_a_stage_that_meets_a_full_disk_pauses_and_goes_on_by_itself(small_disk: Path) -> None:
+def test_a_stage_pauses_on_a_full_disk_and_continues(small_disk: Path) -> None:
     workspace, plan = Workspace.open(small_disk / "ws"), small_plan("data")
     filler = small_disk / "filler"
     filler.write_bytes(os.urandom(12_000_000))

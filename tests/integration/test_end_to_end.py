@@ -59,7 +59,9 @@ def test_evaluations_have_intervals_and_counts(finished: Finished) -> None:
             assert {n["n"] for n in here if n["value"] is not None} <= {4}, "prompts evaluated"
 
 
-def test_the_next_run_skips_it(finished: Finished, workspace: Path, small: tuple[str, ...]) -> None:
+def test_the_next_run_skips_all(
+    finished: Finished, workspace: Path, small: tuple[str, ...]
+) -> None:
     def files() -> dict[Path, int]:
         found = workspace.glob("stages/*/**/*")
         return {p: p.stat().st_mtime_ns for p in found if p.is_file()}
@@ -101,7 +103,7 @@ def test_arms_never_publish_over_each_other(finished: Finished, small: tuple[str
     assert two.by_name["grpo"].fingerprint[:8] not in published(finished).name
 
 
-def test_what_is_published_loads_and_answers(finished: Finished, workspace: Path) -> None:
+def test_the_published_model_loads_and_answers(finished: Finished, workspace: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = published(finished)
@@ -132,7 +134,7 @@ def test_the_card_has_the_numbers_and_the_command(finished: Finished, workspace:
     assert "0.2" in card
 
 
-def test_the_cards_command_plans_equal(
+def test_the_cards_command_gives_one_plan(
     finished: Finished, workspace: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the folder of the local files, which it names without their folders."""

@@ -169,7 +169,7 @@ def test_a_sweep_shows_every_stage_once_and_its_last_report(served: Served, tmp_
     assert "finished" in served.prefect.artifacts(flow_run)["two-report"]["data"]
 
 
-def test_a_worker_of_a_pool_carries_out_what_is_deployed(served: Served, tmp_path: Path) -> None:
+def test_a_worker_of_a_pool_runs_deployments(served: Served, tmp_path: Path) -> None:
     """On a server of its own: `refiner serve` carries out what is launched on the other."""
     with private_server(tmp_path / "state"):
         prefect = PrefectApi(ensure_server(120))

@@ -120,7 +120,7 @@ def logged(prefect: PrefectApi, flow_run: Mapping[str, Any], words: str) -> bool
     return any(words in line["message"] for line in prefect.post("/logs/filter", wanted))
 
 
-def test_ctrl_c_is_cancelled_a_resume_a_new_flow_run(prefect: PrefectApi, tmp_path: Path) -> None:
+def test_ctrl_c_is_cancelled_and_resume_begins_anew(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path)
     with call.worked_on():
         call.shows("data", "running")
@@ -345,7 +345,7 @@ def test_the_link_opens_the_page_and_shows_no_key(prefect: PrefectApi, tmp_path:
         assert not any(prefect.info.auth.split(":")[1] in entry["url"] for entry in entries)
 
 
-def test_it_leads_to_no_other_site(prefect: PrefectApi, tmp_path: Path) -> None:
+def test_the_link_leads_to_no_other_site(prefect: PrefectApi, tmp_path: Path) -> None:
     on_a_terminal("server")  # the page is there
     with chromium(tmp_path / "profile") as page:
         for target in ("//example.org/", "https://example.org/", "javascript:alert(1)"):

@@ -66,7 +66,7 @@ def test_resume_without_optimiser_diverges(tmp_path: Path, monkeypatch: pytest.M
     assert f"Both runs are kept in {kept}" in done.stderr
 
 
-def test_ctrl_c_ends_it_with_nothing_recorded(tmp_path: Path) -> None:
+def test_ctrl_c_records_no_proof(tmp_path: Path) -> None:
     workspace = tmp_path / "runs"
     words = (f"workspace={workspace}", *SMALL, "stages=[data,sft]")
     process = start("prove-resume", "tiny", *words)

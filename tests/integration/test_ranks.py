@@ -220,7 +220,7 @@ def test_training_in_two_processes_outlives_a_killed_rank(
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_two_nodes_of_a_cluster_train_one_model_and_save_when_slurm_asks_them_to_stop(
+def test_two_nodes_train_one_model_and_save_on_sigterm(
     slurm: Cluster,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -91,7 +91,7 @@ def test_kills_at_any_operation_lose_and_double_nothing(workspace: Workspace, se
     check(workspace)
 
 
-def test_a_claim_whose_job_was_never_submitted_is_taken_up(workspace: Workspace) -> None:
+def test_a_claim_without_a_job_is_resumed(workspace: Workspace) -> None:
     """Die at the operation just before the worker is started."""
     stage = small_plan("data", "sft").by_name["data"]
     number = 6

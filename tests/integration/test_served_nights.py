@@ -72,7 +72,7 @@ def runs_of(served: Served, name: str, *states: str) -> list[dict[str, Any]]:
     return list(served.prefect.post("/flow_runs/filter", {**of_it, **wanted}))
 
 
-def test_the_servers_clock_makes_a_night(served: Served) -> None:
+def test_the_servers_schedule_begins_a_night(served: Served) -> None:
     over = ("COMPLETED", "FAILED", "CRASHED")
     (first, *_) = eventually(lambda: runs_of(served, "soon", *over), 240)
     assert first["state"]["type"] == "COMPLETED", first["state"]
@@ -81,7 +81,7 @@ def test_the_servers_clock_makes_a_night(served: Served) -> None:
     assert "done" in status["nights"].values()
 
 
-def test_an_automation_begins_a_nightly_when_a_run_has_completed(served: Served) -> None:
+def test_an_automation_begins_a_night_after_a_run(served: Served) -> None:
     """As a user makes it in the UI."""
     target = served.prefect.get("/deployments/name/nightly/after")
     served.prefect.post(
@@ -136,7 +136,7 @@ def test_an_alert_is_an_event_that_automations_can_expect(served: Served) -> Non
     eventually(lambda: "refiner.nightly.alert" in served.prefect.events("refiner.nightly.real"))
 
 
-def test_ended_it_pauses_schedules(prefect_session: None, tmp_path: Path) -> None:
+def test_the_end_of_serve_pauses_schedules(prefect_session: None, tmp_path: Path) -> None:
     with served_in(tmp_path, str(write(tmp_path, "paused", "0 3 1 1 *"))) as served:
         before = served.prefect.get("/deployments/name/nightly/paused")
     after = served.prefect.get("/deployments/name/nightly/paused")

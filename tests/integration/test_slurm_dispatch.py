@@ -48,7 +48,7 @@ def limited(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[C
     return campaign, request
 
 
-def test_a_job_runs_and_its_end_is_told(limited: object, campaign: Campaign) -> None:
+def test_a_job_runs_and_its_end_is_classified(limited: object, campaign: Campaign) -> None:
     good, bad = campaign.claim(1), campaign.claim(2)
     campaign.behave({bad.stage_id: {"exit_code": 2}})
     campaign.submit(good, bad)
@@ -61,7 +61,7 @@ def test_a_job_runs_and_its_end_is_told(limited: object, campaign: Campaign) -> 
     assert any(line.startswith("end") for line in campaign.said(good))
 
 
-def test_a_request_to_stop_reaches_the_worker_and_lets_it_save(campaign: Campaign) -> None:
+def test_a_request_to_stop_lets_the_worker_save(campaign: Campaign) -> None:
     campaign.behave({"work_s": 60, "save_s": 1.5})
     (request,) = campaign.submit(campaign.claim())
     campaign.wait_begun(request)
@@ -137,7 +137,7 @@ def test_a_lost_node_requeues_a_job_or_is_a_node_failure(slurm: Cluster, tmp_pat
     assert campaign.wait_dead(request, 40).state == "COMPLETED"
 
 
-def test_nodes_that_failed_are_avoided_unless_none_is_left(campaign: Campaign) -> None:
+def test_failed_nodes_are_avoided_unless_none_is_left(campaign: Campaign) -> None:
     elsewhere = campaign.claim(1, avoid=("n1", "n2"))
     nowhere = campaign.claim(2, avoid=("n1", "n2", "n3"))
     campaign.submit(elsewhere, nowhere)
@@ -145,7 +145,7 @@ def test_nodes_that_failed_are_avoided_unless_none_is_left(campaign: Campaign) -
     assert campaign.wait_dead(nowhere).state == "COMPLETED"
 
 
-def test_a_failed_start_holds_the_job_until_it_is_released(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_failed_start_holds_the_job_until_its_release(slurm: Cluster, tmp_path: Path) -> None:
     campaign = on(tmp_path, nodelist="n2")
     spool = slurm.folder / "spool" / "n2"
     following = int(slurm.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=true")) + 1
@@ -181,7 +181,7 @@ def test_a_crash_after_sbatch_loses_and_doubles_nothing(
         assert sum(line.startswith("begin") for line in campaign.said(request)) == 1
 
 
-def test_a_controller_that_is_away_kills_no_job(campaign: Campaign, slurm: Cluster) -> None:
+def test_an_absent_controller_kills_no_job(campaign: Campaign, slurm: Cluster) -> None:
     campaign.behave({"work_s": 60})
     (request,) = campaign.submit(campaign.claim())
     campaign.wait_begun(request)
@@ -197,7 +197,7 @@ def test_a_controller_that_is_away_kills_no_job(campaign: Campaign, slurm: Clust
     assert campaign.wait(request, lambda s: s.running).sight == "live"
 
 
-def test_what_slurm_never_takes_is_refused_as_configuration(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_wrong_partition_is_a_configuration_error(slurm: Cluster, tmp_path: Path) -> None:
     campaign = on(tmp_path, partition="nowhere")
     (error,) = campaign.dispatcher.submit([campaign.claim()]).values()
     assert isinstance(error, ConfigurationError)
@@ -227,7 +227,7 @@ def test_gpus_are_requested_by_either_option(slurm: Cluster, tmp_path: Path, opt
     assert '"CUDA_VISIBLE_DEVICES": "0,1"' in campaign.said(request)[0]
 
 
-def test_the_time_limit_is_told_early_enough_to_save(limited: tuple[Campaign, object]) -> None:
+def test_a_job_saves_before_its_time_limit(limited: tuple[Campaign, object]) -> None:
     campaign, request = limited
     sight = campaign.wait_dead(request, 70)  # type: ignore[arg-type]
     said = campaign.said(request)  # type: ignore[arg-type]
@@ -262,7 +262,7 @@ class Forgetful(RealSlurm):
         return []
 
 
-def test_nothing_of_the_cluster_can_be_reached_from_outside(accounts: Cluster) -> None:
+def test_the_cluster_is_not_reachable_from_outside(accounts: Cluster) -> None:
     """Its ports are those of another network namespace, in which there is loopback alone."""
     here = Path("/proc/net/tcp").read_text()
     there = accounts.run("cat", "/proc/net/tcp")

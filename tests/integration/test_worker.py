@@ -147,7 +147,7 @@ def test_a_requeued_job_saves_and_keeps_its_attempt(workspace: Workspace, start:
         ("JobState=COMPLETING Restarts=0", signal.SIGTERM, "cancelled", 1),
     ],
 )
-def test_signals_save(
+def test_a_signal_saves_and_is_classified(
     workspace: Workspace,
     start: Start,
     says: str,

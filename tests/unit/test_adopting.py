@@ -75,7 +75,7 @@ def test_a_checkpoint_without_numbers_is_skipped(tmp_path: Path, harm: object, s
         adopt_run(run, where, step=20)
 
 
-def test_zeros_that_a_trained_model_may_have_are_no_damage(tmp_path: Path) -> None:
+def test_zeros_of_trained_models_are_no_damage(tmp_path: Path) -> None:
     """Biases, rows of words that never came, and most of a pruned matrix."""
     words = PAGES.copy()
     words[150:] = 0
@@ -91,7 +91,7 @@ def test_zeros_that_a_trained_model_may_have_are_no_damage(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("offsets", [[0, 7], [-9, 11], [16, 0], "no", None])
-def test_a_header_that_lies_is_damage_and_no_crash(tmp_path: Path, offsets: object) -> None:
+def test_a_wrong_header_is_damage(tmp_path: Path, offsets: object) -> None:
     header = json.dumps({"w": {"dtype": "F32", "shape": [2, 2], "data_offsets": offsets}})
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"\1" * 16)
@@ -101,7 +101,7 @@ def test_a_header_that_lies_is_damage_and_no_crash(tmp_path: Path, offsets: obje
 # ---------------------------------------------------------------- links
 
 
-def test_what_refiner_has_written_is_not_adopted_but_gone_on_with(tmp_path: Path) -> None:
+def test_a_workspace_of_refiner_is_not_adopted(tmp_path: Path) -> None:
     theirs = Workspace.open(tmp_path / "theirs")
     with pytest.raises(ConfigurationError, match=f"refiner resume workspace={theirs.root}"):
         adopt_run(theirs.root, [f"workspace={tmp_path / 'ws'}"])

@@ -108,7 +108,7 @@ def test_a_claim_that_was_not_submitted_is_closed(
     assert found.outcome is not None, campaign.views()["data"]
 
 
-def test_an_end_on_a_full_disk_counts_as_it_was_found_and_is_complained_of_once(
+def test_an_end_on_a_full_disk_keeps_its_class(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By when it can be written down there is room, and the scheduler has forgotten the job."""
@@ -213,7 +213,7 @@ def test_a_broken_call_has_ended(workspace: Workspace, monkeypatch: pytest.Monke
         (RuntimeError("nobody thought of this"), True),
     ],
 )
-def test_what_a_cluster_refuses_is_said_without_a_traceback(
+def test_refusals_show_no_traceback(
     workspace: Workspace,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,

@@ -78,7 +78,7 @@ def cancel(
     return cancelling.cancel(workspace, run, wait_s=0.5)
 
 
-def test_an_unended_job_is_left(
+def test_a_job_that_lives_on_is_not_closed(
     workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome = cancel(workspace, run, Scheduler([]), monkeypatch)
@@ -89,7 +89,7 @@ def test_an_unended_job_is_left(
     assert workspace.stop_asked(run.stages["data"], 1) is not None, "its worker reads that"
 
 
-def test_a_kill_is_repeated(
+def test_kills_repeat(
     workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome = cancel(workspace, run, Scheduler([False, False, True]), monkeypatch)
@@ -99,7 +99,7 @@ def test_a_kill_is_repeated(
 
 
 @pytest.mark.parametrize("room_comes_back", [True, False])
-def test_on_a_full_disk_jobs_are_ended_though_nothing_can_be_noted(
+def test_jobs_are_ended_on_a_full_disk(
     workspace: Workspace,
     run: RunRecord,
     monkeypatch: pytest.MonkeyPatch,

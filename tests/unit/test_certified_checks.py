@@ -84,7 +84,7 @@ def test_a_wrong_backward_fails(
 # ---------------------------------------------------------------- ranks and servers
 
 
-def test_an_engine_that_trains_something_else_or_less_fails() -> None:
+def test_a_wrong_engine_fails() -> None:
     expected = {"loss": [2.0, 1.5], "norm": [1.0, 0.9]}
     wrong = {"loss": [2.0, 1.6], "norm": [1.0, 0.9]}
     fewer = {"loss": [2.0], "norm": [1.0]}
@@ -185,7 +185,7 @@ def certificate(**changes: Any) -> Certificate:
     return Certificate(**{**given, **changes})
 
 
-def test_a_certificate_comes_back_and_a_damaged_one_says_what_to_do(tmp_path: Path) -> None:
+def test_certificates_are_read_back_or_refused(tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "runs")
     assert read_certificates(workspace) == []
     write_certificate(workspace, certificate())
@@ -198,7 +198,7 @@ def test_a_certificate_comes_back_and_a_damaged_one_says_what_to_do(tmp_path: Pa
         read_certificates(workspace)
 
 
-def test_the_doctor_says_what_was_certified_and_what_has_changed_since(tmp_path: Path) -> None:
+def test_the_doctor_compares_the_certificate(tmp_path: Path) -> None:
     from infra.host.processes import host_name
     from infra.store.provenance import versions
 
@@ -222,7 +222,7 @@ def test_the_doctor_says_what_was_certified_and_what_has_changed_since(tmp_path:
     assert (failed.state, "failed: planted hang" in failed.what) == ("warning", True)
 
 
-def test_a_card_tells_of_hardware_that_was_certified_and_of_no_other() -> None:
+def test_a_card_names_certified_hardware_alone() -> None:
     there: dict[str, Any] = {"host": {"name": "node99", "cpu": "EPYC", "gpus": ["H100"]}}
     there["versions"] = {"torch": "2.13.0"}
     known = public_certificate([certificate()], there)

@@ -71,7 +71,7 @@ TYPED: list[tuple[str, int, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("typed", "code", "said"), TYPED, ids=[line for line, _, _ in TYPED])
-def test_what_is_typed_wrongly_is_answered_with_the_right_line(
+def test_wrong_words_get_the_fix(
     typed: str, code: int, said: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(typed.split()) == code
@@ -114,14 +114,14 @@ def test_a_file_is_no_workspace(empty_folder: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("extra", [{"COLUMNS": "20"}, {"PYTHONIOENCODING": "ascii"}])
-def test_a_narrow_or_plain_terminal_is_no_bug(extra: dict[str, str], empty_folder: Path) -> None:
+def test_narrow_and_plain_terminals_work(extra: dict[str, str], empty_folder: Path) -> None:
     line = [sys.executable, "-m", "flows.cli.main", "plan", "tiny", "description=\u00e9\u2026"]
     env = {k: v for k, v in environment().items() if k != "HOME"} | extra
     done = subprocess.run(line, env=env, capture_output=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_ctrl_c_while_modules_are_imported_is_no_traceback(empty_folder: Path) -> None:
+def test_ctrl_c_during_imports_shows_no_traceback(empty_folder: Path) -> None:
     begin = empty_folder / "refiner"  # as the console script is called
     begin.write_text(
         "import flows.cli, os, signal, time\nprint('here', flush=True)\ntime.sleep(30)\n"
@@ -138,7 +138,7 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback(empty_folder: Path) -
     assert said == b""
 
 
-def test_metrics_and_licences_that_there_are_pass() -> None:
+def test_known_metrics_and_licences_pass() -> None:
     for typed in (
         "publish.which=best publish.best_metric=oracle publish.license=other",
         "publish.license=cc-by-4.0",
@@ -149,7 +149,7 @@ def test_metrics_and_licences_that_there_are_pass() -> None:
     assert RecipeConfig().publish.license in LICENSES
 
 
-def test_a_single_attempt_is_shown_once_and_a_second_one_counts_as_a_repair() -> None:
+def test_repairs_are_counted_and_single_attempts_shown_once() -> None:
     assert main_metrics(("pass@1_first", "pass@1", "pass^1", "partial")) == ["pass@1", "partial"]
     turns = (
         TurnRecord("call", "ok", 0, 1, repaired="no call"),
@@ -187,7 +187,7 @@ def test_an_override_after_detach_is_not_its_value(capsys: pytest.CaptureFixture
     assert "`seed` is 'x'" in capsys.readouterr().err
 
 
-def test_closed_streams_are_no_bug(tmp_path: Path) -> None:
+def test_closed_streams_work(tmp_path: Path) -> None:
     line = '"$@" <&- >&- 2>&-'
     argv = ["sh", "-c", line, "sh", *command("run", "tiny", "--dry-run")]
     assert subprocess.run(argv, cwd=tmp_path, env=environment(), check=False).returncode == 0

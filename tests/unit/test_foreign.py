@@ -116,7 +116,7 @@ def test_damage_is_seen_in_the_file(tmp_path: Path, name: str, content: bytes, s
     assert says in (damage(path) or "")
 
 
-def test_a_shard_that_an_index_names_has_to_be_there(tmp_path: Path) -> None:
+def test_shards_of_an_index_are_required(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "model-1-of-2.safetensors").write_bytes(tensors())
@@ -136,7 +136,7 @@ def test_the_newest_complete_one_counts(tmp_path: Path, caplog: pytest.LogCaptur
     assert "checkpoint-20 is passed over" in caplog.text
 
 
-def test_a_file_may_be_the_sign_of_completeness(tmp_path: Path) -> None:
+def test_a_file_may_mark_a_complete_checkpoint(tmp_path: Path) -> None:
     checkpoint(tmp_path, 10, trainer__json='{"step": 10}')
     checkpoint(tmp_path, 20)
     checkpoint(tmp_path, 30, trainer__json="")
@@ -171,7 +171,7 @@ def hf_checkpoint(folder: Path, step: int, *, saved: int = 5, ranks: int = 1) ->
 
 
 @pytest.mark.parametrize("saved", range(5))
-def test_a_save_that_was_cut_off_lacks_what_its_siblings_have(tmp_path: Path, saved: int) -> None:
+def test_a_save_that_lacks_files_of_its_siblings_is_damaged(tmp_path: Path, saved: int) -> None:
     """The weights come first and are whole: who resumes from them finds no optimizer."""
     hf_checkpoint(tmp_path, 10)
     assert newest_complete(find_checkpoints(tmp_path, RULE)), "the first one has no siblings"
@@ -194,7 +194,7 @@ def test_files_that_only_some_checkpoints_have_are_not_required(tmp_path: Path) 
     assert [c.damage for c in find_checkpoints(tmp_path, RULE)] == ["", "", ""]
 
 
-def test_unfinished_ones_are_deleted_but_not_those_a_wrong_rule_calls_so(tmp_path: Path) -> None:
+def test_unfinished_checkpoints_are_deleted(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         checkpoint(tmp_path, step)
     checkpoint(tmp_path, 5, data=b"")
@@ -217,7 +217,7 @@ def test_older_checkpoints_are_deleted_and_the_newest_complete_one_stays(tmp_pat
 # ---------------------------------------------------------------- calling and reading
 
 
-def test_values_are_quoted_and_the_shells_own_braces_stay(tmp_path: Path) -> None:
+def test_values_are_quoted_and_braces_of_the_shell_stay(tmp_path: Path) -> None:
     output = tmp_path / "it's; a $HOME folder"
     config = CommandConfig(
         run="train --out {output} --seed {seed} {resume} ${HOME} $(awk '{{print $1}}' x)",
@@ -232,7 +232,7 @@ def test_values_are_quoted_and_the_shells_own_braces_stay(tmp_path: Path) -> Non
     assert "--resume '/c k/1' ${HOME}" in second
 
 
-def test_the_trainer_sees_its_users_environment_and_not_our_workers(tmp_path: Path) -> None:
+def test_the_trainer_has_the_environment_of_its_user(tmp_path: Path) -> None:
     base = {
         "PATH": "/bin",
         "PYTHONSAFEPATH": "1",
@@ -248,7 +248,7 @@ def test_the_trainer_sees_its_users_environment_and_not_our_workers(tmp_path: Pa
     assert (settings["REFINER_OUTPUT"], settings["REFINER_SEED"]) == (str(tmp_path), "7")
 
 
-def test_lines_become_progress_and_metrics_and_steps_never_go_back() -> None:
+def test_lines_become_progress_and_metrics() -> None:
     reader = LineReader(
         r"step (?P<step>\d+)/(?P<total>\d+) loss (?P<loss>\S+)", Progress(4, 0, "train")
     )
@@ -286,7 +286,7 @@ def test_last_lines_give_the_failure_class(
     assert lines[-1].split(": ")[-1][:20] in outcome.message or len(lines) > 1
 
 
-def test_causes_beyond_the_last_lines(tmp_path: Path) -> None:
+def test_other_causes(tmp_path: Path) -> None:
     lines = ["warning: CUDA out of memory, retrying", *["step"] * 100, "KeyError: 'x'"]
     assert isinstance(error_of(1, lines, tmp_path), StageFailed), "said long before the end"
     assert isinstance(error_of(137, ["step 3"], tmp_path, oom_kills=1), MemoryError)
@@ -367,7 +367,7 @@ def test_an_export_leaves_states_out_and_takes_companions_for_missing_files(tmp_
 
 
 @pytest.mark.parametrize("what", ["the file", "its folder", "a companion"])
-def test_a_link_that_leads_out_is_not_exported(tmp_path: Path, what: str) -> None:
+def test_links_out_of_the_folder_are_not_exported(tmp_path: Path, what: str) -> None:
     """Else whoever wrote the checkpoint chooses what of ours is published."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "merges.txt").write_text("hf_secret")
@@ -406,7 +406,7 @@ def test_links_inside_a_trainers_folder_and_to_blobs_of_the_hub_are_copied(tmp_p
         make_model(work / "final", tmp_path / "again", snapshot, within=work)
 
 
-def test_a_link_that_was_put_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
     """Between looking at a folder and taking its files, its owner may change it."""
     (tmp_path / "token").write_text("hf_secret")
     (tmp_path / "merges.txt").symlink_to(tmp_path / "token")
@@ -415,7 +415,7 @@ def test_a_link_that_was_put_in_the_place_of_a_file_is_not_followed(tmp_path: Pa
     assert not (tmp_path / "taken").exists()
 
 
-def test_a_named_export_has_to_be_whole(tmp_path: Path) -> None:
+def test_a_named_export_is_whole(tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match="does not exist"):
         find_export(tmp_path, "final", [])
     (tmp_path / "final").mkdir()
@@ -429,7 +429,7 @@ def test_a_named_export_has_to_be_whole(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- sightings
 
 
-def test_layouts_are_recognised_and_what_must_be_converted_is_said_how(tmp_path: Path) -> None:
+def test_layouts_are_recognised_with_their_conversion(tmp_path: Path) -> None:
     checkpoint(tmp_path, 10, config__json="{}")
     checkpoint(tmp_path, 9)
     for name, file in {
@@ -471,7 +471,7 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux's /proc")
-def test_a_process_that_has_given_itself_a_name_is_known_by_its_mark(tmp_path: Path) -> None:
+def test_a_renamed_process_is_known_by_its_mark(tmp_path: Path) -> None:
     """vLLM's engines do; one that was left would hold its GPU for ever."""
     first = {"AAAA_FIRST": "x" * 100}  # what is written over
     process = subprocess.Popen(

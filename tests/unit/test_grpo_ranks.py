@@ -77,23 +77,23 @@ def test_two_ranks_train_as_one_does(root, tmp_path, name):
         assert (value - weights[1][key]).abs().max() < 5e-3, key
 
 
-def test_a_judge_that_is_gone_ends_all_ranks_and_keeps_the_steps_before(root):
+def test_a_lost_judge_ends_all_ranks_and_keeps_steps(root):
     errors = [one["error"] for one in met(root, "outage")]
     assert all(error.startswith("JudgeOutage: nobody is there") for error in errors)
     assert FolderStageIO(root / "outage").checkpoint_steps()[0] == 1
 
 
-def test_a_stop_is_a_stop_of_all_ranks(root):
+def test_a_stop_ends_all_ranks(root):
     errors = [one["error"] for one in met(root, "older")]
     assert all(error.startswith("Interrupted: grpo stopped on request") for error in errors)
     assert 2 in FolderStageIO(root / "older").checkpoint_steps()
 
 
-def test_an_error_of_the_first_rank_is_one_of_all(root):
+def test_an_error_of_the_first_rank_ends_all(root):
     errors = [one["error"] for one in met(root, "older-data")]
     assert all(error.startswith("DataError: a row's rubrics do not fit") for error in errors)
 
 
-def test_an_error_of_the_last_rank_is_one_of_all(root):
+def test_an_error_of_the_last_rank_ends_all(root):
     errors = [one["error"] for one in met(root, "sampler")]
     assert all(error.startswith("RuntimeError: this rank's node is ill") for error in errors)

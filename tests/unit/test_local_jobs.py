@@ -52,7 +52,7 @@ def end_of(tmp_path: Path, gpus: int = 0, code: int = 0) -> tuple[str, JobSight]
         ("", 2, "0,1"),
     ],
 )
-def test_a_job_sees_as_many_of_the_callers_gpus_as_it_asks_for(
+def test_a_job_sees_the_gpus_it_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, gpus: int, seen: str
 ) -> None:
     """Two that train at a time would else share one without knowing, or take all of them."""

@@ -120,7 +120,7 @@ def test_a_lasting_outage_is_shown_and_ctrl_c_still_ends_the_call(workspace: Wor
     assert (said["state"], said["exit_code"]) == ("ended", 6)
 
 
-def test_status_says_what_the_orchestrator_waits_for(workspace: Workspace) -> None:
+def test_status_shows_an_outage(workspace: Workspace) -> None:
     plan = small_plan("data")
     begun(workspace, plan)
     campaign = campaign_of(workspace, plan, Cluster(**RUNS))
@@ -182,7 +182,7 @@ def test_read_only_files_end_nothing(workspace: Workspace, monkeypatch: pytest.M
 
 
 @pytest.mark.quota
-def test_a_lack_of_inodes_is_called_so(tmp_path: Path) -> None:
+def test_a_lack_of_inodes_is_named(tmp_path: Path) -> None:
     plan = small_plan("data")
     with small_tmpfs(tmp_path / "t", mib=64, inodes=40) as folder:
         campaign = campaign_of(Workspace.open(folder / "w"), plan, Cluster(**RUNS))
@@ -198,7 +198,7 @@ def test_a_lack_of_inodes_is_called_so(tmp_path: Path) -> None:
         assert "MiB are needed" not in view.message
 
 
-def test_what_was_there_a_moment_ago_has_not_gone(workspace: Workspace) -> None:
+def test_an_empty_mount_is_an_outage(workspace: Workspace) -> None:
     """A mount that has gone shows an empty folder: nothing is begun anew in it."""
     plan = small_plan("data")
     begun(workspace, plan)

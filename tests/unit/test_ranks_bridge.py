@@ -85,7 +85,7 @@ def attempt(tmp_path: Path) -> Iterator[Attempt]:
         yield attempt
 
 
-def test_all_that_a_stage_says_arrives(attempt: Attempt) -> None:
+def test_every_call_of_a_stage_arrives(attempt: Attempt) -> None:
     io = attempt.remote()
     assert io.latest_checkpoint() is None
     io.log_metrics(1, {"loss": 0.5, "nan": float("nan")})
@@ -106,7 +106,7 @@ def test_all_that_a_stage_says_arrives(attempt: Attempt) -> None:
     assert read_rollouts(file) == [{"text": "a", "scores": {"x": 1.0}}]
 
 
-def test_a_connection_that_says_nothing_keeps_nobody_waiting(attempt: Attempt) -> None:
+def test_silent_connections_delay_nobody(attempt: Attempt) -> None:
     with ExitStack() as stack:
         for _ in range(3):
             silent = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -130,7 +130,7 @@ def test_another_user_is_not_even_asked_for_the_key(attempt: Attempt) -> None:
     assert knock(address) != ""
 
 
-def test_what_does_not_fit_is_a_full_disk_for_rank_0_too(attempt: Attempt) -> None:
+def test_a_full_disk_is_reported_to_rank_0(attempt: Attempt) -> None:
     """The writer's own words (torch's here) are judged by the store, as in one process."""
     io = attempt.remote()
     words = "PytorchStreamWriter failed writing file"
@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_a_full_disk_for_rank_0_too(attempt: Attempt) -> No
     assert list(attempt.store.folder.iterdir()) == []
 
 
-def test_a_stale_attempt_is_told_when_it_begins_and_when_it_commits(attempt: Attempt) -> None:
+def test_a_stale_attempt_saves_nothing(attempt: Attempt) -> None:
     io = attempt.remote()
 
     def save() -> None:
@@ -163,7 +163,7 @@ def test_a_stale_attempt_is_told_when_it_begins_and_when_it_commits(attempt: Att
     assert attempt.store.latest() is None
 
 
-def test_a_rank_that_dies_in_a_save_leaves_nothing_half_written(attempt: Attempt) -> None:
+def test_a_rank_that_dies_in_a_save_leaves_nothing(attempt: Attempt) -> None:
     io = attempt.remote()
     context = io.new_checkpoint(1)
     (context.__enter__() / "half").write_text("half")
@@ -175,7 +175,7 @@ def test_a_rank_that_dies_in_a_save_leaves_nothing_half_written(attempt: Attempt
         context.__exit__(None, None, None)
 
 
-def test_who_does_not_know_the_key_is_not_served(attempt: Attempt) -> None:
+def test_a_wrong_key_is_refused(attempt: Attempt) -> None:
     address = attempt.bridge.environment[ADDRESS].replace("@", "\0", 1)
     with pytest.raises(AuthenticationError):
         Client(address, "AF_UNIX", authkey=b"guessed").close()
@@ -234,7 +234,7 @@ def test_an_error_means_the_same_in_another_process(error: Exception) -> None:
     assert any("In rank 1" in note and "raised" in note for note in here.__notes__)
 
 
-def test_an_event_is_found_whatever_a_rank_prints_and_however_long_its_error_is() -> None:
+def test_events_are_found_among_printed_lines() -> None:
     long = raised(ConfigurationError("w" * 100_000, fix='"\\' * 50_000), ValueError("v" * 99_999))
     line = event_line("mark", {"event": "error", "rank": 3, "error": encode(long)})
     assert len(line) < 1 << 16
@@ -295,7 +295,7 @@ def test_silent_ends(ended: Ended, kind: type[Exception], says: str, expected: s
 # ---------------------------------------------------------------- GPUs
 
 
-def test_ranks_see_the_trainers_gpus_of_what_the_job_was_given() -> None:
+def test_ranks_see_the_trainers_gpus() -> None:
     given = {VISIBLE: "4,5,6,7"}
     settings = trainer_settings((0, 1), given)
     assert settings == {VISIBLE: "4,5", JOB_GPUS: "4,5,6,7"}

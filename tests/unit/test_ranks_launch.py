@@ -47,7 +47,7 @@ def test_one_process_is_the_worker_itself(sft: dict[str, object], here: bool, en
     assert engine_name(config, "sft") == engine
 
 
-def test_ranks_of_one_node_meet_on_loopback_and_a_users_network_is_kept() -> None:
+def test_ranks_of_one_node_use_loopback() -> None:
     one = rank_settings(Placement(1, 2), {})
     assert (one["GLOO_SOCKET_IFNAME"], one["DS_ACCELERATOR"]) == ("lo", "cpu")
     assert rank_settings(Placement(1, 2, (0, 1)), {})["NCCL_SOCKET_IFNAME"] == "lo"
@@ -106,7 +106,9 @@ def test_silent_connections_delay_no_node(tmp_path: Path, monkeypatch: pytest.Mo
         others.start(["true", "true"], {})
 
 
-def test_missing_nodes_exceed_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nodes_are_awaited_up_to_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nodes, "_COME_S", 1.0)
     with (
         OtherNodes(tmp_path, SlurmJob("1"), 1) as others,

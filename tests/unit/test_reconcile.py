@@ -125,7 +125,7 @@ def test_only_local_jobs_take_local_slots(local: bool, launched: bool) -> None:
     assert isinstance(actions["evaluate-base"], Launch) is launched
 
 
-def test_two_stages_that_only_move_bytes_run_at_a_time_beside_the_local_slots() -> None:
+def test_two_light_stages_run_beside_the_local_slots() -> None:
     light = [replace(DATA, name=n, kind="fetch", fingerprint=n * 12) for n in ("a", "b", "c")]
     plan = Plan("light", PLAN.config, (DATA, *light))
     actions = reconcile(plan, {}, Observed(), Policy(max_parallel=1))
@@ -294,7 +294,7 @@ def test_a_full_disk_is_waited_out() -> None:
         assert action.outcome.exit_code == code
 
 
-def test_a_stage_that_could_not_be_launched_ends_unless_another_call_makes_it() -> None:
+def test_a_refused_stage_ends_unless_another_call_makes_it() -> None:
     policy = replace(POLICY, refused={DATA.id: outcome_of("unsupported")})
     action = decide([], policy=policy)["data"]
     assert isinstance(action, Fail)
@@ -376,7 +376,7 @@ def judge_record(*attempts: Attempt) -> tuple[PlannedStage, StageRecord]:
 JUDGE_LIVE = {JUDGE.id: Seen(1, "live")}
 
 
-def test_a_server_is_not_started_before_somebody_could_ask_it() -> None:
+def test_a_server_starts_when_a_stage_needs_it() -> None:
     """GPUs are not taken for a judge while rows are still being prepared."""
     actions = decide_served()
     assert actions["judge"] == Wait(JUDGE, "nobody needs it yet")
@@ -396,7 +396,7 @@ def test_a_trainer_is_launched_when_its_judge_answers_and_not_before() -> None:
 
 
 @pytest.mark.parametrize("seen", [None, Seen(1, "unknown"), Seen(1, "live", running=False)])
-def test_a_server_that_has_answered_counts_only_while_it_is_seen_to_run(seen: Seen | None) -> None:
+def test_a_ready_server_counts_while_it_runs(seen: Seen | None) -> None:
     """It may queue again, or its node may not be reached."""
     looked = {} if seen is None else {JUDGE.id: seen}
     actions = decide_served(SERVED_DATA, judge_record(attempt(1)), seen=looked, ready=(1,))
@@ -421,7 +421,7 @@ def test_no_server_is_started_for_a_trainer_that_has_no_slot_yet() -> None:
 
 
 @pytest.mark.parametrize("end", ["killed", "preempted", "gpu_out_of_memory", "none"])
-def test_a_server_that_is_gone_while_a_trainer_runs_is_replaced(end: FailureClass) -> None:
+def test_a_lost_server_is_replaced(end: FailureClass) -> None:
     """``none``: it had ended by itself while the trainer's job queued."""
     actions = decide_served(
         SERVED_DATA,
@@ -444,7 +444,7 @@ def test_a_dead_server_is_closed_before_the_next_one_starts() -> None:
     assert actions["judge"] == CloseAttempt(JUDGE, 1, silent)
 
 
-def test_a_server_that_has_answered_clears_the_count_of_those_that_did_not() -> None:
+def test_a_server_that_answered_clears_the_count() -> None:
     """Over weeks a judge is lost many times; only one that never comes up again is given up."""
     lost = [attempt(n, "killed") for n in range(1, 30)]
     often = decide_served(SERVED_DATA, judge_record(*lost), ready=tuple(range(1, 30)))
@@ -453,7 +453,7 @@ def test_a_server_that_has_answered_clears_the_count_of_those_that_did_not() -> 
     assert isinstance(never["judge"], Fail)
 
 
-def test_a_server_that_cannot_be_started_blocks_those_that_need_it_and_fails_itself() -> None:
+def test_a_server_that_cannot_start_fails_and_blocks() -> None:
     failed = judge_record(attempt(1, "bad_configuration"))
     before = replace(POLICY, ended_before={JUDGE.id: 1})
     assert decide_served(SERVED_DATA, failed, policy=before)["judge"] == Launch(JUDGE, 1)
@@ -477,7 +477,7 @@ def all_done() -> list[tuple[PlannedStage, StageRecord]]:
         ([attempt(1, "bad_configuration")], None, False),
     ],
 )
-def test_a_finished_recipe_is_at_rest(
+def test_finished_recipes_need_no_server(
     tries: list[Attempt], sight: Sight | None, live: bool
 ) -> None:
     """A server that failed when all had their answers fails nothing."""
@@ -487,7 +487,7 @@ def test_a_finished_recipe_is_at_rest(
     assert actions["judge"] == Rest(JUDGE, live=live)
 
 
-def test_between_two_that_ask_a_server_may_rest_but_the_call_goes_on() -> None:
+def test_a_server_may_rest_between_two_stages() -> None:
     """A picture that follows a stage to its end must not take this for it."""
     data = SERVED_DATA[0]
     plan = Plan("late", SERVED.config, (data, JUDGE, BASE, replace(GRPO, inputs={"data": "data"})))
@@ -510,7 +510,7 @@ def test_a_stop_leaves_no_server_behind_and_starts_none() -> None:
     assert isinstance(ended["judge"], Rest)
 
 
-def test_a_cancelled_server_blocks_those_that_wait_for_it_until_the_next_call() -> None:
+def test_a_cancelled_server_blocks_its_stages() -> None:
     cancelled = replace(POLICY, cancelled=frozenset({JUDGE.id}))
     actions = decide_served(SERVED_DATA, policy=cancelled)
     assert isinstance(actions["judge"], Fail)

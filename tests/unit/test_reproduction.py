@@ -59,7 +59,7 @@ def fingerprint(found: dict[str, Any], made: Made) -> str:
 
 
 @pytest.mark.parametrize("recipe", sorted(shipped_recipes()))
-def test_a_shipped_recipe_is_named_and_plans_to_the_same(recipe: str) -> None:
+def test_a_shipped_recipe_comes_back_by_name(recipe: str) -> None:
     made = run_of(recipe)
     found = reproduce(made)
     assert found["command"] == f"refiner run {recipe}"
@@ -67,7 +67,7 @@ def test_a_shipped_recipe_is_named_and_plans_to_the_same(recipe: str) -> None:
     assert fingerprint(found, made) == made.fingerprint
 
 
-def test_what_only_says_where_it_ran_is_left_out() -> None:
+def test_execution_settings_are_left_out() -> None:
     made = run_of(
         "tiny",
         "seed=7",
@@ -137,7 +137,7 @@ def rows_file(folder: Path) -> Path:
     return path
 
 
-def test_a_local_file_loses_its_folder_and_is_known_by_its_content(tmp_path: Path) -> None:
+def test_a_local_file_is_named_without_its_folder(tmp_path: Path) -> None:
     path = rows_file(tmp_path)
     made = run_of("tiny", f"data.rl_path={path}")
     found = reproduce(made)
@@ -163,7 +163,7 @@ def test_the_command_needs_the_files_and_no_records(
     assert plan.by_name["grpo"].fingerprint == made.fingerprint
 
 
-def test_a_name_that_enters_the_fingerprint_is_still_made_public(tmp_path: Path) -> None:
+def test_names_in_the_fingerprint_lose_their_folders(tmp_path: Path) -> None:
     """Rubrics of one's own and a judge that is served from a folder are known by their names."""
     rubrics = tmp_path / "mine.yaml"
     text = {"rubrics": [{"title": "Short", "description": "Is short", "weight": 1.0}]}
@@ -190,7 +190,7 @@ def own_recipe(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_recipe_of_ones_own_goes_along_as_a_file(tmp_path: Path) -> None:
+def test_a_recipe_of_the_user_comes_as_a_file(tmp_path: Path) -> None:
     path = own_recipe(
         tmp_path,
         "include: tiny\nworkspace: /scratch/me\ngrpo:\n  beta: 1.0e-05\n  stop_strings: ['1e3', "
@@ -210,7 +210,7 @@ def test_a_recipe_of_ones_own_goes_along_as_a_file(tmp_path: Path) -> None:
     assert "me/secret" not in found["recipe_file"]
 
 
-def test_a_shipped_recipe_that_was_edited_since_goes_along_as_a_file() -> None:
+def test_an_edited_shipped_recipe_comes_as_a_file() -> None:
     made = run_of("tiny", "seed=5")
     other = make_recipe_plan("tiny", ["seed=5", "grpo.clip_lower=0.3"])
     edited = made_by(other, "tiny", ("seed=5",))
@@ -235,7 +235,7 @@ def test_another_trainers_command_comes_back(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what does not come back
 
 
-def test_a_command_that_makes_another_model_is_found_out_by_field() -> None:
+def test_a_command_for_another_model_is_found_by_field() -> None:
     made = run_of("tiny", "seed=5")
     assert differing("refiner run tiny seed=5", made) == ()
     said = differing("refiner run tiny seed=6 data.split_seed=9", made)
@@ -245,7 +245,7 @@ def test_a_command_that_makes_another_model_is_found_out_by_field() -> None:
     assert "no field 'grpo.betta'" in differing("refiner run tiny grpo.betta=1", made)[0]
 
 
-def test_a_model_that_no_command_makes_is_not_published() -> None:
+def test_a_model_without_a_command_is_not_published() -> None:
     """It was trained by another version: the same configuration means something else now."""
     made = run_of("tiny", "seed=5")
     older = replace(made.specs["grpo"], stage_version=0, fingerprint="0" * 64)
@@ -253,7 +253,7 @@ def test_a_model_that_no_command_makes_is_not_published() -> None:
         reproduce(replace(made, specs={**made.specs, "grpo": older}))
 
 
-def test_the_file_of_an_own_environment_and_its_tasks_are_named(tmp_path: Path) -> None:
+def test_files_of_an_environment_are_named(tmp_path: Path) -> None:
     """Without them nobody can give the command, and the card did not say that it needs any."""
     (tmp_path / "away").mkdir()
     file, tasks = tmp_path / "away" / "lamps.py", tmp_path / "away" / "lamps.jsonl"

@@ -86,7 +86,7 @@ def rollouts(token: int = 7, logprob: float = -0.5) -> dict[int, list[dict[str, 
     return {1: [row, row], 2: [{**row, "response_ids": [5, 7], "logprobs": [-0.1, -0.5]}]}
 
 
-def test_another_token_is_no_difference_of_size_and_another_logprob_is_one() -> None:
+def test_tokens_and_logprobs_are_compared() -> None:
     assert compare_rollouts(rollouts(), rollouts()).differing == 0
     tokens = compare_rollouts(rollouts(), rollouts(token=8))
     assert (tokens.differing, tokens.largest, tokens.first_step) == (2, None, 1)
@@ -104,7 +104,7 @@ def model(folder: Path, weight: torch.Tensor) -> Path:
     return folder
 
 
-def test_weights_are_compared_by_how_far_training_can_have_moved_them(tmp_path: Path) -> None:
+def test_weights_are_compared_relative_to_the_learning_rate(tmp_path: Path) -> None:
     weight = torch.linspace(-1, 1, 8)
     one = model(tmp_path / "1", weight)
     assert compare_weights(one, model(tmp_path / "2", weight.clone()), 1e-5).differing == 0
@@ -139,7 +139,7 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
         ({"attempt": 4, "asked": 50}, None, False),  # how it came about is no part of it
     ],
 )
-def test_states_are_told_apart(
+def test_states_are_compared(
     changes: dict[str, Any], quantity: str | None, sized: bool, tmp_path: Path
 ) -> None:
     one, two = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2", **changes)
@@ -152,7 +152,7 @@ def test_states_are_told_apart(
 # ------------------------------------------------------------ what came about
 
 
-def test_a_stop_that_came_with_the_last_step_was_none(tmp_path: Path) -> None:
+def test_a_stop_at_the_last_step_does_not_count(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs")
     run.data()
     run.train("sft")
@@ -206,7 +206,7 @@ def proof(comparisons: tuple[Comparison, ...] = SAME, **changes: Any) -> ResumeP
     return ResumeProof(**{**given, **changes})
 
 
-def test_resumed_on_other_processes_it_is_at_best_within_tolerance() -> None:
+def test_other_process_counts_are_within_tolerance_at_best() -> None:
     assert proof(processes=2, resume_processes=2).verdict == "bitwise"
     other = proof(processes=2, resume_processes=1, tolerance=0.01)
     assert other.verdict == "within tolerance"
@@ -214,7 +214,7 @@ def test_resumed_on_other_processes_it_is_at_best_within_tolerance() -> None:
     assert "and resumed on another number of processes, was the same up to 0 where 0.01" in card
 
 
-def test_scratch_of_the_dead_goes_and_what_was_kept_stays(tmp_path: Path) -> None:
+def test_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "runs")
     dead, kept, alive = (new_scratch(workspace, name) for name in ("dead", "kept", "alive"))
     for folder in (dead, kept):

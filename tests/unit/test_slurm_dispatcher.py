@@ -96,7 +96,7 @@ def test_batch_scripts_are_golden(fake: FakeSlurm, tmp_path: Path, name: str, co
 # ---------------------------------------------------------------- submitting
 
 
-def test_ids_are_noted_beside_their_attempts(campaign: Campaign) -> None:
+def test_job_ids_are_recorded(campaign: Campaign) -> None:
     one = campaign.claim(1)
     campaign.submit(one)
     note = campaign.workspace.read_control(campaign.workspace.layout.attempt(*one.ref).job)
@@ -114,7 +114,7 @@ def test_large_groups_are_split_into_arrays(fake: FakeSlurm, tmp_path: Path) -> 
     assert len(fake.calls("sbatch")) == 4  # the last two are too few for an array
 
 
-def test_an_array_warns_early_enough_for_its_slowest_save(fake: FakeSlurm, tmp_path: Path) -> None:
+def test_an_array_warns_before_its_slowest_save(fake: FakeSlurm, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "w")
     hour = replace(SMALL, time_limit_min=60)
     campaign.submit(*(campaign.claim(s, resources=hour, save_s=100.0 * s) for s in range(4)))
@@ -175,7 +175,7 @@ def test_a_job_is_looked_for_after_a_timeout_of_sbatch(fake: FakeSlurm, campaign
     assert (end.failure, end.decision) == ("system_outage", "resume")
 
 
-def test_one_refused_request_does_not_hinder_the_others(fake: FakeSlurm, tmp_path: Path) -> None:
+def test_a_refused_request_leaves_the_others(fake: FakeSlurm, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "w", Profile(name="short", max_time_min=30))
     good, long = campaign.claim(1), campaign.claim(2, resources=GPU)
     online = campaign.claim(3, needs_network=True)
@@ -200,7 +200,7 @@ def test_workers_get_settings_of_the_profile(fake: FakeSlurm, tmp_path: Path) ->
 # ---------------------------------------------------------------- looking and acting
 
 
-def test_a_look_is_one_squeue_and_nothing_else(fake: FakeSlurm, campaign: Campaign) -> None:
+def test_a_look_is_one_squeue(fake: FakeSlurm, campaign: Campaign) -> None:
     requests = campaign.submit(*(campaign.claim(seed) for seed in range(6)))
     assert {s.state for s in campaign.look(*requests).values()} == {"PENDING"}
     looked = [c["command"] for c in fake.calls() if c["command"] not in ("sbatch", "srun")]
@@ -219,7 +219,7 @@ def test_a_restarted_attempt_is_classified_by_its_log(fake: FakeSlurm, campaign:
     assert end.failure == "out_of_memory"
 
 
-def test_who_only_looks_notes_nothing(fake: FakeSlurm, campaign: Campaign) -> None:
+def test_a_read_only_look_records_nothing(fake: FakeSlurm, campaign: Campaign) -> None:
     request = campaign.claim()
     fake.set_jobs({"7": {"state": "RUNNING", "name": request.comment}})
     campaign.dispatcher = campaign.another_dispatcher(adopt=False)
@@ -227,7 +227,7 @@ def test_who_only_looks_notes_nothing(fake: FakeSlurm, campaign: Campaign) -> No
     assert not campaign.workspace.layout.attempt(*request.ref).job.exists()
 
 
-def test_names_of_other_jobs_confuse_nobody(fake: FakeSlurm, campaign: Campaign) -> None:
+def test_odd_names_of_other_jobs_are_harmless(fake: FakeSlurm, campaign: Campaign) -> None:
     (request,) = campaign.submit(campaign.claim())
     mine = fake.jobs
     odd = {"state": "RUNNING", "name": "JobState=FAILED ExitCode=1:0 a|b"}
@@ -286,7 +286,7 @@ def test_stop_reaches_running_jobs_kill_and_release_all(
     assert fake.calls("scancel")[-1]["arguments"] == ["101"]
 
 
-def test_a_missing_a_failing_and_an_unstartable_command_are_a_scheduler_that_is_away(
+def test_failing_commands_are_an_absent_scheduler(
     fake: FakeSlurm, campaign: Campaign, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system that hiccups, and a login node on which no more processes may be started."""
@@ -357,7 +357,7 @@ def test_a_command_that_hangs_is_given_up(fake: FakeSlurm) -> None:
         RealSlurm(timeout_s=0.2).queue({"0"})
 
 
-def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UnsupportedError, match=r"no `sbatch`.*executor=local"):
         RealSlurm()

@@ -63,7 +63,7 @@ def test_a_file_is_a_profile_too(tmp_path: Path) -> None:
         ("a: [", "cannot be read"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_wrong_profiles_are_refused(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigurationError, match="To mend it") as caught:
         load_profile(write(tmp_path, text))
     assert says in str(caught.value)
@@ -84,7 +84,7 @@ def test_cpu_stages_go_where_the_profile_says() -> None:
     assert replace(there, network=True).executor_for(online) == "slurm"
 
 
-def test_cpu_jobs_have_a_partition_of_their_own_and_the_rest_in_common() -> None:
+def test_cpu_jobs_have_their_own_partition() -> None:
     cpu = Place(partition="cpu", max_time_min=60, sbatch={"mem": None})
     profile = Profile(
         partition="gpu", account="a", max_time_min=600, sbatch={"mail-type": "FAIL"}, cpu=cpu
@@ -95,7 +95,7 @@ def test_cpu_jobs_have_a_partition_of_their_own_and_the_rest_in_common() -> None
     assert profile.place_for(Resources(gpus=1)).partition == "gpu"
 
 
-def test_what_the_cluster_can_never_run_is_refused_before_it_is_submitted() -> None:
+def test_impossible_jobs_are_refused_before_submission() -> None:
     profile = Profile(name="x", max_time_min=60, max_gpus=4)
     profile.check(Resources(time_limit_min=60, gpus=4), "sft")
     with pytest.raises(ConfigurationError, match="time_limit_min=60"):

@@ -130,7 +130,7 @@ def test_accounting_knows_who_has_cancelled_a_job(world: World) -> None:
     assert (answer.state, answer.by) == ("CANCELLED", "1234")
 
 
-def test_an_ended_job_that_is_put_back_by_hand_lives_again(world: World) -> None:
+def test_a_job_requeued_by_hand_is_live_again(world: World) -> None:
     world.scheduler.remembered = {"1": {"state": "FAILED"}}
     assert state(world.look(job("1"))[0]) == "FAILED"
     world.scheduler.live = {"1": {"state": "PENDING"}}
@@ -139,7 +139,7 @@ def test_an_ended_job_that_is_put_back_by_hand_lives_again(world: World) -> None
     assert state(world.look(job("1"))[0]) == "COMPLETED"
 
 
-def test_a_job_that_nobody_knows_is_lost_only_after_several_answers(world: World) -> None:
+def test_an_unknown_job_is_lost_after_several_answers(world: World) -> None:
     assert [state(world.look(job("1"))[0]) for _ in range(3)] == ["unknown", "unknown", "lost"]
 
 
@@ -149,14 +149,14 @@ def test_answers_in_quick_succession_do_not_make_it_lost() -> None:
     assert state(world.look(job("1"), after_s=1.0)[0]) == "lost"
 
 
-def test_accounting_that_lags_says_running_of_a_job_that_is_gone(world: World) -> None:
+def test_late_accounting_of_a_lost_job_is_ignored(world: World) -> None:
     world.scheduler.recorded = [{"id": "1", "state": "RUNNING", "name": "name-1"}]
     assert state(world.look(job("1"))[0]) == "unknown"
     world.scheduler.recorded = [{"id": "1", "state": "TIMEOUT", "name": "name-1"}]
     assert state(world.look(job("1"))[0]) == "TIMEOUT"
 
 
-def test_without_accounting_the_controllers_memory_does(world: World) -> None:
+def test_the_controllers_memory_replaces_accounting(world: World) -> None:
     world.scheduler.accounting = False
     world.scheduler.remembered = {"1": {"state": "NODE_FAIL"}}
     assert state(world.look(job("1"))[0]) == "NODE_FAIL"
@@ -182,7 +182,7 @@ def test_an_absent_scheduler_is_polled_less(world: World, caplog: pytest.LogCapt
     assert state(world.look(job("1"), after_s=LONGEST_PAUSE_S)[0]) == "RUNNING"
 
 
-def test_a_job_whose_id_was_not_noted_is_found_by_its_name(world: World) -> None:
+def test_a_job_without_id_is_found_by_its_name(world: World) -> None:
     world.scheduler.live = {
         "7": {"state": "RUNNING", "name": "refiner-x"},
         "8_0": {"state": "PENDING", "name": "refiner-array"},
@@ -195,7 +195,7 @@ def test_a_job_whose_id_was_not_noted_is_found_by_its_name(world: World) -> None
 
 
 @pytest.mark.parametrize("accounting", [True, False])
-def test_it_is_found_by_name_also_when_it_has_ended(world: World, accounting: bool) -> None:
+def test_an_ended_job_is_found_by_its_name(world: World, accounting: bool) -> None:
     row = {"state": "COMPLETED", "name": "refiner-x"}
     world.scheduler.accounting = accounting
     if accounting:

@@ -70,7 +70,7 @@ def test_the_table_has_every_state() -> None:
         ("REVOKED", "dead", False),
     ],
 )
-def test_what_lives_and_what_runs(state: str, expected: str, running: bool) -> None:
+def test_live_and_running_states(state: str, expected: str, running: bool) -> None:
     seen = sight(state)
     assert (seen.sight, seen.running) == (expected, running)
     assert (seen.end is not None) == (expected == "dead")
@@ -110,7 +110,9 @@ def test_what_lives_and_what_runs(state: str, expected: str, running: bool) -> N
         ),
     ],
 )
-def test_why_a_job_ended(job: dict[str, Any], printed: str, failure: str, decision: str) -> None:
+def test_failure_classes_of_ends(
+    job: dict[str, Any], printed: str, failure: str, decision: str
+) -> None:
     end = end_of(JobFacts("7", **job), True, printed)
     assert (end.failure, end.decision) == (failure, decision)
 
@@ -120,7 +122,7 @@ def test_a_job_whose_worker_never_began_failed_to_launch() -> None:
     assert end_of(job, False, "").failure == "launch_failure"
 
 
-def test_a_worker_that_cannot_even_start_is_a_bug_and_not_tried_again() -> None:
+def test_an_import_error_is_a_final_bug() -> None:
     end = end_of(JobFacts("7", "FAILED", exit_code=1), False, IMPORT)
     assert (end.failure, end.decision) == ("bug", "stop")
 
@@ -136,11 +138,11 @@ def test_a_worker_that_cannot_even_start_is_a_bug_and_not_tried_again() -> None:
         (f"{PREEMPTION}\n{TIME_LIMIT}", "time_limit"),  # a requeued job appends to its log
     ],
 )
-def test_a_job_that_slurm_forgot_is_judged_by_what_it_printed(printed: str, failure: str) -> None:
+def test_a_forgotten_job_is_classified_by_its_output(printed: str, failure: str) -> None:
     assert lost_end("7", True, printed).failure == failure
 
 
-def test_a_job_that_never_was_is_submitted_again_however_often() -> None:
+def test_a_job_that_never_existed_is_submitted_again() -> None:
     assert lost_end(None, False, "").failure == "system_outage"
 
 
@@ -155,7 +157,7 @@ def test_a_job_that_never_was_is_submitted_again_however_often() -> None:
         ("Priority", ""),
     ],
 )
-def test_a_limit_of_the_whole_account_is_said_with_what_it_means(reason: str, hint: str) -> None:
+def test_limits_are_explained(reason: str, hint: str) -> None:
     said = sight("PENDING", reason).reason
     assert said.startswith(reason)
     assert hint in said
@@ -169,7 +171,7 @@ def test_a_failed_start_is_held_and_can_be_released(reason: str) -> None:
 
 
 @pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin"])
-def test_what_people_hold_is_not_ours_to_release(reason: str) -> None:
+def test_a_job_held_by_a_person_is_not_released(reason: str) -> None:
     seen = sight("PENDING", reason)
     assert not seen.held
     assert "release" in seen.reason

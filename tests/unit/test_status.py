@@ -53,7 +53,7 @@ def note(workspace: Workspace, run: RunRecord, **event: Any) -> None:
         file.write(json.dumps({"at": "2026-11-21T03:12:00+00:00", **event}) + "\n")
 
 
-def test_a_failed_attempt_says_how(workspace: Workspace, run: RunRecord) -> None:
+def test_a_failed_attempt_is_shown_with_its_reason(workspace: Workspace, run: RunRecord) -> None:
     planned = claim(workspace, small_plan(), "sft")
     workspace.start_attempt(planned.id, 1, {"started_at": "2026-11-21T01:00", "node": "n3"})
     outcome = Outcome("disk_full", "resume", "saving the checkpoint of step 7", 5, 7, errno=122)
@@ -65,7 +65,7 @@ def test_a_failed_attempt_says_how(workspace: Workspace, run: RunRecord) -> None
     assert "EDQUOT (errno 122) while saving step 7 on n3" in found.incidents[0].line
 
 
-def test_why_a_stage_waits_comes_from_who_works_on_it(workspace: Workspace, run: RunRecord) -> None:
+def test_a_waiting_stage_has_the_orchestrators_reason(workspace: Workspace, run: RunRecord) -> None:
     note(workspace, run, event="stage", stage="sft", state="paused", message="waits for room")
     assert stage(look(workspace, run), "sft").state == "waiting"  # nobody works: it does not
     take_up(workspace, run.run)
@@ -73,7 +73,7 @@ def test_why_a_stage_waits_comes_from_who_works_on_it(workspace: Workspace, run:
     assert (row.state, row.reason) == ("paused", "waits for room")
 
 
-def test_the_rate_is_that_of_this_attempt() -> None:
+def test_the_rate_is_of_this_attempt() -> None:
     beat = {"progress": {"done": 60, "total": 100}, "moved_at_s": 50.0, "seconds": 80.0}
     assert eta_s(beat, resumed_from=50) == 40 * 5.0
     assert eta_s(beat, resumed_from=None) == pytest.approx(40 * 50 / 60, abs=0.1)
@@ -91,7 +91,7 @@ class Silent:
         return {}
 
 
-def test_a_scheduler_that_is_down_holds_nobody_up() -> None:
+def test_a_silent_scheduler_delays_no_status() -> None:
     attempt = Attempt(1, "c", "slurm", OWNER, "2026-11-21T01:00:00+00:00", job_id="9")
     ref = AttemptRef("grpo-1", 1)
     slow = Router({"slurm": Silent()}, lambda _: "slurm")  # type: ignore[dict-item]
@@ -109,17 +109,7 @@ def test_a_run_is_found_by_a_part_of_its_id(workspace: Workspace, run: RunRecord
         find_run(workspace, run.run[:8])
 
 
-def test_the_default_is_the_newest_run_with_the_stage(workspace: Workspace, run: RunRecord) -> None:
-    """A checkpoint that was published by hand is a run as well, and has no rollouts."""
-    by_hand = replace(run, run=workspace.new_run_id("tiny"), stages={"publish": "publish-0"})
-    workspace.write_run(by_hand)
-    newest = max(run.run, by_hand.run)
-    assert find_run(workspace) == workspace.read_run(newest)
-    assert find_run(workspace, stage="sft") == run
-    assert find_run(workspace, stage="nothing") == workspace.read_run(newest)
-
-
-def test_of_two_that_take_a_run_up_one_does(workspace: Workspace, run: RunRecord) -> None:
+def test_a_run_has_one_orchestrator(workspace: Workspace, run: RunRecord) -> None:
     take_up(workspace, run.run)
     assert orchestrator_of(workspace, run.run).standing == "running"
     with pytest.raises(ConfigurationError, match=f"process {os.getpid()}"):
@@ -165,7 +155,7 @@ def test_status_is_read_only(
     assert sorted(p for p in workspace.root.rglob("*")) == before
 
 
-def test_logs_show_what_the_launcher_said_of_a_worker_that_never_began(
+def test_logs_of_a_worker_that_never_began(
     workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = claim(workspace, small_plan(), "sft")
@@ -180,7 +170,7 @@ def test_logs_show_what_the_launcher_said_of_a_worker_that_never_began(
     assert "one of: 1" in capsys.readouterr().err
 
 
-def test_following_goes_over_to_the_next_attempt_and_ends_with_the_stage(
+def test_logs_follow_the_next_attempt(
     workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = small_plan()
@@ -196,7 +186,7 @@ def test_following_goes_over_to_the_next_attempt_and_ends_with_the_stage(
     assert "attempt 1 ended: preempted" in shown.err
 
 
-def test_why_a_cluster_cannot_be_asked_is_said(workspace: Workspace, tmp_path: Path) -> None:
+def test_the_reason_for_an_unseen_cluster_is_shown(workspace: Workspace, tmp_path: Path) -> None:
     gone = tmp_path / "gone.yaml"
     router = router_to_look(DispatchConfig(executor="slurm", profile=str(gone)), workspace)
     ref, attempt = (

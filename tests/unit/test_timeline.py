@@ -110,7 +110,7 @@ def test_the_step_100_story_reads_as_one_line() -> None:
         (replace(ended("cancelled", 60), node=""), "cancelled after step 60"),
     ],
 )
-def test_what_happened_and_where(attempt: Attempt, text: str) -> None:
+def test_texts_of_incidents(attempt: Attempt, text: str) -> None:
     (found,) = timeline(attempt, SECOND)
     assert found.text.partition(";")[0] == text
 
@@ -132,12 +132,14 @@ def test_what_happened_and_where(attempt: Attempt, text: str) -> None:
         (replace(ended("killed", 100), seconds=None), SECOND, 1, None),
     ],
 )
-def test_cost(attempt: Attempt, after: Attempt, steps: int | None, seconds: float | None) -> None:
+def test_costs_of_incidents(
+    attempt: Attempt, after: Attempt, steps: int | None, seconds: float | None
+) -> None:
     (found,) = timeline(attempt, after)
     assert (found.lost_steps, found.lost_seconds) == (steps, seconds)
 
 
-def test_the_last_heartbeat_speaks_for_who_left_no_word() -> None:
+def test_the_last_heartbeat_gives_the_step() -> None:
     beats = {1: {"progress": {"done": 100}, "seconds": 5000.0, "saving": True}}
     (found,) = timeline(replace(ended("killed"), seconds=None), SECOND, beats=beats, gpus=0)
     assert "while saving after step 100" in found.text
@@ -145,7 +147,7 @@ def test_the_last_heartbeat_speaks_for_who_left_no_word() -> None:
     assert found.lost_steps == 1
 
 
-def test_what_an_attempt_that_died_at_once_says_nothing_of_is_told_by_the_next() -> None:
+def test_a_later_attempt_gives_the_resumed_step() -> None:
     """It looked as if all was lost: "started over", though the one after it went on from 99."""
     at_once = replace(
         SECOND,
@@ -172,7 +174,7 @@ def test_a_wait_for_room_belongs_to_the_attempt_before_it() -> None:
     assert "; waited 4 min for room; resumed from step 99" in found.text
 
 
-def test_a_stage_that_could_not_even_begin_is_an_incident() -> None:
+def test_a_stage_without_room_to_begin_is_an_incident() -> None:
     events = ({"at": "2026-11-21T03:12", "event": "short", "stage": "grpo", "need_bytes": 1 << 20},)
     (found,) = timeline(events=events)
     assert found.text == "no room to begin (1.05 MB needed); waits for room"
