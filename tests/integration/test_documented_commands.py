@@ -108,7 +108,7 @@ TRIALS = (
     ),
     Trial(
         "refiner deploy .*",
-        by="tests/integration/test_flows.py::test_a_worker_of_a_pool_carries_out_what_is_deployed",
+        by="tests/integration/test_flows.py::test_a_worker_of_a_pool_runs_deployments",
     ),
     Trial(
         "refiner card check me/.*",
