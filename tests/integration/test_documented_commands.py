@@ -104,7 +104,7 @@ TRIALS = (
     Trial(
         "refiner serve.*",
         by="tests/integration/test_flows.py"
-        "::test_cancelled_in_the_middle_of_grpo_and_retried_it_ends_with_the_same_weights",
+        "::test_a_flow_run_cancelled_during_grpo_resumes_by_retry",
     ),
     Trial(
         "refiner deploy .*",
