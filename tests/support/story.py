@@ -28,7 +28,7 @@ PROFILE = """\
 description: the cluster of a test
 partition: {partition}
 cpu_stages: slurm
-signal_lead_s: {lead_s}
+signal_lead_s: 10
 """
 LIMIT_S = 600.0
 
@@ -230,7 +230,6 @@ def tell(
     recipe: str = "tiny",
     kind: str = "grpo",
     partition: str = "main",
-    lead_s: int = 10,
     hold_s: float = 5.0,
     limit_s: float = LIMIT_S,
     faults: Sequence[Fault] = (),
@@ -249,7 +248,7 @@ def tell(
     arguments.append("dispatch.backoff_s=2")
     if cluster is not None:
         profile = mount.with_name(f"{mount.name}-{partition}.yaml")
-        profile.write_text(PROFILE.format(partition=partition, lead_s=lead_s))
+        profile.write_text(PROFILE.format(partition=partition))
         arguments += ["dispatch.executor=slurm", f"dispatch.profile={profile}"]
         arguments.append("dispatch.scheduler_poll_s=1")
     scene = Scene(workspace, recipe, kind, tuple(arguments), cluster)
