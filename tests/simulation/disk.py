@@ -34,7 +34,6 @@ class SimDisk:
         self.limit, self.checkpoint = limit, checkpoint
         self.others = 0
         self.small_too = False
-        self.refusals = 0
 
     def used(self) -> int:
         """Bytes of checkpoints, also half-written ones, and of others."""
@@ -82,7 +81,6 @@ class SimDisk:
             self._refuse(path)
 
     def _refuse(self, path: Path) -> None:
-        self.refusals += 1
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
 
 

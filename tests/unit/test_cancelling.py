@@ -1,4 +1,4 @@
-"""A cancel where nobody works on the run: what is closed, and what must not be yet."""
+"""A cancel of a run without an orchestrator: which attempts are closed, and which are not."""
 
 from __future__ import annotations
 
@@ -14,42 +14,29 @@ import pytest
 from flows.running import cancelling
 from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import Router
-from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.jobs.protocol import JobSight, OpenAttempt
 from infra.orchestrator import acting as ending
 from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import Claim, Workspace
-from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord
 from tests.support.plans import OWNER, orchestrator_on, run_record, small_plan
+from tests.unit.test_campaign_rounds import Cluster
 
 
-class Scheduler:
+class Scheduler(Cluster):
     """One job that runs, and a scheduler that does not always answer."""
 
-    executor = "slurm"
-
     def __init__(self, answers: Sequence[bool]) -> None:
+        super().__init__(sight="unknown")
         self.answers, self.killed = list(answers), False
-
-    def check(self, stage: PlannedStage) -> None:
-        """It takes everything."""
-
-    def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
-        return {}
-
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
-        sight = JobSight("dead" if self.killed else "unknown")
-        return {a.ref: sight for a in attempts}
 
     def stop(self, attempt: OpenAttempt) -> bool:
         return False
 
     def kill(self, attempt: OpenAttempt) -> bool:
         self.killed = self.answers.pop(0) if self.answers else False
+        self.sight = JobSight("dead" if self.killed else "unknown")
         return self.killed
-
-    def release(self, attempt: OpenAttempt) -> None:
-        """Nothing is held."""
 
 
 @pytest.fixture
@@ -75,7 +62,7 @@ def cancel(
     router = Router({"slurm": scheduler}, lambda _: "slurm")
     monkeypatch.setattr(ending, "make_router", lambda *_: router)
     monkeypatch.setattr(ending, "POLL_S", 0.01)
-    return cancelling.cancel(workspace, run, wait_s=0.5)
+    return cancelling.cancel(workspace, run, wait_s=2.0)
 
 
 def test_a_job_that_lives_on_is_not_closed(
@@ -165,11 +152,8 @@ def test_a_cancelled_call_leaves_stages_of_another_call(workspace: Workspace) ->
     workspace.start_attempt(stage.id, 1, {"process": str(ProcessId.of())})
     me = {"process": str(ProcessId.of()), "host": host_name(), "state": "running"}
     workspace.write_orchestrator(other.run, me)
-    scheduler = Scheduler([True])
-    scheduler.look = lambda attempts: {a.ref: JobSight("live") for a in attempts}  # type: ignore[method-assign]
-    campaign = orchestrator_on(
-        plan, workspace, Router({"slurm": scheduler}, lambda _: "slurm"), run=mine
-    )
+    router = Router({"slurm": Cluster(sight="live")}, lambda _: "slurm")
+    campaign = orchestrator_on(plan, workspace, router, run=mine)
     campaign.begin()
     workspace.ask_cancel(mine.run, "somebody", ())
     assert campaign.step(), "the call itself is over"
