@@ -221,6 +221,63 @@ def test_kills_at_random_moments_lose_and_double_no_step(workspace: Workspace, s
     assert len(list(workspace.layout.stage(stage_id).checkpoints.iterdir())) <= 2
 
 
+def run_dying(workspace: Workspace, dies_at: int) -> int:
+    """Run data and SFT with an orchestrator that dies at an operation (0: never); its exit code."""
+    script = ROOT / "tests" / "support" / "dying_campaign.py"
+    command = [sys.executable, str(script), str(dies_at), str(workspace.root), "data", "sft"]
+    code = subprocess.run(command, env=environment(), timeout=PATIENCE_S, check=False).returncode
+    assert code in (0, -9)
+    return code
+
+
+def assert_done_once(workspace: Workspace) -> None:
+    """All is done, each step once, and no stage twice at a time."""
+    plan = small_plan("data", "sft")
+    for stage in plan.stages:
+        found = record(workspace, plan, stage.name)
+        jobs = [a.job_id for a in found.attempts if a.job_id is not None]
+        assert len(jobs) == len(set(jobs))
+        metrics = read_metrics(workspace.layout.attempt(stage.id, found.result.attempt).metrics)
+        assert [m.step for m in metrics] == list(range(1, 10))
+        words = [
+            (word, attempt) for word, name, attempt in journal(workspace) if name == stage.name
+        ]
+        for begin, end in zip(words[::2], words[1::2], strict=True):
+            assert (begin, end) == (("begin", begin[1]), (end[0], begin[1])), words
+
+
+@pytest.fixture
+def nine_steps(workspace: Workspace) -> Workspace:
+    work = {"steps": 9, "step_s": 0.1, "save_every": 3}
+    tell(workspace, data=work, sft=work)
+    return workspace
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kills_at_any_operation_lose_and_double_nothing(nine_steps: Workspace, seed: int) -> None:
+    """Of the orchestrator, before or after any file or job that it makes."""
+    rng = random.Random(seed)
+    deaths = [rng.randint(1, 40) for _ in range(4)]
+    codes = [run_dying(nine_steps, number) for number in deaths]
+    assert -9 in codes, "nobody was killed"
+    assert run_dying(nine_steps, 0) == 0, f"after deaths at {deaths}"
+    assert_done_once(nine_steps)
+
+
+def test_a_claim_without_a_job_is_resumed(nine_steps: Workspace) -> None:
+    """The orchestrator dies at the operation just before the worker is started."""
+    plan = small_plan("data", "sft")
+    first, number = nine_steps.layout.attempt(plan.by_name["data"].id, 1), 6
+    while not first.intent.exists():
+        assert run_dying(nine_steps, number) == -9
+        number += 1
+    assert not first.job.exists()
+    assert run_dying(nine_steps, 0) == 0
+    assert_done_once(nine_steps)
+    found = record(nine_steps, plan, "data")
+    assert found.result.attempt == len(found.attempts) == 2
+
+
 # ---------------------------------------------------------------- stops
 
 
