@@ -1,50 +1,26 @@
-"""Killed, stopped, run twice: the same command goes on, and nobody can tell from the result."""
+"""A run that is killed and stopped again and again ends with the bytes of an undisturbed one."""
 
 from __future__ import annotations
 
 import signal
 from pathlib import Path
 
-import pytest
-
-from tests.support.command import (
-    Finished,
-    Stage,
-    kill_orchestrator,
-    refiner,
-    start,
-    wait_until,
-)
+from tests.support.command import Finished, Stage, kill_orchestrator, refiner, start, wait_until
 
 
-@pytest.fixture(scope="module")
-def training(small: tuple[str, ...]) -> tuple[str, ...]:
-    """Long enough to be hit in the middle, short enough for CI; only up to the weights."""
-    return (
+def test_a_killed_run_ends_bitwise_equal(tmp_path: Path, small: tuple[str, ...]) -> None:
+    training = (
         *(o for o in small if not o.startswith(("grpo.num_training", "sft.max_train"))),
-        "sft.max_train_steps=8",
-        "grpo.num_training_steps=16",
-        "stages=[data,sft,grpo]",
+        *("sft.max_train_steps=8", "grpo.num_training_steps=16", "stages=[data,sft,grpo]"),
     )
+    undisturbed, workspace = tmp_path / "undisturbed", tmp_path / "runs"
 
+    def run(root: Path) -> Finished:
+        done = refiner("run", "tiny", f"workspace={root}", *training, "--no-server", "--json")
+        assert done.code == 0, done.stderr
+        return done
 
-def run(workspace: Path, training: tuple[str, ...]) -> Finished:
-    done = refiner("run", "tiny", f"workspace={workspace}", *training, "--no-server", "--json")
-    assert done.code == 0, done.stderr
-    return done
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, training: tuple[str, ...]) -> Path:
-    workspace = tmp_path_factory.mktemp("undisturbed") / "runs"
-    run(workspace, training)
-    return workspace
-
-
-def test_a_killed_run_ends_bitwise_equal(
-    undisturbed: Path, tmp_path: Path, training: tuple[str, ...]
-) -> None:
-    workspace = tmp_path / "runs"
+    run(undisturbed)
     arguments = ("run", "tiny", f"workspace={workspace}", *training, "--no-server")
     sft, grpo = Stage(workspace, "sft"), Stage(workspace, "grpo")
 
@@ -73,7 +49,7 @@ def test_a_killed_run_ends_bitwise_equal(
     assert process.returncode == 6, told
     assert "refiner run tiny" in told
 
-    done = run(workspace, training)
+    done = run(workspace)
     assert {s["state"] for s in done.json["stages"]} <= {"done", "skipped"}
     for stage in ("sft", "grpo"):
         ours, theirs = Stage(workspace, stage), Stage(undisturbed, stage)
