@@ -86,9 +86,7 @@ def journal(workspace: Workspace) -> list[tuple[str, str, str]]:
 
 
 def record(workspace: Workspace, plan: Plan, name: str) -> StageRecord:
-    found = workspace.read_record(plan.by_name[name].id)
-    assert found is not None
-    return found
+    return workspace.read_record(plan.by_name[name].id)
 
 
 def worker_of(workspace: Workspace, plan: Plan, name: str, attempt: int = 1) -> ProcessId | None:
@@ -306,8 +304,7 @@ def test_a_worker_is_killed_after_the_grace(workspace: Workspace) -> None:
     campaign.start()
     worker = until(lambda: worker_of(workspace, plan, "data"), "the worker")
     campaign.request_stop("Ctrl-C")
-    view = campaign.join()["data"]
-    assert (view.state, worker.alive) == ("interrupted", False)
+    assert (campaign.join()["data"].state, worker.alive) == ("interrupted", False)
     assert not any(
         str(workspace.root) in " ".join(p.info["cmdline"] or ())
         for p in psutil.process_iter(["cmdline"])
@@ -381,8 +378,7 @@ def test_a_full_disk_resumes_with_new_room(small_disk: Path, behaviour: dict[str
     assert not leftovers
     filler.unlink()
     tell(workspace, data={**behaviour, "output_bytes": 10})
-    view = run_to_end(workspace, plan)["data"]
-    assert view.state == "done"
+    assert run_to_end(workspace, plan)["data"].state == "done"
 
 
 @pytest.mark.quota

@@ -80,15 +80,11 @@ class Story:
 
     @property
     def last(self) -> Attempt:
-        found = self.workspace.read_attempt(self.id, self.count)
-        assert found is not None
-        return found
+        return self.workspace.read_attempt(self.id, self.count)
 
     @property
     def record(self) -> StageRecord:
-        found = self.workspace.read_record(self.id)
-        assert found is not None
-        return found
+        return self.workspace.read_record(self.id)
 
     @property
     def outcome(self) -> Outcome:
@@ -189,8 +185,7 @@ def test_a_checkpoint_that_cannot_be_resumed_from_stays(tmp_path: Path) -> None:
         ),
         SOURCES,
     )
-    outcome = story.attempt()
-    assert outcome.failure == "bug", story.log
+    assert story.attempt().failure == "bug", story.log
     assert "if it cannot go on from" in story.log
     assert sorted(p.name for p in story.work.iterdir()) == before
 

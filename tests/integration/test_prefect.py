@@ -289,8 +289,7 @@ def test_a_dead_server_of_the_user_is_one_warning(
 ) -> None:
     patch_router(monkeypatch)
     with elsewhere(monkeypatch, tmp_path / "state", "http://127.0.0.1:9/api"):
-        outcome = told_run(tmp_path / "runs", {}, use_server=True)
-        assert outcome.exit_code == 0
+        assert told_run(tmp_path / "runs", {}, use_server=True).exit_code == 0
         call = RecordedCall(tmp_path / "2")
         with call.worked_on():
             eventually(lambda: call.warned)

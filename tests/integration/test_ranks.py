@@ -64,9 +64,7 @@ def start(workspace: Workspace) -> Iterator[Start]:
 
 
 def record(workspace: Workspace) -> StageRecord:
-    found = workspace.read_record(STAGE.id)
-    assert found is not None
-    return found
+    return workspace.read_record(STAGE.id)
 
 
 def last(workspace: Workspace) -> tuple[Attempt, str]:

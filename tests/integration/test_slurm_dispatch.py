@@ -188,8 +188,7 @@ def test_an_absent_controller_kills_no_job(campaign: Campaign, slurm: Cluster) -
     campaign.wait(request, lambda s: s.running)
     slurm.stop_controller()
     try:
-        sight = campaign.wait(request, lambda s: s.sight == "unknown")
-        assert sight.end is None
+        assert campaign.wait(request, lambda s: s.sight == "unknown").end is None
         errors = campaign.dispatcher.submit([campaign.claim(2)])
         assert [type(e) for e in errors.values()] == [SlurmUnavailable]
     finally:

@@ -83,9 +83,7 @@ def attempts(workspace: Workspace) -> tuple[Attempt, ...]:
 
 
 def record(workspace: Workspace) -> StageRecord:
-    found = workspace.read_record(STAGE.id)
-    assert found is not None
-    return found
+    return workspace.read_record(STAGE.id)
 
 
 def wait_for_step(workspace: Workspace, step: int) -> None:

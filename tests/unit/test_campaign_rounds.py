@@ -136,8 +136,7 @@ def test_an_end_on_a_full_disk_keeps_its_class(
     full.clear()
     for _ in range(2):
         campaign.step()
-    found = workspace.read_attempt(stage.id, 1)
-    assert found.outcome.failure == "disk_full", "not killed"
+    assert workspace.read_attempt(stage.id, 1).outcome.failure == "disk_full", "not killed"
 
 
 def test_a_stage_says_why_its_job_cannot_be_seen(workspace: Workspace) -> None:
@@ -202,8 +201,7 @@ def test_a_broken_call_has_ended(workspace: Workspace, monkeypatch: pytest.Monke
     campaign._thread.start()
     with pytest.raises(RuntimeError, match="broken"):
         campaign.join()
-    said = workspace.read_orchestrator(campaign.source.shown[0].run.run)
-    assert said["state"] == "ended"
+    assert workspace.read_orchestrator(campaign.source.shown[0].run.run)["state"] == "ended"
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,7 @@ def test_kills_repeat(
 ) -> None:
     outcome = cancel(workspace, run, Scheduler([False, False, True]), monkeypatch)
     assert (outcome.ended, outcome.left) == (True, ())
-    attempt = workspace.read_attempt(run.stages["data"], 1)
-    assert attempt.outcome.failure == "cancelled"
+    assert workspace.read_attempt(run.stages["data"], 1).outcome.failure == "cancelled"
 
 
 @pytest.mark.parametrize("room_comes_back", [True, False])
@@ -105,8 +104,7 @@ def test_jobs_are_ended_on_a_full_disk(
     assert scheduler.killed
     assert outcome.by == "here"
     assert outcome.ended == room_comes_back
-    attempt = workspace.read_attempt(run.stages["data"], 1)
-    assert (attempt.outcome is not None) == room_comes_back
+    assert (workspace.read_attempt(run.stages["data"], 1).outcome is not None) == room_comes_back
 
 
 def test_a_failed_look_is_repeated(
@@ -132,8 +130,7 @@ def test_stages_of_another_run_stay(
     me = {"process": str(ProcessId.of()), "host": host_name(), "state": "running"}
     workspace.write_orchestrator(other.run, me)
     outcome = cancel(workspace, run, Scheduler([True]), monkeypatch)
-    record = workspace.read_record(run.stages["data"])
-    assert record.state == "claimed", "it goes on"
+    assert workspace.read_record(run.stages["data"]).state == "claimed", "it goes on"
     assert outcome.stages == ()
     workspace.write_orchestrator(other.run, {**me, "process": "login9:77:1.00"})
     assert wanted_by_others(workspace, {run.run}) == {}

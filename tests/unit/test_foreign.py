@@ -131,8 +131,7 @@ def test_shards_of_an_index_are_required(tmp_path: Path) -> None:
 def test_the_newest_complete_one_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 20, data=tensors()[:30])
-    newest = newest_complete(find_checkpoints(tmp_path, RULE))
-    assert newest.step == 10
+    assert newest_complete(find_checkpoints(tmp_path, RULE)).step == 10
     assert "checkpoint-20 is passed over" in caplog.text
 
 
@@ -141,8 +140,7 @@ def test_a_file_may_mark_a_complete_checkpoint(tmp_path: Path) -> None:
     checkpoint(tmp_path, 20)
     checkpoint(tmp_path, 30, trainer__json="")
     rule = replace(RULE, complete="file:trainer.json")
-    found = find_checkpoints(tmp_path, rule)
-    assert [bool(c.damage) for c in found] == [False, True, True]
+    assert [bool(c.damage) for c in find_checkpoints(tmp_path, rule)] == [False, True, True]
 
 
 def test_quiet_is_measured_by_the_clock_of_the_file_system(tmp_path: Path) -> None:

@@ -68,5 +68,4 @@ def test_too_many_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("code", "failure"), [(5, "disk_full"), (1, "bug")])
 def test_the_exit_code_gives_the_failure_class(tmp_path: Path, code: int, failure: str) -> None:
-    end = end_of(tmp_path, code=code)[1].end
-    assert end.failure == failure
+    assert end_of(tmp_path, code=code)[1].end.failure == failure

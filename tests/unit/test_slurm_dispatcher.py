@@ -215,8 +215,7 @@ def test_a_restarted_attempt_is_classified_by_its_log(fake: FakeSlurm, campaign:
     campaign.workspace.layout.attempt(*again.ref).job.write_text(job.job.read_text())
     (job.submitit / "101_0_log.err").write_text("error: Detected 1 oom_kill event in StepId=101.0")
     fake.set_jobs({"101": {"state": "FAILED", "exit_code": "1:0", "live": False}})
-    end = campaign.sight(again).end
-    assert end.failure == "out_of_memory"
+    assert campaign.sight(again).end.failure == "out_of_memory"
 
 
 def test_a_read_only_look_records_nothing(fake: FakeSlurm, campaign: Campaign) -> None:
@@ -234,8 +233,7 @@ def test_odd_names_of_other_jobs_are_harmless(fake: FakeSlurm, campaign: Campaig
     fake.set_jobs({**mine, "200": odd, "201": {"state": "RUNNING", "name": "two\nlines"}})
     assert campaign.sight(request).state == "PENDING"
     fake.set_jobs({"101": {**mine["101"], "state": "TIMEOUT", "live": False}, "200": odd})
-    end = campaign.wait_dead(request).end
-    assert end.failure == "time_limit"
+    assert campaign.wait_dead(request).end.failure == "time_limit"
 
 
 def test_a_copied_workspace_kills_no_job(
