@@ -1,4 +1,4 @@
-"""What `refiner certify` finds when something is wrong, and what is made of what it finds."""
+"""Checks of `refiner certify` on wrong kernels, ranks and servers; certificates and their use."""
 
 from __future__ import annotations
 
@@ -41,22 +41,6 @@ def kernel_of() -> Callable[[str], CertifiedCheck]:
     return lambda kernel: kernel_check(CPU, kernel, "float32", samples, exact, EXACT)
 
 
-def test_a_sound_kernel_passes(kernel_of: Callable[[str], CertifiedCheck]) -> None:
-    assert kernel_of("sdpa").verdict == "pass"
-
-
-def test_a_wrong_kernel_fails(
-    kernel_of: Callable[[str], CertifiedCheck], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: 1.01 * _SDPA(*a, **k)
-    )
-    found = kernel_of("sdpa")
-    assert found.verdict == "fail"
-    assert found.figures["gap_max"] > EXACT["gap_max"]
-    assert kernel_of("eager").verdict == "pass", "which does not use it"
-
-
 class _WrongBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -67,14 +51,22 @@ class _WrongBackward(torch.autograd.Function):
         return 1.05 * grad
 
 
-def test_a_wrong_backward_fails(
+def test_a_kernel_that_is_wrong_forward_or_backward_fails(
     kernel_of: Callable[[str], CertifiedCheck], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "scaled_dot_product_attention",
-        lambda *a, **k: _WrongBackward.apply(_SDPA(*a, **k)),
-    )
+    def kernel(compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        def wrong(*args: Any, **named: Any) -> torch.Tensor:
+            return compute(_SDPA(*args, **named))
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
+
+    assert kernel_of("sdpa").verdict == "pass"
+    kernel(lambda x: 1.01 * x)
+    found = kernel_of("sdpa")
+    assert found.verdict == "fail"
+    assert found.figures["gap_max"] > EXACT["gap_max"]
+    assert kernel_of("eager").verdict == "pass", "which does not use it"
+    kernel(_WrongBackward.apply)
     found = kernel_of("sdpa")
     assert found.verdict == "fail"
     assert found.figures["gap_max"] < EXACT["gap_max"]
