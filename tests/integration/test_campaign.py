@@ -332,7 +332,7 @@ def test_a_final_failure_blocks(
     assert "told to fail" in Path(views["data"].log).read_text()
     assert {v.state for n, v in views.items() if n != "data"} == {"blocked"}
     tell(workspace, data={})
-    assert run_to_end(workspace, plan)["data"].state == "done", "mended: the same command goes on"
+    assert run_to_end(workspace, plan)["data"].state == "done", "fixed: the same command resumes"
 
 
 def test_a_hung_worker_is_killed_and_resumed(workspace: Workspace) -> None:
@@ -390,7 +390,6 @@ def test_a_stage_pauses_on_a_full_disk_and_continues(small_disk: Path) -> None:
     campaign = campaign_on(workspace, plan)
     campaign.start()
     until(lambda: campaign.views()["data"].state == "paused", "the pause")
-    assert "waits for room" in campaign.views()["data"].message
     filler.unlink()
     view = campaign.join()["data"]
     assert (view.state, view.exit_code) == ("done", 0)

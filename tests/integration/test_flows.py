@@ -111,7 +111,7 @@ def test_a_killed_flow_process_or_orchestrator_is_crashed_until_a_retry(
     sft.retry()  # a second click
     eventually(lambda: served.state(sft.flow_run)["type"] == "RUNNING", 60)
     again = refiner("resume", sft.run, f"workspace={tmp_path}", "--no-server")
-    assert "is worked on already" in again.stderr
+    assert again.code == 2
     assert sft.orchestrator == before, "followed again, and not started again"
 
     os.kill(before.pid, signal.SIGKILL)
@@ -288,7 +288,6 @@ def test_a_missing_pool_is_refused_with_those_that_exist(served: Served, tmp_pat
     served.prefect.post("/work_pools/", {"name": "larks", "type": "process"})
     refused = refiner("deploy", str(file), "--pool", "missing")
     assert refused.code == 2
-    assert "The server has no work pool 'missing'. Expected one of: " in refused.stderr
     assert "larks" in refused.stderr
     assert "prefect work-pool create missing --type process" in refused.stderr
     names = {one["name"] for one in served.prefect.post("/deployments/filter")}

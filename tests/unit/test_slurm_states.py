@@ -1,4 +1,4 @@
-"""What Slurm's words mean, row by row."""
+"""The meaning of Slurm's states, reasons and log lines."""
 
 from __future__ import annotations
 
