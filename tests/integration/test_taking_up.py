@@ -72,7 +72,7 @@ def test_a_run_waits_for_room_at_its_start(disk: Path, capsys: pytest.CaptureFix
     where = f"workspace={disk / 'runs'}"
     plan, workspace, run = begin_run("script.yaml", [where])
     launch = Launch(use_server=False, quiet=True, resumed=True)
-    with full_until_said(disk, capsys) as said:
+    with full_until_said(disk, capsys):
         outcome = work_on(plan, workspace, run, launch)
     assert outcome.exit_code == 0, outcome
     assert orchestrator_of(workspace, run.run).turn == 1

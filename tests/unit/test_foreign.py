@@ -375,7 +375,7 @@ def test_links_out_of_the_folder_are_not_exported(tmp_path: Path, what: str) -> 
     else:
         folder = source if what == "the file" else base
         (folder / "merges.txt").symlink_to(tmp_path / "home" / "merges.txt")
-    with pytest.raises(ConfigurationError, match="merges.txt"):
+    with pytest.raises(ConfigurationError, match=r"merges\.txt"):
         make_model(source, tmp_path / "model", base, within=work)
 
 
