@@ -155,7 +155,7 @@ def test_a_trainer_that_ends_well_leaves_a_model_and_its_numbers(whole: Story) -
 
 
 def test_an_early_exit_with_0_restarts_the_trainer_once(tmp_path: Path, undisturbed: str) -> None:
-    """Else half a training would be published as a whole one."""
+    """Otherwise half a training would be published as a whole one."""
     once = Story(tmp_path / "once", " --leave_at 7")
     assert once.attempt().failure == "none", once.log
     assert "step 6 of 16" in once.log

@@ -72,7 +72,7 @@ LONG_SFT = [
 
 
 class Sft:
-    """A flow run whose SFT goes on for a while, once it has saved."""
+    """A flow run with a long SFT, after its first save."""
 
     def __init__(self, served: Served, workspace: Path) -> None:
         self.served, self.workspace = served, workspace

@@ -37,7 +37,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 @pytest.fixture
 def start(workspace: Workspace) -> Iterator[Start]:
-    """Starts the next attempt, which behaves as it is told."""
+    """Starts the next attempt with a behaviour."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start_worker(**behaviour: object) -> subprocess.Popen[bytes]:

@@ -95,7 +95,7 @@ def test_another_user_reaches_no_port_or_file_of_local_ranks(tmp_path: Path) -> 
 
 
 def test_a_rank_unpickles_nothing_without_the_key(tmp_path: Path) -> None:
-    """Whoever answers gloo faster than the real rank has its place."""
+    """A process that answers gloo faster than the real rank takes its place."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

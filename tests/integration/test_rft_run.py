@@ -1,4 +1,4 @@
-"""Rejection sampling and fine-tuning on a real orchestrator: killed in the middle, and equal.
+"""Rejection sampling and fine-tuning on a real orchestrator, killed in the middle.
 
 What would break for a user: a night of sampling that a node failure throws away, other attempts
 after a restart than before it, a stage `rft` that trains on something else than what was kept.

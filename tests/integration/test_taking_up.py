@@ -47,7 +47,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def full_until_said(disk: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[list[str]]:
-    """The disk is full until somebody says that he waits; what was said by then."""
+    """The disk is full until the run reports that it waits; yields what was printed by then."""
     said: list[str] = []
     over = threading.Event()
 

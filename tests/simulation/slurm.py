@@ -254,7 +254,7 @@ class Cluster:
         self.world.at(self.world.random.choice([10.0, 60.0, 300.0]), finish)
 
     def _abandon(self, process: Process, for_s: float) -> None:
-        """Nobody sees the process any more, but it goes on for a while."""
+        """The process is out of sight, but continues for a while."""
         process.lost = True
         self.world.at(self.world.random.random() * for_s, lambda: self.world.kill(process))
 

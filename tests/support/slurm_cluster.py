@@ -408,7 +408,7 @@ def running_cluster(spec: ClusterSpec | None = None) -> Iterator[Cluster]:
 
 
 def free_ports(count: int) -> int:
-    """The first of ``count`` consecutive ports that nobody uses, below those the kernel gives out.
+    """The first of ``count`` consecutive free ports, below those that the kernel assigns.
 
     Chosen at random, so that test processes that start at once do not choose the same.
     """

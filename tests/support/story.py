@@ -139,7 +139,7 @@ def kill_orchestrator(scene: Scene) -> str:
 
 
 def preempt(scene: Scene) -> str:
-    """Somebody with a higher priority takes every node for a moment."""
+    """A job of higher priority takes every node for a moment."""
     nodes = scene.cluster.spec.nodes
     scene.cluster.run(
         *("sbatch", "-p", "high", "-N", str(nodes), "--exclusive", "-t", "5"),

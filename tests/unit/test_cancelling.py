@@ -91,7 +91,7 @@ def test_jobs_are_ended_on_a_full_disk(
     monkeypatch: pytest.MonkeyPatch,
     room_comes_back: bool,
 ) -> None:
-    """Nobody works on the run, and the quota is full: who cancels wants the job to end first."""
+    """The run has no orchestrator and the quota is full: the job must end all the same."""
     scheduler, real = Scheduler([True] * 1000), os.open
 
     def full(path: Any, flags: int, *args: Any, **more: Any) -> int:

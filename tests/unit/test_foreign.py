@@ -170,7 +170,7 @@ def hf_checkpoint(folder: Path, step: int, *, saved: int = 5, ranks: int = 1) ->
 
 @pytest.mark.parametrize("saved", range(5))
 def test_a_save_that_lacks_files_of_its_siblings_is_damaged(tmp_path: Path, saved: int) -> None:
-    """The weights come first and are whole: who resumes from them finds no optimizer."""
+    """The weights come first and are whole, but there is no optimizer state to resume from."""
     hf_checkpoint(tmp_path, 10)
     assert newest_complete(find_checkpoints(tmp_path, RULE)), "the first one has no siblings"
     hf_checkpoint(tmp_path, 20, saved=saved)
@@ -363,7 +363,7 @@ def test_an_export_leaves_states_out_and_takes_companions_for_missing_files(tmp_
 
 @pytest.mark.parametrize("what", ["the file", "its folder", "a companion"])
 def test_links_out_of_the_folder_are_not_exported(tmp_path: Path, what: str) -> None:
-    """Else whoever wrote the checkpoint chooses what of ours is published."""
+    """Otherwise the writer of a checkpoint could have our files published."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "merges.txt").write_text("hf_secret")
     work, base = tmp_path / "work", tmp_path / "base"

@@ -421,7 +421,7 @@ def test_no_server_is_started_for_a_trainer_that_has_no_slot_yet() -> None:
 
 @pytest.mark.parametrize("end", ["killed", "preempted", "gpu_out_of_memory", "none"])
 def test_a_lost_server_is_replaced(end: FailureClass) -> None:
-    """``none``: it had ended by itself while the trainer's job queued."""
+    """``none``: it ended while the trainer's job queued."""
     actions = decide_served(
         SERVED_DATA,
         judge_record(attempt(1, end)),

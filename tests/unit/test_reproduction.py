@@ -149,7 +149,7 @@ def test_a_local_file_is_named_without_its_folder(tmp_path: Path) -> None:
 def test_the_command_needs_the_files_and_no_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What somebody else does who has the same files: by the command line itself."""
+    """The command line alone, in a folder with the same files."""
     from refiner_core.models import tiny_model_dir
 
     path = rows_file(tmp_path)
@@ -254,7 +254,7 @@ def test_a_model_without_a_command_is_not_published() -> None:
 
 
 def test_files_of_an_environment_are_named(tmp_path: Path) -> None:
-    """Without them nobody can give the command, and the card did not say that it needs any."""
+    """The command cannot run without them."""
     (tmp_path / "away").mkdir()
     file, tasks = tmp_path / "away" / "lamps.py", tmp_path / "away" / "lamps.jsonl"
     file.write_bytes((Path(__file__).parents[1] / "support" / "own_environment.py").read_bytes())

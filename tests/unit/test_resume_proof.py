@@ -266,7 +266,7 @@ def test_a_verdict_that_does_not_follow_is_found(change: dict[str, Any], says: s
 
 
 def test_two_processes_begin_with_the_same_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else no two runs have the same, and whatever draws from them is another in each."""
+    """Otherwise each run would draw other random numbers."""
 
     def load(*_: Any) -> None:
         raise FileNotFoundError("far enough")

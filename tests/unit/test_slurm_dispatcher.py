@@ -342,7 +342,7 @@ def test_queries_are_split_into_commands_of_a_safe_length(fake: FakeSlurm) -> No
 def test_one_id_is_queried_alone(
     fake: FakeSlurm, ids: list[str], names: list[str], asked: list[str]
 ) -> None:
-    """Else a job that is looked for by its name, too, would count as unknown."""
+    """Otherwise a job that is also looked for by its name would count as unknown."""
     fake.set_jobs({i: {"state": "RUNNING", "name": f"n{i}"} for i in ("7", "8", "9")})
     found = {row["id"] for row in RealSlurm().shown(ids, names)}
     assert found == {*ids, *(name.removeprefix("n") for name in names)}

@@ -68,7 +68,7 @@ def timeline(
 
 
 def test_a_requeue_is_counted_from_the_last_sign_of_life() -> None:
-    """The restarted job itself notes that its last start has ended, a moment before it goes on."""
+    """The restarted job records the end of its last start a moment before it continues."""
     first = replace(
         ended("preempted"), started_at="2026-11-21T03:00:00+00:00", seconds=720.0,
         ended_at="2026-11-21T03:15:59+00:00",
@@ -148,7 +148,7 @@ def test_the_last_heartbeat_gives_the_step() -> None:
 
 
 def test_a_later_attempt_gives_the_resumed_step() -> None:
-    """It looked as if all was lost: "started over", though the one after it went on from 99."""
+    """It once read "started over", though the attempt after it resumed from step 99."""
     at_once = replace(
         SECOND,
         resumed_from_step=None,

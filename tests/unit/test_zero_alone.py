@@ -1,4 +1,4 @@
-"""ZeRO-3 in a process that nobody has launched with others."""
+"""ZeRO-3 in a single process that no launcher has started."""
 
 from __future__ import annotations
 
