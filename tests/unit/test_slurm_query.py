@@ -99,6 +99,11 @@ def test_a_thousand_jobs_cost_one_query_per_poll(world: World) -> None:
     assert world.scheduler.asked == ["queue"] * 5
 
 
+def test_no_query_without_jobs(world: World) -> None:
+    assert world.look() == []
+    assert world.scheduler.asked == []
+
+
 def test_a_job_just_submitted_is_live_until_the_next_answer(world: World) -> None:
     world.scheduler.live = {"1": {"state": "RUNNING"}}
     world.look(job("1"))

@@ -11,6 +11,7 @@ from infra.slurm.states import (
     STATES,
     JobFacts,
     end_of,
+    facts_of,
     facts_of_accounts,
     lost_end,
     sight_of,
@@ -150,9 +151,12 @@ def test_a_job_that_never_existed_is_submitted_again() -> None:
     ("reason", "hint"),
     [
         ("AssocGrpCPUMinutesLimit", "has used up its budget"),
+        ("AssocGrpGRESMinutes", "has used up its budget"),
+        ("QOSGrpWallLimit", "has used up its budget"),
         ("AssocGrpGRES", "never where this job alone asks for more"),
         ("AssocGrpCPURunMinutesLimit", "never where this job alone asks for more"),
         ("QOSMaxWallDurationPerJobLimit", "more than is allowed for one job"),
+        ("AssocMaxGRESPerJob", "more than is allowed for one job"),
         ("QOSGrpNodeLimit", "has as much as it may"),
         ("Priority", ""),
     ],
@@ -194,3 +198,18 @@ def test_rows_are_read_with_their_steps() -> None:
     assert (job.job_id, job.state, job.signal, job.by) == ("7_1", "CANCELLED", 15, "0")
     assert job.steps == {"batch": "CANCELLED", "0": "OUT_OF_ME"}
     assert job.as_text()["cancelled_by"] == "0"
+
+
+def test_messages_name_the_signal_the_node_and_the_user() -> None:
+    assert "SIGKILL" in end_of(JobFacts("7", "FAILED", exit_code=137), True, "").message
+    assert "n3" in end_of(JobFacts("7", "NODE_FAIL", node="n3"), True, "").message
+    assert "root" in end_of(JobFacts("7", "CANCELLED", by="0"), True, "").message
+
+
+def test_empty_and_ordinary_reasons() -> None:
+    assert sight("PENDING", "Resources").reason == "Resources"
+    assert sight("RUNNING", "").reason == ""
+    assert "suspended" in sight("SUSPENDED", "").reason
+    row = {"id": "7", "state": "PENDING", "reason": "None", "node": "None assigned", "name": "x"}
+    job = facts_of(row, "squeue")
+    assert (job.reason, job.node, job.preempted) == ("", "", False)
