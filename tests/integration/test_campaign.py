@@ -1,15 +1,13 @@
-"""Whole campaigns with real jobs: whoever dies, each stage is made once and nothing is lost."""
+"""Whole runs with real jobs: after any death each stage is made once, and nothing is lost."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,26 +16,21 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.attempt.attempt import AttemptRun
 from infra.disk.keeper import DiskKeeper
 from infra.host.processes import ProcessId
-from infra.jobs.dispatch import make_router
-from infra.jobs.protocol import AttemptRef, OpenAttempt, job_settings
 from infra.orchestrator.observe import observe_actions
 from infra.orchestrator.orchestrator import Orchestrator
 from infra.orchestrator.timeline import read_events
-from infra.store.provenance import snapshot_code
 from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import DiskConfig, DispatchConfig, RetryConfig
-from refiner_core.contract.errors import NoSpaceError, UnsupportedError
+from refiner_core.contract.config import DiskConfig, RetryConfig
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import StageRecord
 from refiner_core.contract.types import StageView
-from tests.support.plans import claim, fake_router, orchestrator_on, run_record, small_plan
+from tests.support.command import ROOT, environment, wait_until
+from tests.support.plans import fake_router, orchestrator_on, run_record, small_plan
 from tests.support.quota import small_tmpfs
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 
 
@@ -71,8 +64,8 @@ def run_to_end(workspace: Workspace, plan: Plan) -> dict[str, StageView]:
 def orchestrator(workspace: Workspace, *stages: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.run_campaign", str(workspace.root), *stages],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        cwd=ROOT,
+        env=environment(),
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -80,12 +73,7 @@ def orchestrator(workspace: Workspace, *stages: str) -> subprocess.Popen[str]:
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"waited {PATIENCE_S} s for {what}")
+    return wait_until(condition, what, PATIENCE_S)
 
 
 def journal(workspace: Workspace) -> list[tuple[str, str, str]]:
@@ -98,9 +86,7 @@ def journal(workspace: Workspace) -> list[tuple[str, str, str]]:
 
 
 def record(workspace: Workspace, plan: Plan, name: str) -> StageRecord:
-    found = workspace.read_record(plan.by_name[name].id)
-    assert found is not None
-    return found
+    return workspace.read_record(plan.by_name[name].id)
 
 
 def worker_of(workspace: Workspace, plan: Plan, name: str, attempt: int = 1) -> ProcessId | None:
@@ -116,8 +102,8 @@ def steps_done(workspace: Workspace, plan: Plan, name: str, attempt: int = 1) ->
 # ---------------------------------------------------------------- all goes well
 
 
-def test_a_plan_is_run_in_order_and_the_second_time_skipped(workspace: Workspace) -> None:
-    plan = small_plan("data", "sft", "publish", "evaluate")
+def test_stages_run_in_order_and_are_skipped_the_second_time(workspace: Workspace) -> None:
+    plan = small_plan("data", "sft", "publish")
     views = run_to_end(workspace, plan)
     assert list(views) == [s.name for s in plan.stages]
     assert {v.state for v in views.values()} == {"done"}
@@ -135,69 +121,10 @@ def test_a_plan_is_run_in_order_and_the_second_time_skipped(workspace: Workspace
     assert {"claim", "submit", "stage"} <= {e["event"] for e in events}
 
 
-def test_a_local_worker_is_the_orchestrators_own_child_in_a_session_of_its_own(
-    workspace: Workspace,
-) -> None:
-    """Nothing stands in between that would take memory and time, or might die by itself."""
-    plan = small_plan("data")
-    tell(workspace, data={"steps": 40, "step_s": 0.05})
-    campaign = campaign_on(workspace, plan)
-    campaign.start()
-    until(lambda: worker_of(workspace, plan, "data"), "the worker")
-    worker = worker_of(workspace, plan, "data")
-    assert worker is not None
-    assert psutil.Process(worker.pid).ppid() == os.getpid()
-    assert os.getsid(worker.pid) == worker.pid
-    campaign.join()
-
-
-def test_views_show_progress_while_a_stage_runs(workspace: Workspace) -> None:
-    tell(workspace, data={"steps": 40, "step_s": 0.05})
-    campaign = campaign_on(workspace, small_plan("data"))
-    campaign.start()
-    until(lambda: campaign.views()["data"].progress, "progress")
-    view = campaign.join()["data"]
-    assert (view.state, view.progress and view.progress.done) == ("done", 40)
-    assert states_of(workspace, campaign, "data") == ["waiting", "running", "done"]
-
-
-def states_of(workspace: Workspace, campaign: Orchestrator, stage: str) -> list[str]:
-    """How a stage was, one after the other, by the call's event log."""
-    events = read_events(workspace.layout.run(campaign.source.shown[0].run.run).events)
-    found = (e["state"] for e in events if e["event"] == "stage" and e["stage"] == stage)
-    return list(dict.fromkeys(found))
-
-
-def test_jobs_import_the_pinned_code_and_not_a_folder_of_the_users(
-    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else `infra/` in a user's working directory would run instead of ours."""
-    (tmp_path / "infra").mkdir()
-    (tmp_path / "infra" / "__init__.py").write_text("raise RuntimeError('shadowed')")
-    monkeypatch.chdir(tmp_path)
-    snapshot = snapshot_code(workspace)
-    settings = {**os.environ, **job_settings(1, snapshot)}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", "import infra.store.workspace as w; print(w.__file__)"],
-        env=settings,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == str(snapshot / "infra" / "store" / "workspace.py")
-    assert {v.state for v in run_to_end(workspace, small_plan("data")).values()} == {"done"}
-
-
-def test_no_secret_of_the_environment_is_written_down(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+def test_files_are_private_and_hold_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_averysecretvalue")
-    run_to_end(workspace, small_plan("data"))
-    for path in workspace.root.rglob("*"):
-        assert not path.is_file() or b"averysecret" not in path.read_bytes(), path
-
-
-def test_nobody_else_may_write_to_what_a_run_makes_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         workspace = Workspace.open(tmp_path / "ws")
@@ -205,14 +132,16 @@ def test_nobody_else_may_write_to_what_a_run_makes_whatever_the_umask(tmp_path: 
     finally:
         os.umask(before)
     assert list(workspace.root.rglob("printed.log"))
-    assert not [p for p in workspace.root.rglob("*") if p.stat().st_mode & 0o022]
+    for path in workspace.root.rglob("*"):
+        assert not path.stat().st_mode & 0o022, path
+        assert not path.is_file() or b"averysecret" not in path.read_bytes(), path
 
 
 # ---------------------------------------------------------------- several at once
 
 
 def test_two_orchestrators_on_one_plan_run_each_stage_once(workspace: Workspace) -> None:
-    stages = ("data", "sft", "grpo", "publish")
+    stages = ("data", "sft")
     tell(workspace, data={"steps": 20}, sft={"steps": 20})
     both = [orchestrator(workspace, *stages) for _ in range(2)]
     outputs = [json.loads(p.communicate(timeout=PATIENCE_S)[0]) for p in both]
@@ -222,26 +151,10 @@ def test_two_orchestrators_on_one_plan_run_each_stage_once(workspace: Workspace)
     assert sorted(begun) == sorted(stages)
 
 
-def test_a_stop_leaves_the_job_of_another_living_call_alone(workspace: Workspace) -> None:
-    plan = small_plan("data")
-    tell(workspace, data={"steps": 60, "step_s": 0.05})
-    other = orchestrator(workspace, "data")
-    until(lambda: worker_of(workspace, plan, "data"), "the worker")
-    campaign = campaign_on(workspace, plan)
-    campaign.start()
-    campaign.request_stop("Ctrl-C")
-    view = campaign.join()["data"]
-    assert (view.state, view.exit_code) == ("interrupted", 6)
-    assert "continues" in view.message
-    assert json.loads(other.communicate(timeout=PATIENCE_S)[0])["data"]["state"] == "done"
-
-
 # ---------------------------------------------------------------- deaths
 
 
-def test_a_killed_orchestrator_leaves_its_job_running_and_the_next_one_reattaches(
-    workspace: Workspace,
-) -> None:
+def test_jobs_of_a_killed_orchestrator_run_on_and_are_reattached(workspace: Workspace) -> None:
     plan = small_plan("data", "sft")
     tell(workspace, data={"steps": 60, "step_s": 0.05})
     first = orchestrator(workspace, "data", "sft")
@@ -252,28 +165,15 @@ def test_a_killed_orchestrator_leaves_its_job_running_and_the_next_one_reattache
     assert [a.action for a in observe_actions(plan, workspace)] == ["reattach", "run"]
     campaign = campaign_on(workspace, plan)
     campaign.start()
+    until(lambda: campaign.views()["data"].progress, "progress")
     views = campaign.join()
     assert {v.state for v in views.values()} == {"done"}
-    assert "reattached" in states_of(workspace, campaign, "data")
+    assert views["data"].progress is not None
+    assert views["data"].progress.done == 60
+    events = read_events(workspace.layout.run(campaign.source.shown[0].run.run).events)
+    states = [e["state"] for e in events if e["event"] == "stage" and e["stage"] == "data"]
+    assert "reattached" in states
     assert [w[:2] for w in journal(workspace)].count(("begin", "data")) == 1
-
-
-def test_an_orchestrator_that_died_between_claim_and_submit_loses_nothing(
-    workspace: Workspace,
-) -> None:
-    plan = small_plan("data")
-    gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owner = str(ProcessId.of(gone.pid))
-    gone.communicate(b"\n")
-    from infra.store.workspace import Claim
-
-    stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(owner, "local")) is not None
-    assert run_to_end(workspace, plan)["data"].state == "done"
-    outcomes = [a.outcome and a.outcome.failure for a in record(workspace, plan, "data").attempts]
-    assert outcomes == ["killed", "none"]
-    with pytest.raises(Exception, match="given up before it started"):
-        AttemptRun(workspace, stage.id, 1, own_log=False).__enter__()
 
 
 def test_a_killed_worker_is_resumed_from_its_last_checkpoint(workspace: Workspace) -> None:
@@ -283,12 +183,10 @@ def test_a_killed_worker_is_resumed_from_its_last_checkpoint(workspace: Workspac
     campaign.start()
     until(lambda: steps_done(workspace, plan, "data") >= 8, "eight steps")
     worker = worker_of(workspace, plan, "data")
-    assert worker is not None
     os.kill(worker.pid, signal.SIGKILL)
     view = campaign.join()["data"]
     assert (view.state, view.attempt) == ("done", 2)
     first, second = record(workspace, plan, "data").attempts
-    assert first.outcome is not None
     assert (first.outcome.failure, first.outcome.decision) == ("killed", "resume")
     assert second.resumed_from_step is not None
     assert second.resumed_from_step % 5 == 0
@@ -297,24 +195,9 @@ def test_a_killed_worker_is_resumed_from_its_last_checkpoint(workspace: Workspac
     assert [m.step for m in metrics] == list(range(1, 31))
 
 
-def test_a_killed_job_with_all_its_helpers_is_resumed_too(workspace: Workspace) -> None:
-    plan = small_plan("data")
-    tell(workspace, data={"steps": 30, "step_s": 0.05})
-    campaign = campaign_on(workspace, plan)
-    campaign.start()
-    until(lambda: steps_done(workspace, plan, "data") >= 2, "two steps")
-    ref = AttemptRef(plan.by_name["data"].id, 1)
-    attempt = record(workspace, plan, "data").attempts[0]
-    fake_router(workspace).kill(OpenAttempt(ref, attempt))
-    view = campaign.join()["data"]
-    assert (view.state, view.attempt) == ("done", 2)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_at_random_moments_again_and_again_no_step_is_lost_or_doubled(
-    workspace: Workspace, seed: int
-) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_kills_at_random_moments_lose_and_double_no_step(workspace: Workspace, seed: int) -> None:
     dice = random.Random(seed)
     plan = small_plan("data", retries=RetryConfig(killed=99))
     stage_id = plan.by_name["data"].id
@@ -336,10 +219,67 @@ def test_killed_at_random_moments_again_and_again_no_step_is_lost_or_doubled(
     assert len(list(workspace.layout.stage(stage_id).checkpoints.iterdir())) <= 2
 
 
+def run_dying(workspace: Workspace, dies_at: int) -> int:
+    """Run data and SFT with an orchestrator that dies at an operation (0: never); its exit code."""
+    script = ROOT / "tests" / "support" / "dying_campaign.py"
+    command = [sys.executable, str(script), str(dies_at), str(workspace.root), "data", "sft"]
+    code = subprocess.run(command, env=environment(), timeout=PATIENCE_S, check=False).returncode
+    assert code in (0, -9)
+    return code
+
+
+def assert_done_once(workspace: Workspace) -> None:
+    """All is done, each step once, and no stage twice at a time."""
+    plan = small_plan("data", "sft")
+    for stage in plan.stages:
+        found = record(workspace, plan, stage.name)
+        jobs = [a.job_id for a in found.attempts if a.job_id is not None]
+        assert len(jobs) == len(set(jobs))
+        metrics = read_metrics(workspace.layout.attempt(stage.id, found.result.attempt).metrics)
+        assert [m.step for m in metrics] == list(range(1, 10))
+        words = [
+            (word, attempt) for word, name, attempt in journal(workspace) if name == stage.name
+        ]
+        for begin, end in zip(words[::2], words[1::2], strict=True):
+            assert (begin, end) == (("begin", begin[1]), (end[0], begin[1])), words
+
+
+@pytest.fixture
+def nine_steps(workspace: Workspace) -> Workspace:
+    work = {"steps": 9, "step_s": 0.1, "save_every": 3}
+    tell(workspace, data=work, sft=work)
+    return workspace
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kills_at_any_operation_lose_and_double_nothing(nine_steps: Workspace, seed: int) -> None:
+    """Of the orchestrator, before or after any file or job that it makes."""
+    rng = random.Random(seed)
+    deaths = [rng.randint(1, 40) for _ in range(4)]
+    codes = [run_dying(nine_steps, number) for number in deaths]
+    assert -9 in codes, "nobody was killed"
+    assert run_dying(nine_steps, 0) == 0, f"after deaths at {deaths}"
+    assert_done_once(nine_steps)
+
+
+def test_a_claim_without_a_job_is_resumed(nine_steps: Workspace) -> None:
+    """The orchestrator dies at the operation just before the worker is started."""
+    plan = small_plan("data", "sft")
+    first, number = nine_steps.layout.attempt(plan.by_name["data"].id, 1), 6
+    while not first.intent.exists():
+        assert run_dying(nine_steps, number) == -9
+        number += 1
+    assert not first.job.exists()
+    assert run_dying(nine_steps, 0) == 0
+    assert_done_once(nine_steps)
+    found = record(nine_steps, plan, "data")
+    assert found.result.attempt == len(found.attempts) == 2
+
+
 # ---------------------------------------------------------------- stops
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(workspace: Workspace) -> None:
+def test_ctrl_c_saves_and_the_same_command_resumes(workspace: Workspace) -> None:
     plan = small_plan("data", "sft")
     tell(workspace, data={"steps": 40, "step_s": 0.05, "save_every": 1000})
     process = orchestrator(workspace, "data", "sft")
@@ -351,22 +291,20 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(workspace: Workspace) -> None
         "sft": ("interrupted", 6),
     }
     outcome = record(workspace, plan, "data").attempts[0].outcome
-    assert outcome is not None
     assert (outcome.failure, outcome.exit_code) == ("interrupted", 6)
     views_again = run_to_end(workspace, plan)
     assert {v.state for v in views_again.values()} == {"done"}
     assert views_again["data"].report["first"] > 1, "work up to the stop was kept"
 
 
-def test_a_worker_that_does_not_end_in_time_is_killed(workspace: Workspace) -> None:
+def test_a_worker_is_killed_after_the_grace(workspace: Workspace) -> None:
     plan = small_plan("data", grace_s=0.2)
     tell(workspace, data={"steps": 1, "step_s": 120})
     campaign = campaign_on(workspace, plan)
     campaign.start()
     worker = until(lambda: worker_of(workspace, plan, "data"), "the worker")
     campaign.request_stop("Ctrl-C")
-    view = campaign.join()["data"]
-    assert (view.state, worker.alive) == ("interrupted", False)
+    assert (campaign.join()["data"].state, worker.alive) == ("interrupted", False)
     assert not any(
         str(workspace.root) in " ".join(p.info["cmdline"] or ())
         for p in psutil.process_iter(["cmdline"])
@@ -374,33 +312,14 @@ def test_a_worker_that_does_not_end_in_time_is_killed(workspace: Workspace) -> N
     ), "nothing of the job is left"
 
 
-def test_a_signal_to_the_worker_alone_is_resumed_by_the_call_that_waits(
-    workspace: Workspace,
-) -> None:
-    plan = small_plan("data")
-    tell(workspace, data={"steps": 30, "step_s": 0.05})
-    campaign = campaign_on(workspace, plan)
-    campaign.start()
-    until(lambda: steps_done(workspace, plan, "data") >= 2, "two steps")
-    worker = worker_of(workspace, plan, "data")
-    assert worker is not None
-    worker.terminate()
-    view = campaign.join()["data"]
-    assert (view.state, view.attempt) == ("done", 2)
-    assert [a.outcome and a.outcome.failure for a in record(workspace, plan, "data").attempts] == [
-        "interrupted",
-        "none",
-    ]
-
-
 # ---------------------------------------------------------------- failures
 
 
 @pytest.mark.parametrize(
     ("failure", "code", "attempts"),
-    [("bug", 70, 2), ("bad_configuration", 2, 1), ("bad_data", 3, 1)],
+    [("bug", 70, 2), ("bad_data", 3, 1)],
 )
-def test_a_failure_that_repeats_is_shown_and_blocks_what_follows(
+def test_a_final_failure_blocks(
     workspace: Workspace, failure: str, code: int, attempts: int
 ) -> None:
     """A bug is tried once more, since it may have been the machine; at the same step it stops."""
@@ -413,60 +332,20 @@ def test_a_failure_that_repeats_is_shown_and_blocks_what_follows(
     assert "told to fail" in Path(views["data"].log).read_text()
     assert {v.state for n, v in views.items() if n != "data"} == {"blocked"}
     tell(workspace, data={})
-    assert run_to_end(workspace, plan)["data"].state == "done", "mended: the same command goes on"
+    assert run_to_end(workspace, plan)["data"].state == "done", "fixed: the same command resumes"
 
 
-def test_an_outage_is_tried_again_until_the_attempts_are_used_up(workspace: Workspace) -> None:
-    plan = small_plan("data", retries=RetryConfig(judge_outage=1), backoff_s=0.2)
-    tell(workspace, data={"steps": 9, "fail": "judge_outage", "save_every": 99})
-    view = run_to_end(workspace, plan)["data"]
-    assert (view.state, view.attempt, view.exit_code) == ("interrupted", 2, 7)
-
-
-def test_a_worker_that_cannot_even_be_imported_is_a_bug_with_its_message(
-    workspace: Workspace,
-) -> None:
-    plan = small_plan("data")
-    router = fake_router(workspace, "-m", "no_such_worker")
-    campaign = orchestrator_on(plan, workspace, router, run=run_record(workspace, plan))
-    campaign.start()
-    view = campaign.join()["data"]
-    assert (view.state, view.attempt) == ("failed", 1)
-    assert "No module named no_such_worker" in view.message
-
-
-def test_an_error_in_the_campaign_surfaces_where_it_is_waited_for(workspace: Workspace) -> None:
-    plan = small_plan("data")
-    tell(workspace, data={"steps": 30, "step_s": 0.05})
-    campaign = campaign_on(workspace, plan)
-    campaign.start()
-    until(lambda: worker_of(workspace, plan, "data"), "the worker")
-    workspace.layout.stage(plan.by_name["data"].id).spec.write_text("{")
-    with pytest.raises(OSError, match=r"spec\.json"):
-        campaign.join()
-
-
-def test_a_machine_without_slurm_says_so(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(workspace.root))
-    with pytest.raises(UnsupportedError, match="sbatch"):
-        make_router(DispatchConfig(executor="slurm"), workspace)
-
-
-def test_a_worker_without_a_sign_of_life_is_killed_and_resumed(workspace: Workspace) -> None:
+def test_a_hung_worker_is_killed_and_resumed(workspace: Workspace) -> None:
     plan = small_plan("data", heartbeat_timeout_s=4.0)
     tell(workspace, data={"steps": 4, "step_s": 0.3})
     campaign = campaign_on(workspace, plan)
     campaign.start()
     until(lambda: steps_done(workspace, plan, "data") >= 1, "a step")
     worker = worker_of(workspace, plan, "data")
-    assert worker is not None
     os.kill(worker.pid, signal.SIGSTOP)  # as a process stuck in a dead file system
     view = campaign.join()["data"]
     assert (view.state, view.attempt) == ("done", 2)
     first = record(workspace, plan, "data").attempts[0]
-    assert first.outcome is not None
     assert first.outcome.failure == "hung"
     assert not worker.alive
 
@@ -486,9 +365,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     [{"steps": 4, "bytes": 7_000_000}, {"steps": 2, "output_bytes": 30_000_000}],
     ids=["checkpoint", "output"],
 )
-def test_a_full_disk_ends_resumable_and_the_same_command_goes_on_when_there_is_room(
-    small_disk: Path, behaviour: dict[str, Any]
-) -> None:
+def test_a_full_disk_resumes_with_new_space(small_disk: Path, behaviour: dict[str, Any]) -> None:
     workspace = Workspace.open(small_disk / "ws")
     plan = small_plan("data", disk=DiskConfig(wait_min=0.0, hold_s=0.0))
     filler = small_disk / "filler"
@@ -501,12 +378,11 @@ def test_a_full_disk_ends_resumable_and_the_same_command_goes_on_when_there_is_r
     assert not leftovers
     filler.unlink()
     tell(workspace, data={**behaviour, "output_bytes": 10})
-    view = run_to_end(workspace, plan)["data"]
-    assert view.state == "done"
+    assert run_to_end(workspace, plan)["data"].state == "done"
 
 
 @pytest.mark.quota
-def test_a_stage_that_meets_a_full_disk_pauses_and_goes_on_by_itself(small_disk: Path) -> None:
+def test_a_stage_pauses_on_a_full_disk_and_continues(small_disk: Path) -> None:
     workspace, plan = Workspace.open(small_disk / "ws"), small_plan("data")
     filler = small_disk / "filler"
     filler.write_bytes(os.urandom(12_000_000))
@@ -514,46 +390,12 @@ def test_a_stage_that_meets_a_full_disk_pauses_and_goes_on_by_itself(small_disk:
     campaign = campaign_on(workspace, plan)
     campaign.start()
     until(lambda: campaign.views()["data"].state == "paused", "the pause")
-    assert "waits for space" in campaign.views()["data"].message
     filler.unlink()
     view = campaign.join()["data"]
     assert (view.state, view.exit_code) == ("done", 0)
-    # The worker itself waits for a while, and goes on if there is room by then.
+    # The worker itself waits for a while, and continues if there is space by then.
     *before, last = [
         a.outcome and a.outcome.failure for a in record(workspace, plan, "data").attempts
     ]
     assert last == "none"
     assert set(before) <= {"disk_full"}
-
-
-@pytest.mark.quota
-def test_a_disk_that_is_full_from_the_start_is_said_at_once(small_disk: Path) -> None:
-    workspace, plan = Workspace.open(small_disk / "ws"), small_plan("data")
-    run = run_record(workspace, plan)
-    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
-        while True:
-            file.write(os.urandom(4096))
-    with pytest.raises(NoSpaceError, match="No space left"):
-        Workspace.open(small_disk / "ws")
-    campaign = orchestrator_on(plan, workspace, fake_router(workspace), run=run)
-    with pytest.raises(NoSpaceError, match="recording the run"):
-        campaign.start()
-    assert workspace.read_record(plan.by_name["data"].id) is None
-
-
-@pytest.mark.quota
-def test_a_result_that_does_not_fit_is_not_half_there(small_disk: Path) -> None:
-    workspace, plan = Workspace.open(small_disk / "ws"), small_plan("data")
-    stage = claim(workspace, plan, "data")
-    with AttemptRun(workspace, stage.id, 1, own_log=False) as attempt:
-        with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
-            while True:
-                file.write(os.urandom(4096))
-        with pytest.raises(NoSpaceError) as caught:
-            attempt.finish({"rows": "x" * 100_000})
-        assert attempt.fail(caught.value).failure == "disk_full"
-        (small_disk / "filler").unlink()
-    found = workspace.read_record(stage.id)
-    assert found is not None
-    assert found.result is None
-    assert threading.active_count() < 50

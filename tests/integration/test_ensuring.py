@@ -15,7 +15,6 @@ import pytest
 
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import ConfigurationError
 from tests.support.command import SMALL, Stage, environment, refiner
 from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.served import Served
@@ -86,9 +85,7 @@ def example(prefect: PrefectApi, workspace: Path, bound: str) -> dict[str, Any]:
     return newest(prefect, "sft-then-grpo")
 
 
-def test_the_example_looks_at_sft_and_then_goes_on_or_not(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_the_example_decides_on_grpo_after_sft(prefect: PrefectApi, tmp_path: Path) -> None:
     enough = example(prefect, tmp_path, "0")
     assert states(prefect, enough) == {"sft": "Completed"}
     assert not Stage(tmp_path, "grpo").folder
@@ -108,39 +105,7 @@ def test_the_example_looks_at_sft_and_then_goes_on_or_not(
     assert not works(tmp_path)
 
 
-def test_two_at_once_share_what_both_need(prefect: PrefectApi, tmp_path: Path) -> None:
-    text = FLOW.replace(
-        'ensure(run, "sft")\n    ensure(run, "grpo")',
-        'found = [ensure.submit(run, name) for name in ("sft", "evaluate-base")]\n'
-        '    assert all(future.result().state == "done" for future in found)',
-    )
-    with started(prefect, "-c", text, str(tmp_path), *SMALL) as process:
-        _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert len(Stage(tmp_path, "data").attempts) == 1
-    assert states(prefect, newest(prefect, "own")) == {
-        "sft": "Completed",
-        "evaluate-base": "Completed",
-    }
-
-
-def test_cancelled_its_stages_save(prefect: PrefectApi, tmp_path: Path) -> None:
-    cancelled = tmp_path / "cancelled"
-    with started(prefect, "-c", FLOW, str(cancelled), *SMALL, *LONG) as process:
-        eventually(lambda: sft_saves(cancelled), 300)
-        state = {"type": "CANCELLING", "name": "Cancelling"}
-        flow_run = newest(prefect, "own")
-        prefect.post(f"/flow_runs/{flow_run['id']}/set_state", {"state": state})
-        process.communicate(timeout=300)
-    assert not works(cancelled)
-    assert not list(cancelled.glob("stages/sft-*/result.json"))
-    assert states(prefect, flow_run) == {"sft": "Cancelled"}
-    assert newest(prefect, "own")["state_type"] == "CANCELLED"
-
-
-def test_suspended_it_ends_at_the_next_stage_and_resumed_it_goes_past_what_is_done(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_a_suspended_flow_ends_at_the_next_stage(prefect: PrefectApi, tmp_path: Path) -> None:
     """Prefect suspends only what is deployed, and can so be carried out again."""
     script, runs = tmp_path / "own.py", tmp_path / "runs"
     script.write_text(FLOW.replace("own(sys.argv[1], sys.argv[2:])", 'own.serve(name="served")'))
@@ -168,10 +133,8 @@ def test_suspended_it_ends_at_the_next_stage_and_resumed_it_goes_past_what_is_do
     assert len(whole) == 1, "the record of before"
 
 
-def test_a_stage_that_fails_or_that_nobody_works_on_ends_its_task_so(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
-    failing, killed = tmp_path / "failing", tmp_path / "killed"
+def test_failed_cancelled_and_lost_stages_end_tasks(prefect: PrefectApi, tmp_path: Path) -> None:
+    failing, cancelled, killed = (tmp_path / name for name in ("failing", "cancelled", "killed"))
     broken = (*SMALL, "sft.learning_rate=1e30", "dispatch.retries.bug=0")
     with started(prefect, "-c", FLOW, str(failing), *broken) as process:
         _, errors = process.communicate(timeout=300)
@@ -180,6 +143,16 @@ def test_a_stage_that_fails_or_that_nobody_works_on_ends_its_task_so(
     flow_run = newest(prefect, "own")
     assert states(prefect, flow_run) == {"sft": "Failed"}
     assert flow_run["state_type"] == "FAILED"
+
+    with started(prefect, "-c", FLOW, str(cancelled), *SMALL, *LONG) as process:
+        eventually(lambda: sft_saves(cancelled), 300)
+        state = {"type": "CANCELLING", "name": "Cancelling"}
+        flow_run = newest(prefect, "own")
+        prefect.post(f"/flow_runs/{flow_run['id']}/set_state", {"state": state})
+        process.communicate(timeout=300)
+    assert not works(cancelled)
+    assert not list(cancelled.glob("stages/sft-*/result.json"))
+    assert states(prefect, flow_run) == {"sft": "Cancelled"}
 
     with started(prefect, "-c", FLOW, str(killed), *SMALL, *LONG) as process:
         eventually(lambda: sft_saves(killed), 300)
@@ -190,18 +163,6 @@ def test_a_stage_that_fails_or_that_nobody_works_on_ends_its_task_so(
         refiner("cancel", part.run, f"workspace={killed}")  # its job has lived on
     assert process.returncode == 1
     assert states(prefect, newest(prefect, "own")) == {"sft": "Crashed"}
-
-
-def test_outside_a_flow_it_is_refused(prefect: PrefectApi, tmp_path: Path) -> None:
-    del prefect
-    text = (
-        "from flows import ensure\nfrom flows.ensuring import Run\nensure(Run('r', 'runs'), 'sft')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", text], env=environment(), capture_output=True, text=True, check=False
-    )
-    assert ConfigurationError.__name__ in done.stderr
-    assert "inside a function with @flow" in done.stderr
 
 
 def test_importing_the_package_imports_no_prefect() -> None:

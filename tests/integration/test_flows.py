@@ -1,14 +1,16 @@
-"""Flow runs from deployments, as the Prefect UI starts, cancels and retries them: a real server and
-a real `refiner serve`, over the REST API."""
+"""Flow runs and nights from deployments, as the Prefect UI and schedules start them: a real server
+and a real `refiner serve`, over the REST API."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import urllib.error
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from infra.store.orchestrators import Orchestrator, orchestrator_of
 from infra.store.workspace import Workspace
 from tests.support.command import ROOT, SMALL, Stage, environment, refiner
 from tests.support.prefect_server import PrefectApi, eventually, private_server
-from tests.support.served import FINAL, Served, served_in, steps_of_grpo, weights
+from tests.support.served import FINAL, Served, served_in, steps_of_grpo
 
 pytestmark = pytest.mark.prefect
 OVERRIDES = [*SMALL, "tracking.wandb=disabled", "dispatch.poll_s=0.1"]
@@ -28,22 +30,15 @@ OVERRIDES = [*SMALL, "tracking.wandb=disabled", "dispatch.poll_s=0.1"]
 
 @pytest.fixture(scope="module")
 def served(prefect_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """`refiner serve`, with the tiny recipe in its form."""
-    with served_in(tmp_path_factory.mktemp("served"), "tiny") as served:
+    """`refiner serve` with the tiny recipe, a night in three minutes, and one for an automation."""
+    folder, soon = tmp_path_factory.mktemp("served"), datetime.now(UTC) + timedelta(minutes=3)
+    nights = [write(folder, "soon", f"{soon:%M %H} * * *"), write(folder, "after", "0 3 1 1 *")]
+    files = ("tiny", *map(str, nights))
+    with served_in(folder, *files, PREFECT_RUNNER_POLL_FREQUENCY="1") as served:
         yield served
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    workspace = tmp_path_factory.mktemp("undisturbed")
-    done = refiner("run", "tiny", f"workspace={workspace}", "--no-server", *OVERRIDES)
-    assert done.code == 0, done.stderr
-    return weights(workspace)
-
-
-def test_cancelled_in_the_middle_of_grpo_and_retried_it_ends_with_the_same_weights(
-    served: Served, tmp_path: Path, undisturbed: bytes
-) -> None:
+def test_a_flow_run_cancelled_during_grpo_resumes_by_retry(served: Served, tmp_path: Path) -> None:
     slow = [*OVERRIDES, f"workspace={tmp_path}"]
     flow_run = served.launch(recipe="tiny", workspace=str(tmp_path), overrides=slow)
     eventually(lambda: steps_of_grpo(tmp_path) >= 1, 240)
@@ -60,7 +55,8 @@ def test_cancelled_in_the_middle_of_grpo_and_retried_it_ends_with_the_same_weigh
     eventually(lambda: served.state(flow_run)["type"] not in FINAL, 60)
     assert served.ends(flow_run)["type"] == "COMPLETED"
     assert served.call(flow_run) == run
-    assert weights(tmp_path) == undisturbed
+    resumed = json.loads((Stage(tmp_path, "grpo").attempts[-1] / "started.json").read_text())
+    assert resumed["resumed"]["step"] >= 1
 
 
 LONG_SFT = [
@@ -76,7 +72,7 @@ LONG_SFT = [
 
 
 class Sft:
-    """A flow run whose SFT goes on for a while, once it has saved."""
+    """A flow run with a long SFT, after its first save."""
 
     def __init__(self, served: Served, workspace: Path) -> None:
         self.served, self.workspace = served, workspace
@@ -101,13 +97,8 @@ class Sft:
     def retry(self) -> None:
         self.served.set_state(self.flow_run, "SCHEDULED", "AwaitingRetry")
 
-    def end(self) -> None:
-        """Cancel, from a shell."""
-        done = refiner("cancel", self.run, f"workspace={self.workspace}")
-        assert done.code == 0, done.stderr
 
-
-def test_without_its_process_the_work_goes_on_and_a_retry_follows_it_again(
+def test_a_killed_flow_process_or_orchestrator_is_crashed_until_a_retry(
     served: Served, tmp_path: Path
 ) -> None:
     sft = Sft(served, tmp_path)
@@ -115,36 +106,28 @@ def test_without_its_process_the_work_goes_on_and_a_retry_follows_it_again(
     sft.flow_process().kill()
     assert served.ends(sft.flow_run, 60)["type"] == "CRASHED"
     assert sft.orchestrator == before
-    assert before.standing == "running"
+    assert before.standing == "running", "the work goes on without it"
     sft.retry()
     sft.retry()  # a second click
     eventually(lambda: served.state(sft.flow_run)["type"] == "RUNNING", 60)
     again = refiner("resume", sft.run, f"workspace={tmp_path}", "--no-server")
-    assert "is worked on already" in again.stderr
-    assert sft.orchestrator == before, "nobody else has taken it up"
-    sft.end()
-    end = served.ends(sft.flow_run, 60)
-    assert end["type"] == "CANCELLED", "cancelled in a shell, and seen here"
-    assert f"refiner resume {sft.run}" in end["message"]
+    assert again.code == 2
+    assert sft.orchestrator == before, "followed again, and not started again"
 
-
-def test_a_killed_orchestrator_shows_as_crashed_and_a_retry_brings_it_back(
-    served: Served, tmp_path: Path
-) -> None:
-    sft = Sft(served, tmp_path)
-    os.kill(sft.orchestrator.pid, signal.SIGKILL)
+    os.kill(before.pid, signal.SIGKILL)
     end = served.ends(sft.flow_run, 30)
     assert end["type"] == "CRASHED"
     assert "was killed" in end["message"]
     sft.retry()
     eventually(lambda: sft.orchestrator.standing == "running", 60)
-    sft.end()
-    assert served.ends(sft.flow_run, 60)["type"] == "CANCELLED"
+    done = refiner("cancel", sft.run, f"workspace={tmp_path}")
+    assert done.code == 0, done.stderr
+    end = served.ends(sft.flow_run, 60)
+    assert end["type"] == "CANCELLED", "cancelled in a shell, and seen here"
+    assert f"refiner resume {sft.run}" in end["message"]
 
 
-def test_suspended_it_begins_no_stage_and_resumed_it_goes_on(
-    served: Served, tmp_path: Path
-) -> None:
+def test_a_suspended_flow_run_begins_no_stage_until_resumed(served: Served, tmp_path: Path) -> None:
     flow_run = served.launch(recipe="tiny", workspace=str(tmp_path), overrides=list(SMALL))
     eventually(lambda: list(tmp_path.glob("stages/sft-*/checkpoints/step-*")), 120)
     state = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_reschedule": True}}
@@ -161,25 +144,16 @@ def test_suspended_it_begins_no_stage_and_resumed_it_goes_on(
     eventually(lambda: not orchestrator_of(room, run).works, 60)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "said"),
-    [
+def test_wrong_parameters_fail_before_any_job_with_the_fix(served: Served, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for parameters, said in (
         ({"recipe": "tinny"}, "Did you mean 'tiny'"),
-        ({"recipe": "/gone/recipe.yaml"}, "/gone/recipe.yaml"),
         ({"recipe": "tiny", "overrides": ["grpo.betta=1"]}, "grpo.beta"),
-    ],
-)
-def test_what_cannot_be_carried_out_fails_before_any_job_with_our_words(
-    served: Served, tmp_path: Path, parameters: dict[str, Any], said: str
-) -> None:
-    flow_run = served.launch(workspace=str(tmp_path / "runs"), **parameters)
-    end = served.ends(flow_run, 60)
-    assert end["type"] == "FAILED"
-    assert said in end["message"]
-    assert not (tmp_path / "runs" / "stages").exists()
-
-
-def test_a_wrong_type_is_refused_by_the_form(served: Served) -> None:
+    ):
+        end = served.ends(served.launch(workspace=str(runs), **parameters), 60)
+        assert end["type"] == "FAILED"
+        assert said in end["message"]
+    assert not (runs / "stages").exists()
     with pytest.raises(urllib.error.HTTPError) as refused:
         served.launch(recipe="tiny", seed="three")
     assert refused.value.code in (409, 422)
@@ -200,13 +174,7 @@ def test_a_sweep_shows_every_stage_once_and_its_last_report(served: Served, tmp_
     assert "finished" in served.prefect.artifacts(flow_run)["two-report"]["data"]
 
 
-def test_a_pool_that_does_not_exist_is_named(served: Served) -> None:
-    done = refiner("deploy", "tiny", "--pool", "nowhere")
-    assert done.code == 2
-    assert "prefect work-pool create nowhere" in done.stderr
-
-
-def test_a_worker_of_a_pool_carries_out_what_is_deployed(served: Served, tmp_path: Path) -> None:
+def test_a_worker_of_a_pool_runs_deployments(served: Served, tmp_path: Path) -> None:
     """On a server of its own: `refiner serve` carries out what is launched on the other."""
     with private_server(tmp_path / "state"):
         prefect = PrefectApi(ensure_server(120))
@@ -230,3 +198,113 @@ def test_a_worker_of_a_pool_carries_out_what_is_deployed(served: Served, tmp_pat
         end = Served(prefect, tmp_path).ends(flow_run, 120)
         assert end["type"] == "COMPLETED", f"{end['message']} {done.stderr[-3000:]}"
         assert list((tmp_path / "runs").glob("stages/data-*/result.json"))
+
+
+# ---------------------------------------------------------------- nights
+
+NIGHTLY = """
+schedule: "{schedule}"
+timezone: UTC
+recipe: tiny
+overrides:
+  - workspace=runs
+  - data.synthetic_rl_rows=12
+  - evaluate.max_prompts=2
+  - evaluate.decoding=[greedy]
+  - evaluate.bootstrap_samples=50
+  - evaluate.fresh_reference=false
+  - grpo.response_length=4
+  - tracking.wandb=disabled
+  - dispatch.poll_s=0.1
+checkpoints:
+  - {{name: base, folder: "builtin:tiny"}}
+canary: {{folder: "builtin:tiny", digest: {digest}}}
+"""
+DATA_ALONE = ["stages=[data]", "data.synthetic_sft_rows=160", "tracking.wandb=disabled"]
+
+
+def write(folder: Path, name: str, schedule: str) -> Path:
+    """A nightly file."""
+    from flows.checking.sources import model_digest
+
+    file = folder / f"{name}.yaml"
+    file.write_text(NIGHTLY.format(schedule=schedule, digest=model_digest("builtin:tiny", "")))
+    return file
+
+
+def runs_of(served: Served, name: str, *states: str) -> list[dict[str, Any]]:
+    """Flow runs of `nightly/NAME` in one of the states."""
+    found = served.prefect.get(f"/deployments/name/nightly/{name}")
+    of_it = {"deployments": {"id": {"any_": [found["id"]]}}}
+    wanted = {"flow_runs": {"state": {"type": {"any_": list(states)}}}}
+    return list(served.prefect.post("/flow_runs/filter", {**of_it, **wanted}))
+
+
+def test_the_servers_schedule_begins_a_night(served: Served) -> None:
+    over = ("COMPLETED", "FAILED", "CRASHED")
+    (first, *_) = eventually(lambda: runs_of(served, "soon", *over), 240)
+    assert first["state"]["type"] == "COMPLETED", first["state"]
+    assert first["auto_scheduled"], "the server's clock has begun it"
+    status = refiner("nightly", "status", str(served.folder / "soon.yaml"), "--json").json
+    assert "done" in status["nights"].values()
+
+
+def test_an_automation_begins_a_night_after_a_run(served: Served) -> None:
+    """As a user makes it in the UI."""
+    target = served.prefect.get("/deployments/name/nightly/after")
+    served.prefect.post(
+        "/automations/",
+        {
+            "name": "evaluate-what-is-done",
+            "trigger": {
+                "type": "event",
+                "posture": "Reactive",
+                "expect": ["refiner.run.completed"],
+                "match": {"prefect.resource.id": "refiner.run.*"},
+                "threshold": 1,
+                "within": 0,
+            },
+            "actions": [
+                {
+                    "type": "run-deployment",
+                    "source": "selected",
+                    "deployment_id": target["id"],
+                }
+            ],
+        },
+    )
+    run = served.launch(
+        recipe="tiny", workspace=str(served.folder / "elsewhere"), overrides=DATA_ALONE
+    )
+    assert served.ends(run)["type"] == "COMPLETED"
+    (begun,) = eventually(lambda: runs_of(served, "after", "RUNNING", "COMPLETED", "FAILED"), 120)
+    end = served.ends(begun["id"])
+    assert end["type"] == "COMPLETED", end
+    assert refiner("nightly", "status", str(served.folder / "after.yaml"), "--json").json["nights"]
+
+
+def test_a_missing_pool_is_refused_with_those_that_exist(served: Served, tmp_path: Path) -> None:
+    file = write(tmp_path, "poolless", "0 3 1 1 *")
+    served.prefect.post("/work_pools/", {"name": "larks", "type": "process"})
+    refused = refiner("deploy", str(file), "--pool", "missing")
+    assert refused.code == 2
+    assert "larks" in refused.stderr
+    assert "prefect work-pool create missing --type process" in refused.stderr
+    names = {one["name"] for one in served.prefect.post("/deployments/filter")}
+    assert "poolless" not in names, "nothing half-begun"
+
+
+def test_an_alert_is_an_event_that_automations_can_expect(served: Served) -> None:
+    """As the flow emits it; the night of a real change stands in test_nights."""
+    alert = {"kind": "change", "cause": "model", "checkpoint": "base", "metric": "reward"}
+    code = f"from flows.nightly.flow import emit_alert; emit_alert('real', {alert})"
+    env = {**environment(), **served.prefect.info.client_env(), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    eventually(lambda: "refiner.nightly.alert" in served.prefect.events("refiner.nightly.real"))
+
+
+def test_the_end_of_serve_pauses_schedules(prefect_session: None, tmp_path: Path) -> None:
+    with served_in(tmp_path, str(write(tmp_path, "paused", "0 3 1 1 *"))) as served:
+        before = served.prefect.get("/deployments/name/nightly/paused")
+    after = served.prefect.get("/deployments/name/nightly/paused")
+    assert (before["paused"], after["paused"]) == (False, True)

@@ -1,51 +1,26 @@
-"""Killed, stopped, run twice: the same command goes on, and nobody can tell from the result."""
+"""A run that is killed and stopped again and again ends with the bytes of an undisturbed one."""
 
 from __future__ import annotations
 
 import signal
-import threading
 from pathlib import Path
 
-import pytest
-
-from tests.support.command import (
-    Finished,
-    Stage,
-    kill_orchestrator,
-    refiner,
-    start,
-    wait_until,
-)
+from tests.support.command import Finished, Stage, kill_orchestrator, refiner, start, wait_until
 
 
-@pytest.fixture(scope="module")
-def training(small: tuple[str, ...]) -> tuple[str, ...]:
-    """Long enough to be hit in the middle, short enough for CI; only up to the weights."""
-    return (
+def test_a_killed_run_ends_bitwise_equal(tmp_path: Path, small: tuple[str, ...]) -> None:
+    training = (
         *(o for o in small if not o.startswith(("grpo.num_training", "sft.max_train"))),
-        "sft.max_train_steps=8",
-        "grpo.num_training_steps=16",
-        "stages=[data,sft,grpo]",
+        *("sft.max_train_steps=8", "grpo.num_training_steps=16", "stages=[data,sft,grpo]"),
     )
+    undisturbed, workspace = tmp_path / "undisturbed", tmp_path / "runs"
 
+    def run(root: Path) -> Finished:
+        done = refiner("run", "tiny", f"workspace={root}", *training, "--no-server", "--json")
+        assert done.code == 0, done.stderr
+        return done
 
-def run(workspace: Path, training: tuple[str, ...]) -> Finished:
-    done = refiner("run", "tiny", f"workspace={workspace}", *training, "--no-server", "--json")
-    assert done.code == 0, done.stderr
-    return done
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, training: tuple[str, ...]) -> Path:
-    workspace = tmp_path_factory.mktemp("undisturbed") / "runs"
-    run(workspace, training)
-    return workspace
-
-
-def test_killed_again_and_again_it_ends_bitwise_as_if_undisturbed(
-    undisturbed: Path, tmp_path: Path, training: tuple[str, ...]
-) -> None:
-    workspace = tmp_path / "runs"
+    run(undisturbed)
     arguments = ("run", "tiny", f"workspace={workspace}", *training, "--no-server")
     sft, grpo = Stage(workspace, "sft"), Stage(workspace, "grpo")
 
@@ -74,7 +49,7 @@ def test_killed_again_and_again_it_ends_bitwise_as_if_undisturbed(
     assert process.returncode == 6, told
     assert "refiner run tiny" in told
 
-    done = run(workspace, training)
+    done = run(workspace)
     assert {s["state"] for s in done.json["stages"]} <= {"done", "skipped"}
     for stage in ("sft", "grpo"):
         ours, theirs = Stage(workspace, stage), Stage(undisturbed, stage)
@@ -83,48 +58,3 @@ def test_killed_again_and_again_it_ends_bitwise_as_if_undisturbed(
         assert ours.hashes() == theirs.hashes(), "weights"
     rollouts = sorted(p.name for p in grpo.attempts[-1].glob("rollouts/*"))
     assert rollouts == [f"step-{n:08d}.parquet" for n in range(1, 17)]
-
-
-def test_a_killed_orchestrator_finds_its_jobs_again(
-    tmp_path: Path, training: tuple[str, ...]
-) -> None:
-    workspace = tmp_path / "runs"
-    arguments = ("run", "tiny", f"workspace={workspace}", *training, "--no-server")
-    process = start(*arguments)
-    sft = Stage(workspace, "sft")
-    wait_until(lambda: sft.steps(), "SFT's first step")
-    kill_orchestrator(process)
-    assert sft.worker is not None
-    assert sft.worker.alive, "a job outlives its orchestrator"
-    plan = refiner("plan", "tiny", f"workspace={workspace}", *training, "--json").json
-    assert {s["name"]: s["action"] for s in plan["stages"]}["sft"] in ("reattach", "skip")
-    run(workspace, training)
-    assert len(sft.attempts) == 1, "it was waited for, not started again"
-
-
-def test_sigterm_is_a_request_to_stop(tmp_path: Path, training: tuple[str, ...]) -> None:
-    workspace = tmp_path / "runs"
-    process = start("run", "tiny", f"workspace={workspace}", *training, "--no-server")
-    wait_until(lambda: Stage(workspace, "sft").steps(), "SFT's first step")
-    process.terminate()
-    process.communicate(timeout=120)
-    assert process.returncode == 6
-
-
-def test_two_calls_at_once_run_everything_once(
-    undisturbed: Path, tmp_path: Path, training: tuple[str, ...]
-) -> None:
-    workspace = tmp_path / "runs"
-    ended: list[Finished] = []
-    calls = [
-        threading.Thread(target=lambda: ended.append(run(workspace, training))) for _ in range(2)
-    ]
-    for thread in calls:
-        thread.start()
-    for thread in calls:
-        thread.join()
-    assert len(ended) == 2
-    for kind in ("data", "sft", "grpo"):
-        stage = Stage(workspace, kind)
-        assert len(stage.attempts) == 1, kind
-        assert stage.hashes() == Stage(undisturbed, kind).hashes()

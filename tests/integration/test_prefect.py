@@ -1,11 +1,12 @@
-"""Calls from a terminal as Prefect shows them, on a real server; and that work never depends on
-it."""
+"""Runs of a terminal as Prefect shows them, on a real server; the work never depends on it."""
 
 from __future__ import annotations
 
-import base64
 import os
+import pty
+import re
 import signal
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -16,10 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.prefect_server import ensure_server, server_status
+from infra.prefect_server import ensure_server, server_status, terminal_link
 from refiner_core.contract.records import Outcome
 from refiner_core.contract.types import Progress
 from tests.support.browser import chromium
+from tests.support.command import command, environment, refiner
 from tests.support.plans import claim
 from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.recorded_call import RecordedCall
@@ -50,21 +52,6 @@ def play(call: RecordedCall) -> None:
         call.shows(name, "blocked", attempt=0, message="evaluate-base failed")
 
 
-@pytest.fixture(scope="session")
-def shown(
-    prefect_session: None, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[RecordedCall, dict[str, Any]]:
-    """One run with every kind of end, and its flow run, for the tests that look at it."""
-    call = RecordedCall(tmp_path_factory.mktemp("shown"), *STAGES)
-    prefect = PrefectApi(ensure_server(120))
-    with call.worked_on():
-        play(call)
-        eventually(lambda: call.said)
-        call.end(1)
-        flow_run = eventually(lambda: in_state(prefect, call, "FAILED"))
-    return call, flow_run
-
-
 def in_state(prefect: PrefectApi, call: RecordedCall, state: str) -> dict[str, Any] | None:
     found = prefect.flow_run(f"run:{call.run}")
     return found if found and found["state_type"] == state else None
@@ -78,120 +65,62 @@ def states(prefect: PrefectApi, flow_run: Mapping[str, Any]) -> dict[str, tuple[
     }
 
 
-def test_a_run_is_a_flow_run_of_the_deployment_with_its_overrides(
-    shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi
-) -> None:
-    call, flow_run = shown
+def test_a_run_is_a_flow_run_with_tasks_and_artifacts(prefect: PrefectApi, tmp_path: Path) -> None:
+    call = RecordedCall(tmp_path, *STAGES)
+    with call.worked_on():
+        play(call)
+        eventually(lambda: call.said)
+        call.end(1)
+        flow_run = eventually(lambda: in_state(prefect, call, "FAILED"))
+    # The flow run, of the deployment, with the run's parameters; its link is printed.
     assert flow_run["name"] == f"small {call.run}"
     assert {"refiner", f"run:{call.run}"} <= set(flow_run["tags"])
     deployment = prefect.get("/deployments/name/pipeline/refiner")
     assert flow_run["deployment_id"] == deployment["id"]
-    parameters = flow_run["parameters"]
-    assert parameters["run"] == call.run
-    assert parameters["workspace"] == str(call.room.root)
+    assert flow_run["parameters"]["run"] == call.run
+    assert flow_run["parameters"]["workspace"] == str(call.room.root)
     assert "evaluate-base: the judge fell over" in flow_run["state"]["message"]
     assert f"`refiner resume {call.run}" in flow_run["state"]["message"]
-
-
-def test_the_link_is_said_and_nothing_is_amiss(
-    shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi
-) -> None:
-    call, flow_run = shown
     assert call.warned == []
     assert call.said == [f"Prefect: {prefect.info.url}/runs/flow-run/{flow_run['id']}"]
 
-
-def test_each_stage_that_began_is_a_task_run_after_those_that_it_is_made_from(
-    shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi
-) -> None:
-    call, flow_run = shown
-    titles = {call.plan.by_name[n].title for n in STAGES[1:4]}
-    titles |= {call.plan.by_name[n].title for n in ("evaluate-sft", "evaluate-base")}
+    # Each stage that began is a task run after those that it is made from.
+    titles = {call.plan.by_name[n].title for n in (*STAGES[1:4], "evaluate-sft", "evaluate-base")}
     runs = eventually(
         lambda: (r := prefect.task_runs(flow_run["id"])) and set(r) == titles and r, 30
     )
     assert all(run["tags"] == [] for run in runs.values()), "a tag costs a concurrency slot"
     sft, grpo = (call.plan.by_name[n].title for n in ("sft", "grpo"))
     assert (sft, grpo) in prefect.edges(flow_run["id"])
-    said = prefect.artifacts(flow_run["id"])[f"{call.run}-stages"]["data"]
-    assert "| data | skipped |" in said
-
-
-def test_states_say_how_each_stage_ended(
-    shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi
-) -> None:
-    found = eventually(lambda: (s := states(prefect, shown[1])) and len(s) == 5 and s, 30)
+    found = eventually(lambda: (s := states(prefect, flow_run)) and len(s) == 5 and s, 30)
     assert found["grpo"][0] == "COMPLETED"
     assert found["evaluate-base"] == ("FAILED", "the judge fell over")
     assert found["publish"][0] == "CANCELLED"
     assert "Ctrl-C" in str(found["publish"][1])
 
-
-def test_artifacts_show_progress_numbers_and_card_and_logs_are_in_the_ui(
-    shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi
-) -> None:
-    call, flow_run = shown
+    # Artifacts: stages, progress, numbers, card; and the log lines.
     artifacts = prefect.artifacts(flow_run["id"])
+    assert "| data | skipped |" in artifacts[f"{call.run}-stages"]["data"]
     assert artifacts[f"{call.run}-sft-progress"]["data"] == 100
     numbers = artifacts[f"{call.run}-evaluate-sft-numbers"]["data"]
     assert "| citation_f1 | 0.81 | 0.7 | 0.9 |" in numbers
     assert artifacts[f"{call.run}-grpo-card"]["data"].startswith("# A model")
     assert not any("file://" in str(artifact["data"]) for artifact in artifacts.values())
-    wanted = {"logs": {"flow_run_id": {"any_": [flow_run["id"]]}}}
-    eventually(
-        lambda: any("loss 2.5" in line["message"] for line in prefect.post("/logs/filter", wanted))
-    )
+    eventually(lambda: logged(prefect, flow_run, "loss 2.5"))
 
-
-@pytest.mark.browser
-def test_a_person_sees_the_stages(
-    shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi, tmp_path: Path
-) -> None:
-    call, flow_run = shown
-    key = base64.b64encode(prefect.info.auth.encode()).decode()
-    with chromium(tmp_path) as page:
-        page.open(
-            f"{prefect.info.url}/runs/flow-run/{flow_run['id']}",
-            local_storage={"prefect-password": key},
-        )
-        wanted = {f"small {call.run}", *(call.plan.by_name[n].title for n in STAGES[1:4])}
-        eventually(lambda: all(title in page.text() for title in wanted))
-
-
-def test_an_automation_acts_on_the_event_of_a_run_that_fails(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
-    """As flows/README.md says; here it begins a deployment's flow run."""
-    flow = prefect.post("/flows/", {"name": "own-flow"})
-    target = prefect.post("/deployments/", {"name": "on-failure", "flow_id": flow["id"]})
-    trigger = {
-        "type": "event",
-        "posture": "Reactive",
-        "expect": ["refiner.run.failed"],
-        "match": {"prefect.resource.id": "refiner.run.*"},
-        "threshold": 1,
-        "within": 0,
-    }
-    action = {"type": "run-deployment", "source": "selected", "deployment_id": target["id"]}
-    wanted = {"name": "on-failure", "trigger": trigger, "actions": [action]}
-    prefect.post("/automations/", wanted)
-    call = RecordedCall(tmp_path)
-    with call.worked_on():
-        call.shows("data", "running")
-        call.shows("data", "failed", message="no rows")
-        call.shows("sft", "blocked", attempt=0)
-        call.end(1)
-        name = f"refiner.run.{call.run}"
-        event = eventually(lambda: prefect.events(name).get("refiner.run.failed"))
-    assert "data: no rows" in event["payload"]["message"]
+    # The event for automations.
+    name = f"refiner.run.{call.run}"
+    event = eventually(lambda: prefect.events(name).get("refiner.run.failed"))
+    assert "evaluate-base: the judge fell over" in event["payload"]["message"]
     assert f"refiner resume {call.run}" in event["payload"]["next"]
-    of_it = {"deployments": {"id": {"any_": [target["id"]]}}}
-    eventually(lambda: prefect.post("/flow_runs/filter", of_it))
 
 
-def test_ctrl_c_shows_as_cancelled_and_resumed_it_is_another_flow_run_of_the_same_server(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def logged(prefect: PrefectApi, flow_run: Mapping[str, Any], words: str) -> bool:
+    wanted = {"logs": {"flow_run_id": {"any_": [flow_run["id"]]}}}
+    return any(words in line["message"] for line in prefect.post("/logs/filter", wanted))
+
+
+def test_ctrl_c_is_cancelled_and_resume_begins_anew(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path)
     with call.worked_on():
         call.shows("data", "running")
@@ -210,9 +139,7 @@ def test_ctrl_c_shows_as_cancelled_and_resumed_it_is_another_flow_run_of_the_sam
     assert ensure_server(5).pid == prefect.info.pid
 
 
-def test_killed_alone_an_orchestrator_shows_as_crashed_at_once(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_a_killed_orchestrator_shows_as_crashed(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path)
     with call.worked_on() as process:
         call.shows("data", "running")
@@ -233,7 +160,7 @@ def follower_of(call: RecordedCall) -> psutil.Process:
     raise AssertionError("no process shows the call")
 
 
-def test_killed_with_what_shows_it_it_is_closed_by_the_next_run(
+def test_the_next_run_closes_a_flow_run_without_follower(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
     vanished, after = RecordedCall(tmp_path / "1"), RecordedCall(tmp_path / "2", "data")
@@ -254,7 +181,7 @@ def test_killed_with_what_shows_it_it_is_closed_by_the_next_run(
         eventually(lambda: in_state(prefect, after, "COMPLETED"))
 
 
-def test_a_run_whose_follower_was_killed_is_shown_on_in_the_same_flow_run(
+def test_a_resume_continues_a_flow_run_without_follower(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
     call = RecordedCall(tmp_path, "data")
@@ -270,44 +197,7 @@ def test_a_run_whose_follower_was_killed_is_shown_on_in_the_same_flow_run(
         assert eventually(lambda: in_state(prefect, call, "COMPLETED"))["id"] == before["id"]
 
 
-def test_a_run_of_another_host_is_closed_by_what_its_workspace_says(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
-    far, theirs = RecordedCall(tmp_path / "far"), "another-host:1:1.00"
-    near = RecordedCall(tmp_path / "near", "data")
-    with near.worked_on():  # makes the deployment, if nobody has
-        eventually(lambda: prefect.flow_run(f"run:{near.run}"))
-        near.shows("data", "skipped", attempt=0)
-        near.end()
-    deployment = prefect.get("/deployments/name/pipeline/refiner")
-    made = prefect.post(
-        f"/deployments/{deployment['id']}/create_flow_run",
-        {
-            "tags": [f"run:{far.run}"],
-            "parameters": {"run": far.run, "workspace": str(far.room.root)},
-            "labels": {"refiner.follower": theirs},
-            "state": {"type": "RUNNING"},
-        },
-    )
-
-    def show_another(name: str) -> None:
-        call = RecordedCall(tmp_path / name, "data")
-        with call.worked_on():
-            call.shows("data", "skipped", attempt=0)
-            call.end()
-            eventually(lambda: in_state(prefect, call, "COMPLETED"))
-
-    far.room.write_orchestrator(far.run, {"process": theirs, "state": "running"})
-    show_another("1")
-    assert in_state(prefect, far, "RUNNING"), "nobody knows that it has ended"
-    far.room.write_orchestrator(far.run, {"process": theirs, "state": "ended"})
-    show_another("2")
-    assert "has ended" in prefect.get(f"/flow_runs/{made['id']}")["state"]["message"]
-
-
-def test_a_full_disk_is_an_event_and_stands_in_the_timeline(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_an_event_and_an_incident(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path, "data", "sft")
     full = Outcome("disk_full", "resume", "saving the checkpoint of step 3", 5, 3, errno=122)
     with call.worked_on():
@@ -336,9 +226,7 @@ def test_a_full_disk_is_an_event_and_stands_in_the_timeline(
     assert any(r["prefect.resource.role"] == "flow-run" for r in incident["related"])
 
 
-def test_records_that_cannot_be_read_for_a_while_end_no_flow_run(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_unreadable_records_end_no_flow_run(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path, "data")
     with call.worked_on():
         call.shows("data", "running")
@@ -346,12 +234,7 @@ def test_records_that_cannot_be_read_for_a_while_end_no_flow_run(
         events = call.room.layout.run(call.run).events
         events.rename(events.with_name("away"))
         events.mkdir()
-        wanted = {"logs": {"flow_run_id": {"any_": [flow_run["id"]]}}}
-        eventually(
-            lambda: any(
-                "cannot be read" in line["message"] for line in prefect.post("/logs/filter", wanted)
-            )
-        )
+        eventually(lambda: logged(prefect, flow_run, "cannot be read"))
         events.rmdir()
         events.with_name("away").rename(events)
         call.shows("data", "done", report={})
@@ -359,9 +242,7 @@ def test_records_that_cannot_be_read_for_a_while_end_no_flow_run(
         eventually(lambda: in_state(prefect, call, "COMPLETED"))
 
 
-def test_cancelled_in_the_ui_a_run_of_a_terminal_saves_and_ends(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_a_cancel_in_the_ui_ends_a_run_of_a_terminal(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path)
     with call.worked_on():
         call.shows("data", "running")
@@ -375,9 +256,7 @@ def test_cancelled_in_the_ui_a_run_of_a_terminal_saves_and_ends(
         eventually(lambda: in_state(prefect, call, "CANCELLED"))
 
 
-def test_work_goes_on_when_the_server_dies_and_the_flow_run_catches_up(
-    prefect: PrefectApi, tmp_path: Path
-) -> None:
+def test_a_dead_server_stops_no_work_and_catches_up(prefect: PrefectApi, tmp_path: Path) -> None:
     call = RecordedCall(tmp_path)
     with call.worked_on():
         call.shows("data", "running")
@@ -405,13 +284,12 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, folder: Path, url: str) -> Iterat
     assert server_status().state == "yours", "none of ours was started"
 
 
-def test_a_server_of_the_users_that_is_down_costs_one_warning(
+def test_a_dead_server_of_the_user_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch_router(monkeypatch)
     with elsewhere(monkeypatch, tmp_path / "state", "http://127.0.0.1:9/api"):
-        outcome = told_run(tmp_path / "runs", {}, use_server=True)
-        assert outcome.exit_code == 0
+        assert told_run(tmp_path / "runs", {}, use_server=True).exit_code == 0
         call = RecordedCall(tmp_path / "2")
         with call.worked_on():
             eventually(lambda: call.warned)
@@ -420,9 +298,67 @@ def test_a_server_of_the_users_that_is_down_costs_one_warning(
         assert "127.0.0.1:9" in call.warned[0]
 
 
-def test_without_the_key_the_server_tells_nothing(prefect: PrefectApi) -> None:
+def test_the_server_answers_nobody_without_the_key(prefect: PrefectApi) -> None:
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(f"{prefect.info.api_url}/admin/version", timeout=10)
     command = " ".join(psutil.Process(prefect.info.pid).cmdline())
     log = Path(server_status().log).read_text()
     assert prefect.info.auth.split(":")[1] not in command + log + repr(prefect.info)
+
+
+# ---------------------------------------------------------------- the link of `refiner server`
+
+
+def on_a_terminal(*words: str) -> str:
+    """What a command prints on a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command(*words), env=environment(), stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    said = b""
+    try:
+        while piece := os.read(ours, 65536):
+            said += piece
+    except OSError:  # how a pseudo-terminal says that its other end is closed
+        process.wait(60)
+    finally:
+        os.close(ours)
+    return said.decode()
+
+
+def test_the_link_opens_the_page_and_shows_no_key(prefect: PrefectApi, tmp_path: Path) -> None:
+    found = re.search(r"http://\S+open\.html#\S+", on_a_terminal("server"))
+    assert found
+    with chromium(tmp_path / "stranger") as page:
+        page.show(f"{prefect.info.url}/dashboard")
+        eventually(lambda: page.run("location.pathname") == "/login")
+    with chromium(tmp_path / "profile") as page:
+        page.show(found[0])
+        eventually(lambda: "Work Pools" in page.text())
+        assert page.run("location.pathname") == "/dashboard"
+        assert "Authentication failed" not in page.text()
+        assert prefect.info.auth not in page.run("location.href")
+        assert "open.html" not in page.run("document.referrer")
+        entries = page.call("Page.getNavigationHistory")["entries"]
+        assert not any(prefect.info.auth.split(":")[1] in entry["url"] for entry in entries)
+
+
+def test_the_link_leads_to_no_other_site(prefect: PrefectApi, tmp_path: Path) -> None:
+    on_a_terminal("server")  # the page is there
+    with chromium(tmp_path / "profile") as page:
+        for target in ("//example.org/", "https://example.org/", "javascript:alert(1)"):
+            page.show(f"{prefect.info.url}/open.html#me:key,{target}")
+            assert page.run("location.origin") == prefect.info.url
+            assert page.run("localStorage.getItem('prefect-password')") is None
+            page.show("about:blank")
+
+
+def test_the_key_is_shown_on_a_terminal_alone(prefect: PrefectApi, tmp_path: Path) -> None:
+    info = ensure_server(60)
+    key = info.auth.split(":")[1]
+    for words in (("server",), ("server", "--json")):
+        done = refiner(*words)
+        assert key not in done.stdout + done.stderr
+    with (tmp_path / "file").open("w") as file:
+        assert terminal_link(info, "/runs", file) == f"{info.url}/runs"

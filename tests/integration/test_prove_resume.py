@@ -25,9 +25,7 @@ def proofs(done: Finished) -> dict[str, Any]:
     return {p["stage"]: p for p in done.json["proofs"]}
 
 
-def test_grpo_that_is_killed_and_stopped_is_proven_bitwise(
-    small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_grpo_killed_and_stopped_is_bitwise(small: tuple[str, ...], tmp_path: Path) -> None:
     workspace = tmp_path / "runs"
     words = ("stages=[data,grpo,evaluate,publish]", "--steps", "6", "--interruptions", "2")
     done = prove(workspace, small, *words)
@@ -46,14 +44,11 @@ def test_grpo_that_is_killed_and_stopped_is_proven_bitwise(
     (stage,) = [s for s in plan["stages"] if s["stage"] == "grpo"]
     assert (stage["action"], stage["fingerprint"]) == ("run", proof["fingerprint"])
     recorded = read_proof(Workspace.read_only(workspace), stage["id"])
-    assert recorded is not None
     assert recorded.verdict == "bitwise"
     assert list((workspace / "proofs" / "scratch").iterdir()) == []
 
 
-def test_a_resume_that_loses_the_optimiser_is_called_diverged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_without_optimiser_diverges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = os.pathsep.join(filter(None, [str(BROKEN), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("PYTHONPATH", path)
     workspace = tmp_path / "runs"
@@ -71,7 +66,7 @@ def test_a_resume_that_loses_the_optimiser_is_called_diverged(
     assert f"Both runs are kept in {kept}" in done.stderr
 
 
-def test_ctrl_c_ends_it_with_nothing_recorded(tmp_path: Path) -> None:
+def test_ctrl_c_records_no_proof(tmp_path: Path) -> None:
     workspace = tmp_path / "runs"
     words = (f"workspace={workspace}", *SMALL, "stages=[data,sft]")
     process = start("prove-resume", "tiny", *words)

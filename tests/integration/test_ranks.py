@@ -1,4 +1,4 @@
-"""A stage in several processes: what ends one ends all, and nothing outlives the worker."""
+"""A stage in several processes: one end ends all, and nothing outlives the worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 @pytest.fixture
 def start(workspace: Workspace) -> Iterator[Start]:
-    """Starts the next attempt, which behaves as it is told."""
+    """Starts the next attempt with a behaviour."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start_worker(**behaviour: object) -> subprocess.Popen[bytes]:
@@ -64,9 +64,7 @@ def start(workspace: Workspace) -> Iterator[Start]:
 
 
 def record(workspace: Workspace) -> StageRecord:
-    found = workspace.read_record(STAGE.id)
-    assert found is not None
-    return found
+    return workspace.read_record(STAGE.id)
 
 
 def last(workspace: Workspace) -> tuple[Attempt, str]:
@@ -92,32 +90,26 @@ def launched_for(worker: int) -> list[psutil.Process]:
     return [top, *top.children(recursive=True)]
 
 
-def test_the_first_rank_that_fails_is_what_the_user_reads(
-    workspace: Workspace, start: Start
-) -> None:
+def test_the_error_of_the_first_failing_rank_is_shown(workspace: Workspace, start: Start) -> None:
     """Rank 0 meets the consequence; rank 1 had the cause."""
     worker = start(steps=1000, fails=1)
     assert worker.wait(120) == 2
     attempt, log = last(workspace)
     outcome = attempt.outcome
-    assert outcome is not None
     assert (outcome.failure, outcome.decision) == ("bad_configuration", "stop")
-    assert outcome.message == ("told to fail. Expected no less. To fix it: tell it otherwise.")
+    assert outcome.message.startswith("told to fail")
     assert "\nrank 0 of 2 is here\n" in log
     assert "\n[rank 1] rank 1 of 2 is here\n" in log
     assert "fake_rank.py" in log, "the traceback of the rank"
     assert list(workspace.layout.stage(STAGE.id).checkpoints.glob(".tmp-*")) == []
 
 
-def test_a_killed_rank_ends_the_attempt_and_the_next_one_goes_on(
-    workspace: Workspace, start: Start
-) -> None:
+def test_a_killed_rank_ends_the_attempt_and_it_resumes(workspace: Workspace, start: Start) -> None:
     worker = start(steps=1000, step_s=0.5)
     wait_until(lambda: len(saved(workspace)) >= 2, "two checkpoints", 90)
     os.kill(rank(workspace, 1), signal.SIGKILL)
     assert worker.wait(60) == 1
     attempt, _ = last(workspace)
-    assert attempt.outcome is not None
     assert (attempt.outcome.failure, attempt.outcome.decision) == ("killed", "resume")
     assert "Rank 1 " in attempt.outcome.message
     assert "SIGKILL" in attempt.outcome.message
@@ -130,7 +122,6 @@ def test_a_killed_rank_ends_the_attempt_and_the_next_one_goes_on(
         process.terminate()
     assert worker.wait(60) == 6
     attempt, _ = last(workspace)
-    assert attempt.outcome is not None
     assert (attempt.outcome.failure, attempt.outcome.decision) == ("interrupted", "resume")
     stopped = int((workspace.root / "rank-0.stopped").read_text())
     assert max(saved(workspace)) == stopped
@@ -138,7 +129,6 @@ def test_a_killed_rank_ends_the_attempt_and_the_next_one_goes_on(
     worker = start(steps=stopped + 2)
     assert worker.wait(120) == 0
     done = record(workspace)
-    assert done.result is not None
     assert done.result.report == {"steps": stopped + 2, "begun": stopped}
     lines = read_metrics(workspace.layout.attempt(STAGE.id, 3).metrics)
     assert [m.step for m in lines] == list(range(1, stopped + 3))
@@ -167,7 +157,6 @@ TRAINING = (
 
 def rank_1_of(stage: Stage) -> psutil.Process:
     """The process of rank 1 of a stage's newest attempt."""
-    assert stage.worker is not None
     found = []
     for process in launched_for(stage.worker.pid):
         with contextlib.suppress(psutil.Error):
@@ -207,12 +196,10 @@ def test_training_in_two_processes_outlives_a_killed_rank(
         *("grpo.num_unique_prompts_rollout=2", "grpo.num_samples_per_prompt_rollout=4"),
     )
     wait_until(lambda: len(sft.steps()) >= 2 or process.poll() is not None, "two steps", 200)
-    assert sft.worker is not None
     assert listening(sft.worker.pid), "gloo does, as long as they train"
     assert beyond_loopback(sft.worker.pid) == []
     rank_1_of(sft).kill()
     wait_until(lambda: grpo.steps() or process.poll() is not None, "a step of ZeRO-3", 300)
-    assert grpo.worker is not None
     assert beyond_loopback(grpo.worker.pid) == []
     _, told = process.communicate(timeout=400)
     assert process.returncode == 0, told
@@ -231,7 +218,7 @@ def test_training_in_two_processes_outlives_a_killed_rank(
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_two_nodes_of_a_cluster_train_one_model_and_save_when_slurm_asks_them_to_stop(
+def test_two_nodes_train_one_model_and_save_on_sigterm(
     slurm: Cluster,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -247,7 +234,6 @@ def test_two_nodes_of_a_cluster_train_one_model_and_save_when_slurm_asks_them_to
         *("dispatch.scheduler_poll_s=0.5", "dispatch.backoff_s=0.5"),
     )
     wait_until(lambda: len(sft.steps()) >= 2 or process.poll() is not None, "two steps", 200)
-    assert sft.folder is not None
     job = json.loads((sft.attempts[0] / "job.json").read_text())["job_id"]
     slurm.run("scancel", "--signal=TERM", str(job))
     _, told = process.communicate(timeout=200)

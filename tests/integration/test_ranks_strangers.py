@@ -61,7 +61,7 @@ def opened(pids: Sequence[int]) -> list[str]:
     return found
 
 
-def test_another_user_finds_nothing_of_local_ranks_that_takes_a_word(tmp_path: Path) -> None:
+def test_another_user_reaches_no_port_or_file_of_local_ranks(tmp_path: Path) -> None:
     needs_users()
     placement = Placement(nodes=1, nproc_per_node=2)
     command = f"{agent_command('tests.support.talking_rank', 0)} {tmp_path}"
@@ -94,8 +94,8 @@ def test_another_user_finds_nothing_of_local_ranks_that_takes_a_word(tmp_path: P
     assert not (tmp_path / "planted").exists()
 
 
-def test_a_rank_does_not_unpickle_what_one_without_the_key_says(tmp_path: Path) -> None:
-    """Whoever answers gloo faster than the real rank has its place."""
+def test_a_rank_unpickles_nothing_without_the_key(tmp_path: Path) -> None:
+    """A process that answers gloo faster than the real rank takes its place."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Rejection sampling and fine-tuning on a real orchestrator: killed in the middle, and nobody sees.
+"""Rejection sampling and fine-tuning on a real orchestrator, killed in the middle.
 
 What would break for a user: a night of sampling that a node failure throws away, other attempts
 after a restart than before it, a stage `rft` that trains on something else than what was kept.
@@ -36,9 +36,7 @@ RFT = (
 )
 
 
-def test_a_run_whose_sampling_is_killed_keeps_what_it_would_have_kept(
-    tmp_path: Path, small: tuple[str, ...]
-) -> None:
+def test_killed_sampling_resumes_to_the_same_rows(tmp_path: Path, small: tuple[str, ...]) -> None:
     workspace = tmp_path / "runs"
     process = start("run", "tiny", f"workspace={workspace}", *small, *RFT, "--no-server")
     sample, rft = Stage(workspace, "sample"), Stage(workspace, "rft")
@@ -89,9 +87,7 @@ def test_a_run_whose_sampling_is_killed_keeps_what_it_would_have_kept(
     ]
 
 
-def test_attempts_from_servers_are_those_of_the_model_and_nothing_is_left_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempts_from_servers_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
     monkeypatch.setenv("PATH", f"{shim(tmp_path / 'bin')}:{os.environ['PATH']}")
@@ -105,7 +101,7 @@ def test_attempts_from_servers_are_those_of_the_model_and_nothing_is_left_of_the
     for name, generator in (("served", True), ("here", False)):
         (tmp_path / name).mkdir()
         with (
-            pytest.raises(DataError, match="none is kept"),  # of a model of random numbers
+            pytest.raises(DataError),  # of a model of random numbers
             contextlib.ExitStack() as stack,
         ):
             sample_attempts(

@@ -1,29 +1,23 @@
-"""Dispatch on a real Slurm: what is submitted runs, and how it is, is said truly."""
+"""Dispatch on a real Slurm, without and with accounting: jobs, their ends, preemption, outages."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from infra.jobs.dispatch import Router
-from infra.jobs.protocol import WorkerCommand
-from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
-from infra.slurm.scheduler import SlurmUnavailable
+from infra.slurm.scheduler import RealSlurm, Row, SlurmUnavailable
+from infra.slurm.states import facts_of_accounts
 from infra.store import atomic
-from infra.store.workspace import Workspace
-from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.types import StageView
-from tests.support.plans import FAKE_WORKER, orchestrator_on, run_record, small_plan
+from tests.support.require import require
 from tests.support.slurm_campaign import SMALL, Campaign
-from tests.support.slurm_cluster import Cluster
+from tests.support.slurm_cluster import Cluster, ClusterSpec, missing, running_cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -54,39 +48,20 @@ def limited(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[C
     return campaign, request
 
 
-def test_a_job_runs_and_its_end_is_told(limited: object, campaign: Campaign) -> None:
+def test_a_job_runs_and_its_end_is_classified(limited: object, campaign: Campaign) -> None:
     good, bad = campaign.claim(1), campaign.claim(2)
     campaign.behave({bad.stage_id: {"exit_code": 2}})
     campaign.submit(good, bad)
     assert campaign.look(good, bad)[good.ref].sight == "live"
     told = campaign.wait_dead(good)
     assert (told.state, told.node[0]) == ("COMPLETED", "n")
-    assert told.facts is not None
     assert told.facts["exit_code"] == "0:0"
     end = campaign.wait_dead(bad).end
-    assert end is not None
     assert (end.failure, end.decision) == ("bad_configuration", "stop")
     assert any(line.startswith("end") for line in campaign.said(good))
 
 
-def test_jobs_of_one_shape_are_one_array(campaign: Campaign, slurm: Cluster) -> None:
-    campaign.behave({"work_s": 1})
-    others = Resources(cpus=2, memory_gb=1, time_limit_min=10)
-    alike = [campaign.claim(seed) for seed in range(5)]
-    different = campaign.claim(9, resources=others)
-    campaign.submit(*alike, different)
-    ids = [campaign.job_id(r) for r in alike]
-    array = ids[0].partition("_")[0]
-    assert ids == [f"{array}_{n}" for n in range(5)]
-    assert "_" not in campaign.job_id(different)
-    sights = campaign.look(*alike, different)
-    assert {s.sight for s in sights.values()} == {"live"}
-    for request in (*alike, different):
-        assert campaign.wait_dead(request).state == "COMPLETED"
-        assert campaign.said(request)[-1] == "end 0"
-
-
-def test_a_request_to_stop_reaches_the_worker_and_lets_it_save(campaign: Campaign) -> None:
+def test_a_request_to_stop_lets_the_worker_save(campaign: Campaign) -> None:
     campaign.behave({"work_s": 60, "save_s": 1.5})
     (request,) = campaign.submit(campaign.claim())
     campaign.wait_begun(request)
@@ -94,13 +69,10 @@ def test_a_request_to_stop_reaches_the_worker_and_lets_it_save(campaign: Campaig
     assert campaign.dispatcher.stop(campaign.open(request))
     sight = campaign.wait_dead(request)
     assert campaign.said(request)[-2:] == ["asked", "saved"]
-    assert sight.end is not None
     assert sight.end.failure == "interrupted"
 
 
-def test_a_job_that_queues_cannot_be_asked_and_is_withdrawn(
-    campaign: Campaign, slurm: Cluster
-) -> None:
+def test_a_queued_job_is_withdrawn_by_a_kill(campaign: Campaign, slurm: Cluster) -> None:
     campaign.behave({"work_s": 60, "save_s": 0})
     (request,) = campaign.submit(campaign.claim(resources=replace(SMALL, nodes=3, cpus=8)))
     other = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--hold", "--wrap=true")
@@ -109,14 +81,11 @@ def test_a_job_that_queues_cannot_be_asked_and_is_withdrawn(
         assert not waiting.running
     campaign.dispatcher.kill(campaign.open(request))
     end = campaign.wait_dead(request).end
-    assert end is not None
     assert (end.failure, end.decision) == ("killed", "resume")
     slurm.run("scancel", other.strip())
 
 
-def test_preempted_with_grace_it_saves_and_counts_as_preempted(
-    slurm: Cluster, tmp_path: Path
-) -> None:
+def test_a_job_preempted_with_grace_saves(slurm: Cluster, tmp_path: Path) -> None:
     low = on(tmp_path, partition="low", nodelist="n1")
     low.behave({"work_s": 60, "save_s": 1})
     (request,) = low.submit(low.claim(resources=WHOLE_NODE))
@@ -124,13 +93,10 @@ def test_preempted_with_grace_it_saves_and_counts_as_preempted(
     slurm.run("sbatch", *_ON_N1, "--partition=high", "--wrap=sleep 1")
     end = low.wait_dead(request).end
     assert low.said(request)[-2:] == ["asked", "saved"]
-    assert end is not None
     assert (end.failure, end.decision) == ("preempted", "resume")
 
 
-def test_preempted_without_goodbye_it_starts_again_under_the_same_id(
-    slurm: Cluster, tmp_path: Path
-) -> None:
+def test_a_job_preempted_without_grace_keeps_its_id(slurm: Cluster, tmp_path: Path) -> None:
     rough = on(tmp_path, partition="rough", nodelist="n1")
     rough.behave({"work_s": 60})
     (request,) = rough.submit(rough.claim(resources=WHOLE_NODE))
@@ -150,36 +116,28 @@ def test_preempted_without_goodbye_it_starts_again_under_the_same_id(
     assert rough.job_id(request) == job_id
 
 
-def test_a_lost_node_puts_the_job_back_under_the_same_id(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_lost_node_requeues_a_job_or_is_a_node_failure(slurm: Cluster, tmp_path: Path) -> None:
     campaign = on(tmp_path, nodelist="n3")
-    campaign.behave({"work_s": 60})
+    final = Campaign(tmp_path / "w3", replace(PROFILE, nodelist="n3", requeue=False))
+    for each in (campaign, final):
+        each.behave({"work_s": 60})
     (request,) = campaign.submit(campaign.claim())
+    (lost,) = final.submit(final.claim())
     campaign.wait_begun(request)
+    final.wait_begun(lost)
     campaign.behave({"work_s": 0})
     try:
         slurm.kill_node("n3")
         back = campaign.wait(request, lambda s: s.state == "PENDING")
         assert (back.sight, back.running) == ("live", False)
+        sight = final.wait_dead(lost)
     finally:
         slurm.start_node("n3")
+    assert (sight.end.failure, sight.node) == ("node_failure", "n3")
     assert campaign.wait_dead(request, 40).state == "COMPLETED"
 
 
-def test_a_lost_node_without_requeue_is_a_node_failure(slurm: Cluster, tmp_path: Path) -> None:
-    campaign = on(tmp_path, nodelist="n3", requeue=False)
-    campaign.behave({"work_s": 60})
-    (request,) = campaign.submit(campaign.claim())
-    campaign.wait_begun(request)
-    try:
-        slurm.kill_node("n3")
-        sight = campaign.wait_dead(request)
-    finally:
-        slurm.start_node("n3")
-    assert sight.end is not None
-    assert (sight.end.failure, sight.node) == ("node_failure", "n3")
-
-
-def test_nodes_that_failed_are_avoided_unless_none_is_left(campaign: Campaign) -> None:
+def test_failed_nodes_are_avoided_unless_none_is_left(campaign: Campaign) -> None:
     elsewhere = campaign.claim(1, avoid=("n1", "n2"))
     nowhere = campaign.claim(2, avoid=("n1", "n2", "n3"))
     campaign.submit(elsewhere, nowhere)
@@ -187,28 +145,7 @@ def test_nodes_that_failed_are_avoided_unless_none_is_left(campaign: Campaign) -
     assert campaign.wait_dead(nowhere).state == "COMPLETED"
 
 
-def test_a_suspended_job_lives_and_owes_nothing(campaign: Campaign, slurm: Cluster) -> None:
-    campaign.behave({"work_s": 60})
-    (request,) = campaign.submit(campaign.claim())
-    campaign.wait_begun(request)
-    slurm.run("scontrol", "suspend", campaign.job_id(request))
-    sight = campaign.wait(request, lambda s: s.state == "SUSPENDED")
-    assert (sight.sight, sight.running) == ("live", False)
-    slurm.run("scontrol", "resume", campaign.job_id(request))
-    campaign.wait(request, lambda s: s.running)
-
-
-def test_cancelled_by_a_person_is_not_tried_again(campaign: Campaign, slurm: Cluster) -> None:
-    campaign.behave({"work_s": 60})
-    (request,) = campaign.submit(campaign.claim())
-    campaign.wait_begun(request)
-    slurm.run("scancel", campaign.job_id(request))
-    end = campaign.wait_dead(request).end
-    assert end is not None
-    assert (end.failure, end.decision) == ("cancelled", "stop")
-
-
-def test_a_failed_start_holds_the_job_until_it_is_released(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_failed_start_holds_the_job_until_its_release(slurm: Cluster, tmp_path: Path) -> None:
     campaign = on(tmp_path, nodelist="n2")
     spool = slurm.folder / "spool" / "n2"
     following = int(slurm.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=true")) + 1
@@ -224,7 +161,7 @@ def test_a_failed_start_holds_the_job_until_it_is_released(slurm: Cluster, tmp_p
 
 
 @pytest.mark.parametrize("size", [1, 5])
-def test_a_crash_between_sbatch_and_the_note_loses_and_doubles_nothing(
+def test_a_crash_after_sbatch_loses_and_doubles_nothing(
     campaign: Campaign, slurm: Cluster, size: int
 ) -> None:
     campaign.behave({"work_s": 1})
@@ -244,23 +181,14 @@ def test_a_crash_between_sbatch_and_the_note_loses_and_doubles_nothing(
         assert sum(line.startswith("begin") for line in campaign.said(request)) == 1
 
 
-def test_what_was_never_submitted_is_lost_after_some_answers(campaign: Campaign) -> None:
-    request = campaign.claim()
-    assert campaign.sight(request).sight == "unknown"
-    end = campaign.wait_dead(request).end
-    assert end is not None
-    assert (end.failure, end.decision) == ("system_outage", "resume")
-
-
-def test_a_controller_that_is_away_kills_no_job(campaign: Campaign, slurm: Cluster) -> None:
+def test_an_absent_controller_kills_no_job(campaign: Campaign, slurm: Cluster) -> None:
     campaign.behave({"work_s": 60})
     (request,) = campaign.submit(campaign.claim())
     campaign.wait_begun(request)
     campaign.wait(request, lambda s: s.running)
     slurm.stop_controller()
     try:
-        sight = campaign.wait(request, lambda s: s.sight == "unknown")
-        assert sight.end is None
+        assert campaign.wait(request, lambda s: s.sight == "unknown").end is None
         errors = campaign.dispatcher.submit([campaign.claim(2)])
         assert [type(e) for e in errors.values()] == [SlurmUnavailable]
     finally:
@@ -268,51 +196,14 @@ def test_a_controller_that_is_away_kills_no_job(campaign: Campaign, slurm: Clust
     assert campaign.wait(request, lambda s: s.running).sight == "live"
 
 
-def test_a_controller_that_is_away_when_the_next_stage_is_due_ends_no_run(
-    slurm: Cluster, tmp_path: Path
-) -> None:
-    """For more tries than any failure to start a job may come; the next stage says why it waits."""
-    workspace = Workspace.open(tmp_path / "w")
-    (workspace.root / "behaviour.json").write_text(json.dumps({"data": {"steps": 20}}))
-    dispatcher = SlurmDispatcher(
-        workspace,
-        PROFILE,
-        scheduler_poll_s=0.2,
-        worker=WorkerCommand(workspace.root, (str(FAKE_WORKER),)),
-    )
-    plan = small_plan("data", "sft", backoff_s=0.01)
-    router = Router({"slurm": dispatcher}, lambda _: "slurm")
-    run = orchestrator_on(plan, workspace, router, run=run_record(workspace, plan))
-    waits: list[StageView] = []
-    run.start()
-    while workspace.layout.stage(plan.by_name["data"].id).attempt_numbers() != [1] or (
-        run.views()["data"].state != "running"
-    ):
-        time.sleep(0.05)
-    slurm.stop_controller()
-    try:
-        sft = workspace.layout.stage(plan.by_name["sft"].id)
-        while len(sft.attempt_numbers()) <= plan.config.dispatch.retries.launch_failure + 2:
-            waits.append(run.views()["sft"])
-            time.sleep(0.05)
-            assert not waits[-1].terminal, waits[-1]
-    finally:
-        slurm.start_controller()
-    assert {v.state for v in run.join().values()} == {"done"}
-    assert any(v.state == "paused" and "sbatch did not accept the job" in v.message for v in waits)
-    record = workspace.read_record(plan.by_name["sft"].id)
-    assert record is not None
-    assert {a.outcome.failure for a in record.attempts if a.outcome} == {"system_outage", "none"}
-
-
-def test_what_slurm_never_takes_is_refused_as_configuration(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_wrong_partition_is_a_configuration_error(slurm: Cluster, tmp_path: Path) -> None:
     campaign = on(tmp_path, partition="nowhere")
     (error,) = campaign.dispatcher.submit([campaign.claim()]).values()
     assert isinstance(error, ConfigurationError)
     assert "invalid partition" in str(error)
 
 
-def test_a_folder_of_the_user_shadows_neither_ours_nor_submitit(
+def test_the_users_folders_shadow_nothing(
     slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("infra", "flows", "submitit", "cloudpickle"):
@@ -327,33 +218,15 @@ def test_a_folder_of_the_user_shadows_neither_ours_nor_submitit(
     assert f"infra {code}/infra/__init__.py" in campaign.said(request)
 
 
-def test_secrets_reach_the_job_and_no_file(
-    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    canary = "hf_canary0123456789"
-    monkeypatch.setenv("HF_TOKEN", canary)
-    campaign = Campaign(tmp_path / "w")
-    requests = campaign.submit(*(campaign.claim(seed) for seed in range(5)))
-    for request in requests:
-        campaign.wait_dead(request)
-    assert canary in " ".join(campaign.said(requests[0]))
-    assert '"HF_HUB_OFFLINE": "1"' in " ".join(campaign.said(requests[0]))
-    files = [p for p in campaign.workspace.root.rglob("*") if p.is_file() and p.name != "said.txt"]
-    assert len(files) > 20
-    assert [p for p in files if canary.encode() in p.read_bytes()] == []
-
-
 @pytest.mark.parametrize("option", ["gpus-per-node", "gres"])
-def test_gpus_are_asked_for_as_the_cluster_wants(
-    slurm: Cluster, tmp_path: Path, option: str
-) -> None:
+def test_gpus_are_requested_by_either_option(slurm: Cluster, tmp_path: Path, option: str) -> None:
     campaign = on(tmp_path, gpu_option=option)
     (request,) = campaign.submit(campaign.claim(resources=replace(SMALL, gpus=2)))
     assert campaign.wait_dead(request).state == "COMPLETED"
     assert '"CUDA_VISIBLE_DEVICES": "0,1"' in campaign.said(request)[0]
 
 
-def test_the_time_limit_is_told_early_enough_to_save(limited: tuple[Campaign, object]) -> None:
+def test_a_job_saves_before_its_time_limit(limited: tuple[Campaign, object]) -> None:
     campaign, request = limited
     sight = campaign.wait_dead(request, 70)  # type: ignore[arg-type]
     said = campaign.said(request)  # type: ignore[arg-type]
@@ -364,3 +237,77 @@ def test_the_time_limit_is_told_early_enough_to_save(limited: tuple[Campaign, ob
 
 
 _ON_N1 = ("--nodelist=n1", "--exclusive", "--output=/dev/null")
+
+
+# ---------------------------------------------------------------- with accounting
+
+
+MEMORY = Path("/sys/fs/cgroup/memory").is_dir() and os.access("/sys/fs/cgroup/memory", os.W_OK)
+SPEC = ClusterSpec(nodes=1, accounting=True, memory=MEMORY)
+
+
+@pytest.fixture(scope="module")
+def accounts() -> Iterator[Cluster]:
+    """A cluster of its own, in a network namespace because slurmdbd listens on every address."""
+    require("slurm", not missing(SPEC), missing(SPEC))
+    with running_cluster(SPEC) as cluster, cluster.joined():
+        yield cluster
+
+
+class Forgetful(RealSlurm):
+    """A controller that has forgotten every job that is over."""
+
+    def shown(self, ids: object, names: object = ()) -> list[Row]:
+        return []
+
+
+def test_the_cluster_is_not_reachable_from_outside(accounts: Cluster) -> None:
+    """Its ports are those of another network namespace, in which there is loopback alone."""
+    here = Path("/proc/net/tcp").read_text()
+    there = accounts.run("cat", "/proc/net/tcp")
+    for port in (accounts.port, accounts.port + 1):
+        assert f":{port:04X} " in there
+    home = Path(f"/proc/{os.getppid()}/net/tcp").read_text()
+    assert f":{accounts.port + 1:04X} " not in home
+    assert here != home
+    assert "eth" not in accounts.run("cat", "/proc/net/dev")
+
+
+def test_a_forgotten_job_is_found_in_the_accounts(accounts: Cluster, tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path / "w", commands=Forgetful())
+    good, bad = campaign.claim(1), campaign.claim(2)
+    campaign.behave({bad.stage_id: {"exit_code": 5}})
+    campaign.submit(good, bad)
+    assert campaign.wait_dead(good).state == "COMPLETED"
+    sight = campaign.wait_dead(bad)
+    assert (sight.end.failure, sight.facts["source"]) == ("disk_full", "sacct")
+    campaign.workspace.layout.attempt(*good.ref).job.unlink()
+    # Accounting lags: some seconds pass before a job can be found there by name.
+    patient = campaign.another_dispatcher(commands=Forgetful(), patience=(3, 15.0))
+    campaign.dispatcher = patient
+    assert campaign.wait_dead(good).state == "COMPLETED"
+
+
+def test_a_cancelled_job_names_who_did_it(accounts: Cluster, tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path / "w", commands=Forgetful())
+    campaign.behave({"work_s": 60, "save_s": 0})
+    (request,) = campaign.submit(campaign.claim())
+    campaign.wait_begun(request)
+    accounts.run("scancel", campaign.job_id(request))
+    end = campaign.wait_dead(request).end
+    assert end.failure == "cancelled"
+    assert "cancelled by root" in end.message
+
+
+@pytest.mark.parametrize("forgetful", [False, True])
+def test_too_much_memory_ends_the_step(accounts: Cluster, tmp_path: Path, forgetful: bool) -> None:
+    require("slurm", MEMORY, "no memory cgroup (version 1) to write to")
+    commands = Forgetful() if forgetful else RealSlurm()
+    campaign = Campaign(tmp_path / "w", commands=commands)
+    campaign.behave({"accept_mb": 1500})
+    (request,) = campaign.submit(campaign.claim(resources=replace(SMALL, memory_gb=1)))
+    end = campaign.wait_dead(request).end
+    assert (end.failure, end.decision) == ("out_of_memory", "resume")
+    rows = RealSlurm().accounts([campaign.job_id(request)]) or []
+    (job,) = facts_of_accounts(rows).values()
+    assert job.out_of_memory

@@ -1,8 +1,8 @@
-"""What keeps the house in shape: the part of ``make lint`` that ruff and mypy do not know.
+"""Checks of the source tree that ruff and mypy do not have; a part of ``make lint``.
 
-In order of reading: ``source`` (the files as syntax trees), then one module a question, each of
-which takes the source and gives findings: ``arrows`` (who may import whom), ``sizes`` (modules,
-functions, folders), ``marks`` (docstrings, fields of configuration, prints), ``use`` (what nobody
-refers to) and ``copies`` (functions written twice). ``budget.toml`` lists what may stay as it is,
-with reasons; it only gets shorter: an entry that is no longer needed is a finding too.
+In order of reading: ``source`` (the files as syntax trees), then one module per check, each of
+which takes the source and gives findings: ``arrows`` (which packages and layers may import which),
+``sizes`` (modules, functions, folders), ``marks`` (docstrings, configuration fields, prints),
+``use`` (dead code) and ``copies`` (repeated functions). ``budget.toml`` lists exceptions with their
+reasons; an entry that is no longer needed is a finding too.
 """

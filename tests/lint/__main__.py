@@ -1,4 +1,4 @@
-"""``python -m tests.lint``: all checks of the house; exit code 1 if something is found."""
+"""``python -m tests.lint``: all checks of the source tree; exit code 1 if something is found."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CHECKS = {
 
 
 def main() -> int:
-    """Run them and say what to do."""
+    """Run all checks and print the findings."""
     found = [finding for check in CHECKS.values() for finding in check()]
     for finding in found:
         print(finding)
-    print(f"{len(found)} findings" if found else "The house is in shape.")
+    print(f"{len(found)} findings")
     return int(bool(found))
 
 

@@ -1,13 +1,14 @@
-"""Who may import whom: packages, and the rooms inside them.
+"""Which packages may import which, and the layers inside them.
 
-In: the source. Out: findings. A room may import, when it is loaded, only rooms that stand before it
-in :data:`ROOMS`; an import inside a function (a factory that picks one of several, something that
-is slow to load) is no arrow between rooms, but it is one between packages.
+In: the source. Out: findings. A layer may import, when it is loaded, only layers before it in
+:data:`LAYERS`. An import inside a function (a factory that picks one of several, something that is
+slow to load) counts between packages, and not between layers.
 """
 
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from tests.lint.findings import Finding
@@ -20,11 +21,11 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "infra": frozenset({"infra", "refiner_core"}),
     "refiner_core": frozenset({"refiner_core"}),
 }
-#: The science knows nothing of orchestration.
+#: The science does not depend on orchestration.
 NOT_IN_CORE = ("prefect", "submitit", "wandb", "huggingface_hub")
 
-#: Rooms from the lowest up, as data flows: each may use those before it.
-ROOMS: Mapping[str, Sequence[str]] = {
+#: Layers from the lowest up: each may use those before it.
+LAYERS: Mapping[str, Sequence[str]] = {
     "refiner_core": (
         *("contract", "http", "words", "answers", "judges", "rubrics", "rewards", "generation"),
         *("environments", "samples", "batches", "data", "models", "evaluation", "report", "cards"),
@@ -40,41 +41,20 @@ ROOMS: Mapping[str, Sequence[str]] = {
         *("ranks", "rollouts", "doctor"),
     ),
     "flows": (
-        *(
-            "recipes",
-            "protocols",
-            "checking",
-            "stages",
-            "ranks",
-            "worker",
-            "evaluations",
-        ),
+        *("recipes", "protocols", "checking", "stages", "ranks", "worker", "evaluations"),
         *("artifacts", "running", "notifying", "stored", "tracking", "cards", "publishing"),
         *("adopting", "disk", "plans", "doctor", "rescoring"),
         *("judges", "sweeping", "why", "diffing", "proving", "certify"),
-        *("nightly", "reporting"),
-        *(
-            "frames",
-            "starting",
-            "api",
-            "flow_runs",
-            "ensuring",
-            "pipeline",
-            "sweep",
-            "serving",
-            "terminal_runs",
-            "attach",
-            "examples",
-            "cli",
-        ),
+        *("nightly", "reporting", "frames", "starting", "api", "flow_runs", "ensuring", "pipeline"),
+        *("sweep", "serving", "terminal_runs", "attach", "examples", "cli"),
     ),
 }
 
 
 def findings() -> Iterator[Finding]:
-    """All arrows that point back."""
+    """All imports that point the wrong way."""
     yield from _packages()
-    yield from _rooms()
+    yield from _layers()
     yield from _cycles()
 
 
@@ -82,95 +62,63 @@ def _packages() -> Iterator[Finding]:
     for module in modules():
         package = module.name.split(".")[0]
         for found in module.imports:
-            if (other := found.target.split(".")[0]) not in MAY_IMPORT[package]:
-                yield Finding(
-                    f"{module.where}:{found.line}",
-                    f"{package} imports {other}",
-                    "arrows point down (flows -> sweeps, infra -> refiner_core): hand the value "
-                    "in, or move what both need into refiner_core",
-                )
+            where, other = f"{module.where}:{found.line}", found.target.split(".")[0]
+            if other not in MAY_IMPORT[package]:
+                fix = "pass the value in, or move what both need into refiner_core"
+                yield Finding(where, f"{package} imports {other}", fix)
+            if _layer(module.name, "refiner_core") == "contract" and (
+                _layer(found.target, "refiner_core") != "contract"
+            ):
+                fix = "the contract is the lowest layer: move what it needs into it"
+                yield Finding(where, f"the contract imports {found.target}", fix)
         if package == "refiner_core":
-            yield from _foreign(module)
-        if module.name.startswith("refiner_core.contract"):
+            for name, line in _imported(module):
+                if name.split(".")[0] in NOT_IN_CORE:
+                    fix = "what talks to schedulers, trackers and hubs belongs to infra"
+                    yield Finding(f"{module.where}:{line}", f"refiner_core imports {name}", fix)
+
+
+def _imported(module: Module) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module, node.lineno
+
+
+def _layers() -> Iterator[Finding]:
+    for top, order in LAYERS.items():
+        place = {layer: number for number, layer in enumerate(order)}
+        inside = modules(top.replace(".", "/"))
+        here = {_layer(m.name, top) for m in inside} - {""}
+        for layer in sorted(here ^ place.keys()):
+            fix = "list each folder and module once in LAYERS of tests/lint/arrows.py"
+            yield Finding(f"{top}.{layer}", "not listed among the layers, or gone", fix)
+        for module in inside:
+            mine = place.get(_layer(module.name, top))
             for found in module.imports:
-                if not found.target.startswith("refiner_core.contract"):
+                other = place.get(_layer(found.target, top))
+                if mine is not None and other is not None and other > mine and not found.lazy:
                     yield Finding(
                         f"{module.where}:{found.line}",
-                        f"the contract imports {found.target}",
-                        "the contract is the lowest room: move what it needs into it",
+                        f"{top}.{order[mine]} imports {found.target}, which is a layer above it",
+                        "move what both need to the lower one, or pass it in; only a factory or "
+                        "something slow may be imported inside a function",
                     )
 
 
-def _foreign(module: Module) -> Iterator[Finding]:
-    for node in ast.walk(module.tree):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
-        for name in names:
-            if name.split(".")[0] in NOT_IN_CORE:
-                yield Finding(
-                    f"{module.where}:{node.lineno}",
-                    f"the science imports {name}",
-                    "what speaks to schedulers, trackers and hubs belongs to infra",
-                )
-
-
-def _rooms() -> Iterator[Finding]:
-    for top, order in ROOMS.items():
-        place = {room: number for number, room in enumerate(order)}
-        here = {_room(m.name, top) for m in modules(top.replace(".", "/"))} - {""}
-        for room in sorted(here - set(order)):
-            yield Finding(
-                f"{top}.{room}",
-                "a room that the order of rooms does not know",
-                f"say in ROOMS of {_HERE} which rooms it may use: put it behind them",
-            )
-        for room in sorted(set(order) - here):
-            yield Finding(top, f"there is no room {room!r}", f"take it out of ROOMS of {_HERE}")
-        for module in modules(top.replace(".", "/")):
-            mine = place.get(_room(module.name, top))
-            for found in module.imports:
-                other = place.get(_room(found.target, top))
-                if mine is None or other is None or found.lazy or other <= mine:
-                    continue
-                yield Finding(
-                    f"{module.where}:{found.line}",
-                    f"{top}.{order[mine]} imports {found.target}, which stands above it",
-                    "move what both need to the lower one, or hand it in; only a factory or "
-                    "something slow may be imported inside a function",
-                )
-
-
-def _room(name: str, top: str) -> str:
-    """The room of ``top`` that a module lies in; "" for ``top`` itself and all outside."""
+def _layer(name: str, top: str) -> str:
+    """The layer of ``top`` that a module lies in; "" for ``top`` itself and all outside."""
     return name.removeprefix(f"{top}.").split(".")[0] if name.startswith(f"{top}.") else ""
 
 
 def _cycles() -> Iterator[Finding]:
     """Modules that import each other, inside functions and for types alone too."""
-    graph = {m.name: {i.target for i in m.imports} for m in modules()}
-    done: set[str] = set()
-    for start in graph:
-        path: list[str] = []
-        walk: list[Iterator[str]] = [iter((start,))]
-        while walk:
-            name = next(walk[-1], None)
-            if name is None:
-                walk.pop()
-                if path:
-                    done.add(path.pop())
-            elif name in path:
-                ring = [*path[path.index(name) :], name]
-                yield Finding(
-                    name,
-                    f"a ring of imports: {' -> '.join(ring)}",
-                    "move what they share into a module that imports neither",
-                )
-            elif name in graph and name not in done:
-                path.append(name)
-                walk.append(iter(sorted(graph[name] - {name})))
-
-
-_HERE = "tests/lint/arrows.py"
+    graph = {m.name: {i.target for i in m.imports} - {m.name} for m in modules()}
+    sorter = graphlib.TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        ring = " -> ".join(reversed(error.args[1]))
+        fix = "move what they share into a module that imports neither"
+        yield Finding(error.args[1][0], f"a cycle of imports: {ring}", fix)

@@ -11,14 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from tests.lint.findings import Finding
-from tests.lint.source import Function, budget, modules
+from tests.lint.source import Function, modules
 
 STATEMENTS = 5
-_BUDGET = "tests/lint/budget.toml"
 
 
 def findings() -> Iterator[Finding]:
-    """All functions that stand in the house twice."""
+    """All functions that are there twice."""
     alike: dict[tuple[str, ...], list[tuple[str, Function]]] = defaultdict(list)
     for module in modules():
         for name, node in module.functions:
@@ -30,16 +29,10 @@ def findings() -> Iterator[Finding]:
     for group in alike.values():
         for where, node in group if len(group) > 1 else ():
             bodies[shape(node)].append(where)
-    allowed: dict[str, str] = dict(budget().get("copies", {}))
     for places in bodies.values():
-        if len(places) > 1 and not any(allowed.pop(p, None) for p in places):
-            yield Finding(
-                places[0],
-                f"stands again as {', '.join(places[1:])}",
-                "let one serve all, in the lowest room that they share",
-            )
-    for key in allowed:
-        yield Finding(_BUDGET, f"{key} is no copy any more", "take the entry out")
+        if len(places) > 1:
+            fix = "keep one of them, in the lowest layer that all callers share"
+            yield Finding(places[0], f"is repeated as {', '.join(places[1:])}", fix)
 
 
 def shape(node: Function) -> str:

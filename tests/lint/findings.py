@@ -1,4 +1,4 @@
-"""One finding of the check, and how it is shown."""
+"""One finding of a check, and how it is shown."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """Something that is not as the house wants it."""
+    """A place in the source, what is wrong there, and how to fix it."""
 
     where: str
     """``path`` or ``path:line``."""
     what: str
-    mend: str
-    """What to do about it."""
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}\n    {self.mend}"
+        return f"{self.where}: {self.what}\n    {self.fix}"

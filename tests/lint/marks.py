@@ -1,4 +1,4 @@
-"""Marks: what every module, function and configuration field says of itself.
+"""Docstrings of modules and functions, marks of configuration fields, and no `print`.
 
 In: the source, the configuration's classes, and ``first_fields.txt``: the identity fields of the
 first release. Out: findings.
@@ -15,28 +15,28 @@ from refiner_core.contract.marks import ABSENT, walk
 from tests.lint.findings import Finding
 from tests.lint.source import Module, modules
 
-#: Where a person is spoken to: commands, consoles, and what runs as a program.
-SPEAKERS = (
+#: Modules that print for a user: commands, consoles, programs.
+PRINTING = (
     *("flows/cli/", "flows/examples/", "flows/worker.py", "flows/running/console.py"),
     *("flows/running/calls.py", "infra/services/process.py"),
     "refiner_core/environments/desk/__main__.py",
 )
-#: Scripts whose text stands in cells of markdown.
+#: Scripts whose text is in cells of markdown.
 TEXTS = "flows/examples/"
 _FIRST = Path(__file__).with_name("first_fields.txt")
 
 
 def findings() -> Iterator[Finding]:
-    """All that lacks a mark or a word."""
+    """All that lacks a docstring, a mark or a description."""
     for module in modules():
         if ast.get_docstring(module.tree) is None and not module.where.startswith(TEXTS):
             yield Finding(
                 module.where,
                 "no docstring",
-                "say in it what flows in and what flows out",
+                "describe its input and its output",
             )
         yield from _undocumented(module)
-        if not module.where.startswith(SPEAKERS):
+        if not module.where.startswith(PRINTING):
             yield from _prints(module)
     yield from _fields()
 
@@ -67,24 +67,24 @@ def _prints(module: Module) -> Iterator[Finding]:
             yield Finding(
                 f"{module.where}:{node.lineno}",
                 "prints",
-                "log it, hand it to who asked, or name the module in SPEAKERS of "
-                "tests/lint/marks.py if it speaks to a person",
+                "log it, return it, or add the module to PRINTING of tests/lint/marks.py if it "
+                "prints for a user",
             )
 
 
 def _fields() -> Iterator[Finding]:
-    """Fields of configuration; one without a mark is refused by ``walk`` itself."""
+    """Fields of the configuration; ``walk`` itself refuses one without a mark."""
     first = set(_FIRST.read_text(encoding="utf-8").split())
     for path, info in walk(RecipeConfig):
         if not info.doc.strip():
-            yield Finding(path, "a field without a word", "give it a `doc=`")
+            yield Finding(path, "a field without a description", "add `doc=`")
         if info.mark == "identity" and info.legacy_value is ABSENT and path not in first:
             yield Finding(
                 path,
-                "an identity field that older runs do not know",
-                "declare `legacy_value=`, what all older runs had in effect, so that their "
+                "an identity field that older runs lack",
+                "declare `legacy_value=`, the value of all older runs, so that their "
                 "fingerprints stay valid",
             )
     known = {path for path, _ in walk(RecipeConfig)}
     for path in sorted(first - known):
-        yield Finding(_FIRST.name, f"there is no field {path}", "take it out")
+        yield Finding(_FIRST.name, f"there is no field {path}", "remove the line")

@@ -1,7 +1,6 @@
-"""The files of the house as syntax trees, parsed once.
+"""The files of the packages as syntax trees, parsed once.
 
-In: the checkout. Out: :class:`Module` values with what the checks ask of a file: its tree, its
-length, and what it imports, at import time or later.
+In: the checkout. Out: :class:`Module` values: a tree, a length, and imports, eager or lazy.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ class Module:
 
     @property
     def where(self) -> str:
-        """The path as messages give it."""
+        """The path in messages."""
         return self.path.relative_to(ROOT).as_posix()
 
     @property
     def lines(self) -> int:
-        """How long it is."""
+        """Its length."""
         return self.text.count("\n")
 
     @cached_property
@@ -65,7 +64,7 @@ class Module:
 
     @cached_property
     def imports(self) -> list[Import]:
-        """What it imports of ours; ``from a import b`` is ``a.b`` where that is a module."""
+        """Imports of our modules; ``from a import b`` is ``a.b`` where that is a module."""
         return list(_imports(self.tree, lazy=False))
 
 
@@ -116,5 +115,5 @@ def _module(path: Path) -> Module:
 
 @cache
 def budget() -> dict[str, Any]:
-    """What may stay as it is, with reasons (``budget.toml``)."""
+    """Exceptions with their reasons (``budget.toml``)."""
     return tomllib.loads(Path(__file__).with_name("budget.toml").read_text("utf-8"))

@@ -1,9 +1,9 @@
-"""What nobody refers to: functions, classes and constants, methods among them.
+"""Dead code: functions, methods, classes and constants that nothing refers to.
 
 In: the source of packages and tests. Out: findings. Names are counted, not resolved: a definition
-is in use if its name stands anywhere else in the packages, as a name, an attribute, an import, a
-keyword, or a word of a text (templates, ``getattr``, commands). So what is reported is surely dead
-or known to tests alone, and what shares its name with something living may be missed.
+is in use if its name occurs anywhere else in the packages, as a name, an attribute, an import, a
+keyword, or a word of a text (templates, ``getattr``, commands). So each finding is surely dead or
+used by tests alone, and dead code that shares its name with living code may be missed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.lint.source import PACKAGES, ROOT, Function, Module, budget, modules
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BUDGET = "tests/lint/budget.toml"
-#: What it imports is for scripts and notebooks.
-_DOOR = "flows.api"
+#: Its imports are for scripts and notebooks.
+_API = "flows.api"
 #: What a library calls by name: http.server, logging, torch.
 _CALLED_BY_OTHERS = re.compile(r"__\w+__|do_[A-Z]+|log_message|emit|forward")
 
@@ -40,7 +40,7 @@ class Definition(NamedTuple):
 
 
 def findings() -> Iterator[Finding]:
-    """All that only tests, or nobody, refers to."""
+    """All that only tests use, or nothing."""
     ours = uses()
     tests = Counter(word for m in modules("tests") for word in _WORD.findall(m.text))
     allowed: dict[str, str] = dict(budget().get("unused", {}))
@@ -50,15 +50,14 @@ def findings() -> Iterator[Finding]:
             continue
         if allowed.pop(key, None) is not None:
             continue
-        who = "only tests refer to" if tests[found.name] else "nobody refers to"
+        who = "only tests use" if tests[found.name] else "nothing uses"
         yield Finding(
             f"{found.module.where}:{found.line}",
             f"{who} {found.qualified}",
-            "delete it with its tests, or use it; if something outside calls it, say who in "
-            f"[unused] of {_BUDGET}",
+            f"delete it with its tests, or use it; if code outside calls it, add it to {_BUDGET}",
         )
     for key in allowed:
-        yield Finding(_BUDGET, f"{key} is used or gone", "take the entry out")
+        yield Finding(_BUDGET, f"{key} is used or gone", "remove the entry")
 
 
 def definitions(module: Module) -> Iterator[Definition]:
@@ -104,7 +103,7 @@ def _one(module: Module, name: str, line: int, decorated: bool) -> Iterator[Defi
 
 
 def _registers(node: Function) -> bool:
-    """A decorator that hands the function to somebody (a command, a route), so that it is used."""
+    """A decorator that registers the function (a command, a route), so that it is used."""
     plain = {"property", "cached_property", "staticmethod", "classmethod", "contextmanager"}
     plain |= {"cache", "lru_cache", "wraps", "contextlib.contextmanager", "functools.cache"}
     names = {ast.unparse(d).split("(")[0] for d in node.decorator_list}
@@ -112,11 +111,11 @@ def _registers(node: Function) -> bool:
 
 
 def uses() -> Counter[str]:
-    """How often each name stands somewhere in the packages, definitions left out."""
+    """How often each name occurs in the packages, definitions left out."""
     found: Counter[str] = Counter()
     for module in modules():
         found.update(_names(module.tree))
-        if module.name == _DOOR:
+        if module.name == _API:
             imports = (n for n in ast.walk(module.tree) if isinstance(n, ast.ImportFrom))
             found.update(alias.name for node in imports for alias in node.names)
     for folder in PACKAGES:
@@ -138,7 +137,7 @@ def _names(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.keyword) and node.arg:
             yield node.arg
         elif isinstance(node, ast.ImportFrom):
-            # An import alone is no use: what is imported and not named again is said to ruff.
+            # An import alone is no use; ruff reports imports that are not used.
             yield from (a.name for a in node.names if a.asname)
         elif isinstance(node, ast.Constant) and id(node) not in documents:
             yield from _WORD.findall(node.value) if isinstance(node.value, str) else ()

@@ -224,7 +224,7 @@ class Schedule:
     # ------------------------------------------------------------ people
 
     def _call(self, host: str, delay_s: float) -> None:
-        """Somebody types the command."""
+        """Start the command."""
         self.calls += 1
         name = f"call{self.calls}"
         process = self.world.spawn(name, host, lambda: self._orchestrate(), delay_s)
@@ -247,7 +247,6 @@ class Schedule:
     def _orchestrate(self) -> None:
         """What `refiner run` does, as a process."""
         world, process = self.world, self.world.current
-        assert process is not None
         world.tell(f"begins on {process.host}")
         try:
             workspace = Workspace(self.root)
@@ -302,7 +301,7 @@ class Schedule:
         )
 
     def _admission(self, workspace: Workspace, clock: Callable[[], float]) -> Admission:
-        """Take the sweep up; whoever sees that nobody works on it any more takes it over."""
+        """Take the sweep up, or over where no other call works on it."""
         plan, alone = sweep_plan(), len(self._running) == 1
         take_up(workspace, sweep_call(plan.sweep.name), regardless=alone)
         nothing = SweepForecast((), (), 0.0, 0.0, 0, 0.0, "")

@@ -34,7 +34,6 @@ class SimDisk:
         self.limit, self.checkpoint = limit, checkpoint
         self.others = 0
         self.small_too = False
-        self.refusals = 0
 
     def used(self) -> int:
         """Bytes of checkpoints, also half-written ones, and of others."""
@@ -77,12 +76,11 @@ class SimDisk:
         self.world.point("saved")
 
     def small_write(self, path: Path) -> None:
-        """See :class:`tests.simulation.files.Disk`."""
+        """Fail if not even a control file fits."""
         if self.small_too and self.free() < SMALL:
             self._refuse(path)
 
     def _refuse(self, path: Path) -> None:
-        self.refusals += 1
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
 
 

@@ -22,7 +22,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import infra.attempt.attempt
@@ -32,53 +32,23 @@ from infra.attempt import attempt as room
 from infra.attempt import stage_io as heartbeat
 from infra.disk import keeper, usage
 from infra.disk.keeper import DiskKeeper
-from infra.disk.probe import Room
 from infra.host import processes
 from infra.host.processes import ProcessId
 from infra.jobs import signals
 from infra.jobs.signals import SlurmJob
 from infra.store import atomic, checkpoints
+from tests.simulation.disk import SimDisk
+from tests.simulation.invariants import Watch
+from tests.simulation.slurm import Cluster
 from tests.simulation.world import World
 from tests.support import probing
 
 BEAT_S = 100.0
 
 
-class Watcher(Protocol):
-    """Hears of each operation after it has been done."""
-
-    def done(self, operation: str, path: Path) -> None:
-        """``path`` is the file's or folder's name after the operation."""
-        ...
-
-
-class Disk(Protocol):
-    """Says whether a write fits, by trying and by asking."""
-
-    def look(self) -> Room:
-        """What quota tools say."""
-        ...
-
-    def has_room(self, folder: Path, size: int = ...) -> bool:
-        """Whether a probe write goes through."""
-        ...
-
-    def small_write(self, path: Path) -> None:
-        """Raise OSError (ENOSPC, EDQUOT) if not even a control file fits."""
-        ...
-
-
-class Scheduler(Protocol):
-    """Answers jobs that ask about themselves."""
-
-    def answer(self, command: Sequence[str]) -> str:
-        """What a command of the scheduler prints."""
-        ...
-
-
 @contextlib.contextmanager
 def simulated_machine(
-    world: World, disk: Disk, watcher: Watcher, scheduler: Scheduler
+    world: World, disk: SimDisk, watcher: Watch, scheduler: Cluster
 ) -> Iterator[None]:
     """Real code called within runs on the simulated machine."""
     numbers = itertools.count(1)
@@ -111,7 +81,7 @@ def simulated_machine(
 Put = Callable[[Any, str, Any], None]
 
 
-def _file_operations(put: Put, world: World, disk: Disk, watcher: Watcher) -> None:
+def _file_operations(put: Put, world: World, disk: SimDisk, watcher: Watch) -> None:
     def nothing(*_: Any) -> None:
         return None
 
@@ -197,7 +167,7 @@ def _processes(put: Put, world: World) -> None:
     put(signal, "signal", handle)
 
 
-def _jobs(put: Put, world: World, scheduler: Scheduler) -> None:
+def _jobs(put: Put, world: World, scheduler: Cluster) -> None:
     def from_environment(*_: Any) -> SlurmJob | None:
         process = world.current
         if process is None or process.job is None:
@@ -213,7 +183,7 @@ def _jobs(put: Put, world: World, scheduler: Scheduler) -> None:
     put(signals.subprocess, "run", run)
 
 
-def _room(put: Put, world: World, disk: Disk) -> None:
+def _room(put: Put, world: World, disk: SimDisk) -> None:
     for module in (infra.store.atomic, probing, infra.store.workspace):
         put(module, "has_room", disk.has_room)
 

@@ -81,11 +81,11 @@ class Watch:
     # ------------------------------------------------------------ what others tell
 
     def setback(self, stage_id: str, why: str) -> None:
-        """See :class:`tests.simulation.slurm.Ledger`."""
+        """Something happened for which one more attempt is right."""
         self.stages[stage_id].setbacks[why] += 1
 
     def scancelled(self, stage_id: str, attempt: int) -> None:
-        """See :class:`tests.simulation.slurm.Ledger`.
+        """A person has cancelled the job.
 
         A job that Slurm has started again closes the attempt before its own. One that is cancelled
         between the two belongs to no attempt that could say so, and may be tried again.

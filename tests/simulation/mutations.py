@@ -12,8 +12,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
-import infra.orchestrator.orchestrator
-import infra.orchestrator.reconcile
 import tests.simulation.worker
 from infra.attempt.attempt import AttemptRun
 from infra.attempt.stage_io import AttemptIO
@@ -83,25 +81,6 @@ def _submit_again_after_silence() -> Iterable[Patch]:
     yield SimSlurm, "submit", submit
 
 
-def _no_budget() -> Iterable[Patch]:
-    yield infra.orchestrator.reconcile, "budget_left", lambda attempts, retries: True
-
-
-def _stop_is_no_stop() -> Iterable[Patch]:
-    yield (
-        infra.orchestrator.reconcile._Step,
-        "_after_end",
-        lambda self, stage, record, outcome: None,
-    )
-
-
-def _everything_is_history() -> Iterable[Patch]:
-    def note(self: Any, member: Any) -> None:
-        member.done_before = frozenset()
-
-    yield infra.orchestrator.orchestrator.Orchestrator, "_note_beginning", note
-
-
 def _metrics_not_taken_over() -> Iterable[Patch]:
     yield AttemptIO, "_take_over", lambda self, found: None
 
@@ -138,9 +117,6 @@ MUTATIONS: Mapping[str, Mutation] = {
     "a submission without an answer is repeated": Mutation(
         _submit_again_after_silence, "was submitted twice"
     ),
-    "budgets are not looked at": Mutation(_no_budget, "allowed"),
-    "what was to stop is tried again": Mutation(_stop_is_no_stop, "tried again by the same call"),
-    "old failures count for the new call": Mutation(_everything_is_history, "it took|was lost"),
     "metrics are not taken over": Mutation(_metrics_not_taken_over, "the metrics of"),
     "checkpoints that a publication waits for are not kept": Mutation(_nothing_is_held, "it took"),
     "attempt numbers are skipped": Mutation(_numbers_are_skipped, "still open"),

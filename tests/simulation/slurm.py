@@ -13,7 +13,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
@@ -24,6 +24,9 @@ from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import FailureClass
 from tests.simulation.weather import Weather
 from tests.simulation.world import Process, World
+
+if TYPE_CHECKING:
+    from tests.simulation.invariants import Watch
 
 NODES = ("n1", "n2", "n3")
 _CLASSES: Mapping[str, FailureClass] = {
@@ -59,23 +62,11 @@ class SimJob:
         return self.ended_at is not None
 
 
-class Ledger(Protocol):
-    """Counts what may cost a stage an attempt, and who has been cancelled."""
-
-    def setback(self, stage_id: str, why: str) -> None:
-        """Something happened for which one more attempt is right."""
-        ...
-
-    def scancelled(self, stage_id: str, attempt: int) -> None:
-        """A person has cancelled the job."""
-        ...
-
-
 class Cluster:
     """The controller, its nodes and its jobs."""
 
     def __init__(
-        self, world: World, weather: Weather, ledger: Ledger, work: Callable[[SimJob], int]
+        self, world: World, weather: Weather, ledger: Watch, work: Callable[[SimJob], int]
     ) -> None:
         self.world, self.weather, self.ledger, self._work = world, weather, ledger, work
         self.jobs: dict[str, SimJob] = {}  # by comment
@@ -250,7 +241,6 @@ class Cluster:
     def _warn(self, job: SimJob, state: str, requeue: bool) -> None:
         """SIGTERM, and after a grace SIGKILL."""
         process, restarts = job.process, job.restarts
-        assert process is not None
         # A process that is asked to end and does so ends as what it was asked for.
         job.warned = state
         process.at_end.insert(0, lambda: finish())
@@ -264,7 +254,7 @@ class Cluster:
         self.world.at(self.world.random.choice([10.0, 60.0, 300.0]), finish)
 
     def _abandon(self, process: Process, for_s: float) -> None:
-        """Nobody sees the process any more, but it goes on for a while."""
+        """The process is out of sight, but continues for a while."""
         process.lost = True
         self.world.at(self.world.random.random() * for_s, lambda: self.world.kill(process))
 

@@ -149,7 +149,6 @@ class World:
     def sleep(self, seconds: float) -> None:
         """Let time pass for the current process."""
         process = self.current
-        assert process is not None, "only a process can sleep"
         self._wake(process, seconds)
         self._hub.switch()
         while process.frozen and process.alive:
@@ -220,7 +219,6 @@ class World:
 
     def _switch(self, process: Process) -> None:
         self.current = process
-        assert process.run is not None
         process.run.switch()
         self.current = None
 

@@ -1,4 +1,4 @@
-"""A worker for tests of services: servers are the real ones, and those who ask need no model.
+"""A worker for tests of services: servers are real, and the stages that ask them need no model.
 
     asking_worker.py --workspace W STAGE ATTEMPT
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -79,6 +81,16 @@ def refiner(*args: str, cwd: Path | None = None, timeout_s: float = 280) -> Fini
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
+def called(*args: str) -> Finished:
+    """Run the command in this process: for what starts no process, and does not last."""
+    from flows.cli.main import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([*args])
+    return Finished(code, out.getvalue(), err.getvalue())
+
+
 def start(*args: str, cwd: Path | None = None) -> subprocess.Popen[str]:
     """Start the command in a process group of its own, as a shell would."""
     return subprocess.Popen(
@@ -102,7 +114,7 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 120) 
     while time.monotonic() < deadline:
         if value := condition():
             return value
-        time.sleep(0.005)
+        time.sleep(0.02)
     raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
 
 
@@ -173,7 +185,6 @@ class Stage:
 
     def kill(self) -> None:
         """``kill -9`` of the worker and everything it has started."""
-        assert self.worker is not None
         self.worker.kill_group()
 
     def _json(self, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A rank that does as it is told, without torch: what launching, talking and ending is about.
+"""A rank without torch, for tests of launching, messages and ends.
 
 ``behaviour.json`` in the workspace: ``steps`` (each saved by rank 0), ``step_s``, and which rank
 ``fails``. Ranks other than 0 go on until rank 0 has ended.

@@ -35,11 +35,8 @@ def parse():
     p.add_argument("--like", help="take names and shapes of tensors from this model.safetensors")
     p.add_argument("--write_s", type=float, default=0.0, help="pause between the writes of a save")
     p.add_argument("--die_at", type=int, help="raise at this step")
-    p.add_argument("--say", default="told to die")
-    p.add_argument("--again", action="store_true", help="raise there also when it has resumed")
     p.add_argument("--leave_at", type=int, help="end with 0 there, once or always")
     p.add_argument("--always", action="store_true")
-    p.add_argument("--flood", action="store_true", help="print as fast as a pipe takes it")
     p.add_argument("--hang_at", type=int)
     p.add_argument("--deaf", action="store_true", help="ignore SIGTERM")
     p.add_argument("--child", action="store_true", help="start a background process, as tools do")
@@ -89,8 +86,6 @@ def main():
         os.setsid()
         time.sleep(600)
         os._exit(0)
-    if args.flood and os.fork() == 0:
-        os.execvp("yes", ["yes", "this and that"])
     header, body = layout(args)
     step, state = 0, 0.25
     if args.resume_from:
@@ -102,8 +97,8 @@ def main():
         time.sleep(args.step_s)
         if step == args.hang_at and not args.resume_from:
             time.sleep(600)
-        if step == args.die_at and (args.again or not args.resume_from):
-            raise RuntimeError(args.say)
+        if step == args.die_at and not args.resume_from:
+            raise RuntimeError("told to die")
         if step == args.leave_at and (args.always or not args.resume_from):
             return 0
         state = train(state, step, args.seed)

@@ -11,7 +11,7 @@ SEEN = "e => e.getClientRects().length > 0"
 
 
 def seen(browser: Page, selector: str) -> list[str]:
-    """The text of elements that somebody can see, in their order."""
+    """The text of visible elements, in their order."""
     found: list[str] = browser.run(
         f"[...document.querySelectorAll({json.dumps(selector)})].filter({SEEN})"
         ".map(e => e.textContent.trim())"

@@ -32,7 +32,7 @@ class Thief:
 
 @contextmanager
 def thief() -> Iterator[Thief]:
-    """Another user who listens at a port as long as the block lasts."""
+    """Another user listens at a port within the block."""
     made = Thief(free_port(_HOST))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run_as, STRANGER, take, made.port, limit_s=120.0)
@@ -45,7 +45,7 @@ def thief() -> Iterator[Thief]:
 
 
 def take(port: int) -> list[str]:
-    """Listen until somebody says that it is the end; returns all keys that were sent."""
+    """Listen until the end is requested; return all keys that were sent."""
     keys: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

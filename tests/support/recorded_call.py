@@ -80,7 +80,6 @@ class RecordedCall:
 
     def note(self, event: Mapping[str, Any]) -> None:
         """Have an event noted."""
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(event) + "\n")
         self._process.stdin.flush()
 

@@ -79,11 +79,6 @@ def served_in(folder: Path, *files: str, **env: str) -> Iterator[Served]:
         process.wait(60)
 
 
-def weights(workspace: Path) -> bytes:
-    output = Stage(workspace, "grpo").attempts[-1] / "output"
-    return next(output.rglob("model.safetensors")).read_bytes()
-
-
 def steps_of_grpo(workspace: Path) -> int:
     """Steps that the newest attempt at GRPO has made."""
     stage = Stage(workspace, "grpo")

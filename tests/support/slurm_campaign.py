@@ -63,7 +63,6 @@ class Campaign:
         attempt = self.workspace.claim_attempt(
             stage, plan.config, {}, Claim(OWNER, "slurm", max(before, default=0))
         )
-        assert attempt is not None
         self.refs.append(AttemptRef(stage.id, attempt.number))
         given = JobRequest(stage.id, attempt.number, attempt.comment, SMALL, kind="data")
         return replace(given, **changes)
@@ -127,7 +126,6 @@ class Campaign:
     def job_id(self, request: JobRequest) -> str:
         """The noted id."""
         note = self.workspace.read_control(self.workspace.layout.attempt(*request.ref).job)
-        assert note is not None
         return str(note["job_id"])
 
     def _lines(self, request: JobRequest) -> list[str]:

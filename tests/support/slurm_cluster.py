@@ -1,6 +1,6 @@
 """A real Slurm of one's own on loopback: several virtual nodes, fake GPUs, gone without a trace.
 
-    python -m tests.support.slurm_cluster up DIR [--nodes 3] [--gpus 2] [--accounting] [--memory]
+    python -m tests.support.slurm_cluster up DIR
     export SLURM_CONF=DIR/slurm.conf            # then sbatch, squeue, scontrol work as usual
     python -m tests.support.slurm_cluster down DIR
 
@@ -11,8 +11,7 @@ clusters live side by side. Partitions: ``low`` (preempted by the others, with `
 warning), ``rough`` (preempted without), ``main`` (default) and ``high``.
 
 Everything listens on 127.0.0.1. slurmdbd knows no such setting, so a cluster with accounting lives
-in a network namespace of its own; commands reach it inside ``with cluster.joined():`` (or, in a
-shell, after ``nsenter --net=/proc/PID/ns/net`` with the PID that `up` prints).
+in a network namespace of its own; commands reach it inside ``with cluster.joined():``.
 
 What is started is noted with its start time in ``DIR/processes.json``; `down` ends these, and what
 carries this cluster's SLURM_CONF in its environment (jobs), and nothing else.
@@ -71,8 +70,7 @@ class ClusterSpec:
     """What the cluster is like.
 
     ``grace_s`` is the warning that preempted jobs of partition `low` get; ``memory`` enforces
-    ``--mem`` by cgroups; ``extra`` are lines for ``slurm.conf``; ``cred_s`` is how long a requeued
-    job waits at least.
+    ``--mem`` by cgroups; ``cred_s`` is how long a requeued job waits at least.
     """
 
     nodes: int = 3
@@ -83,7 +81,6 @@ class ClusterSpec:
     grace_s: int = 20
     kill_wait_s: int = 2
     cred_s: int = 5
-    extra: tuple[str, ...] = ()
 
 
 def missing(spec: ClusterSpec | None = None) -> str:
@@ -294,7 +291,6 @@ class Cluster:
             gres=f"Gres=gpu:{spec.gpus}" if spec.gpus else "",
             processes=processes,
             accounting=accounting,
-            extra="\n".join(spec.extra),
             names=f"n[1-{spec.nodes}]" if spec.nodes > 1 else "n1",
             **{k: getattr(spec, k) for k in ("cpus", "grace_s", "kill_wait_s", "cred_s")},
         )
@@ -394,8 +390,7 @@ class Cluster:
     def load(cls, folder: Path) -> Cluster:
         """The cluster that was started in ``folder``."""
         state = json.loads((folder / "processes.json").read_text())
-        spec = ClusterSpec(**{**state["spec"], "extra": tuple(state["spec"]["extra"])})
-        return cls(folder, spec, state["port"], state["processes"])
+        return cls(folder, ClusterSpec(**state["spec"]), state["port"], state["processes"])
 
 
 @contextlib.contextmanager
@@ -413,7 +408,7 @@ def running_cluster(spec: ClusterSpec | None = None) -> Iterator[Cluster]:
 
 
 def free_ports(count: int) -> int:
-    """The first of ``count`` consecutive ports that nobody uses, below those the kernel gives out.
+    """The first of ``count`` consecutive free ports, below those that the kernel assigns.
 
     Chosen at random, so that test processes that start at once do not choose the same.
     """
@@ -464,29 +459,19 @@ _HOLD_NETWORK = "ip link set lo up && ip addr add 192.0.2.1/32 dev lo && exec sl
 def main(argv: Sequence[str] | None = None) -> int:
     """Start or stop a cluster from the shell."""
     parser = argparse.ArgumentParser(prog="tests.support.slurm_cluster", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("up", "down"):
-        command = commands.add_parser(name)
-        command.add_argument("folder", type=Path)
-        if name == "up":
-            for option in ("nodes", "gpus", "cpus", "grace_s"):
-                default = getattr(ClusterSpec, option)
-                flag = f"--{option.replace('_s', '')}"
-                command.add_argument(flag, dest=option, type=int, default=default)
-            command.add_argument("--accounting", action=argparse.BooleanOptionalAction)
-            command.add_argument("--memory", action="store_true", help="enforce memory limits")
-    told = vars(parser.parse_args(argv))
-    folder = told.pop("folder").absolute()
-    if told.pop("command") == "down":
+    parser.add_argument("command", choices=("up", "down"))
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args(argv)
+    folder = args.folder.absolute()
+    if args.command == "down":
         Cluster.load(folder).down()
         shutil.rmtree(folder, ignore_errors=True)
         return 0
-    spec = ClusterSpec(**{**told, "accounting": bool(told["accounting"])})
-    if reason := missing(spec):
+    if reason := missing():
         print(reason, file=sys.stderr)
         return 2
     folder.mkdir(parents=True, exist_ok=True)
-    cluster = Cluster(folder, spec, free_ports(10 + spec.nodes))
+    cluster = Cluster(folder, ClusterSpec(), free_ports(10 + ClusterSpec.nodes))
     try:
         cluster.up()
     except BaseException:
@@ -496,8 +481,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     profile.write_text("description: every stage is a job on loopback\ncpu_stages: slurm\n")
     print(f"export SLURM_CONF={cluster.conf}")
     print(f"refiner run tiny dispatch.executor=slurm dispatch.profile={profile}")
-    if holder := cluster._holder():
-        print(f"nsenter --net=/proc/{holder}/ns/net   # to reach it", file=sys.stderr)
     return 0
 
 

@@ -78,7 +78,6 @@ JobRequeue=1
 MaxArraySize=1001
 GresTypes=gpu
 {accounting}
-{extra}
 NodeName={names} NodeHostname={host} NodeAddr=127.0.0.1 Port=[{slurmd}] CPUs={cpus} \
 RealMemory=64000 {gres} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES PriorityTier=10 MaxTime=INFINITE State=UP

@@ -28,7 +28,7 @@ PROFILE = """\
 description: the cluster of a test
 partition: {partition}
 cpu_stages: slurm
-signal_lead_s: {lead_s}
+signal_lead_s: 10
 """
 LIMIT_S = 600.0
 
@@ -131,7 +131,6 @@ def kill_trainer(scene: Scene) -> str:
 
 def kill_orchestrator(scene: Scene) -> str:
     """``kill -9`` of `refiner run`; after a moment the same command again."""
-    assert scene.process is not None
     scene.process.send_signal(signal.SIGKILL)
     scene.process.wait(30)
     time.sleep(1.0)
@@ -140,7 +139,7 @@ def kill_orchestrator(scene: Scene) -> str:
 
 
 def preempt(scene: Scene) -> str:
-    """Somebody with a higher priority takes every node for a moment."""
+    """A job of higher priority takes every node for a moment."""
     nodes = scene.cluster.spec.nodes
     scene.cluster.run(
         *("sbatch", "-p", "high", "-N", str(nodes), "--exclusive", "-t", "5"),
@@ -231,7 +230,6 @@ def tell(
     recipe: str = "tiny",
     kind: str = "grpo",
     partition: str = "main",
-    lead_s: int = 10,
     hold_s: float = 5.0,
     limit_s: float = LIMIT_S,
     faults: Sequence[Fault] = (),
@@ -250,7 +248,7 @@ def tell(
     arguments.append("dispatch.backoff_s=2")
     if cluster is not None:
         profile = mount.with_name(f"{mount.name}-{partition}.yaml")
-        profile.write_text(PROFILE.format(partition=partition, lead_s=lead_s))
+        profile.write_text(PROFILE.format(partition=partition))
         arguments += ["dispatch.executor=slurm", f"dispatch.profile={profile}"]
         arguments.append("dispatch.scheduler_poll_s=1")
     scene = Scene(workspace, recipe, kind, tuple(arguments), cluster)
@@ -299,14 +297,12 @@ def _until(scene: Scene, step: int, limit_s: float) -> None:
     """Wait until the trainer has logged a step, or the run has ended."""
     deadline = time.monotonic() + limit_s
     while scene.stage.step < step:
-        assert scene.process is not None
         if scene.process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"step {step} never came: {_end_of(scene)}")
         time.sleep(0.05)
 
 
 def _until_over(scene: Scene, limit_s: float) -> None:
-    assert scene.process is not None
     try:
         scene.process.wait(limit_s)
     except subprocess.TimeoutExpired as error:
@@ -317,7 +313,6 @@ def _until_over(scene: Scene, limit_s: float) -> None:
 
 
 def _end_of(scene: Scene) -> str:
-    assert scene.process is not None
     scene.process.kill()
     out, err = scene.process.communicate()
     return f"exit code {scene.process.returncode}\n{out[-2000:]}\n{err[-4000:]}"

@@ -1,4 +1,4 @@
-"""An orchestrator whose stages are played by the fake worker, and that tells somebody.
+"""An orchestrator with notifications whose stages are run by the fake worker.
 
     python told_campaign.py WORKSPACE NOTIFY [RUN]
 

@@ -1,4 +1,4 @@
-"""Single rounds of a campaign: what one look sees, and what is said and done about it."""
+"""Single rounds of an orchestrator: one observation, and the views and actions that follow."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from infra.host.processes import ProcessId
 from infra.jobs.dispatch import LocalDispatcher, Router
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
-from infra.orchestrator.orchestrator import Orchestrator, view_of
-from infra.orchestrator.reconcile import Launch
+from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import Outcome, StageResult
+from refiner_core.contract.records import StageResult
 from tests.support.plans import (
     OWNER,
     SOURCES,
@@ -33,7 +32,6 @@ from tests.support.plans import (
     small_plan,
 )
 from tests.support.probing import ProbingKeeper
-from tests.support.recorded_run import RecordedRun
 
 
 class Cluster:
@@ -74,13 +72,20 @@ def campaign_of(workspace: Workspace, plan: Plan, *dispatchers: Any, **more: Any
     return orchestrator_on(plan, workspace, router, run=run_record(workspace, plan), **more)
 
 
+def claimed(workspace: Workspace, plan: Plan) -> PlannedStage:
+    """`data`, with an attempt that a call of another host has submitted to Slurm."""
+    stage = plan.by_name["data"]
+    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    return stage
+
+
 def events(campaign: Orchestrator, name: str) -> list[dict[str, Any]]:
     path = campaign.workspace.layout.run(campaign.source.shown[0].run.run).events
     found = [json.loads(line) for line in path.read_text().splitlines()]
     return [e for e in found if e["event"] == name]
 
 
-def test_a_claim_that_was_never_submitted_is_given_up_by_the_call_that_made_it(
+def test_a_claim_that_was_not_submitted_is_closed(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk was full when it was submitted, and when that was to be noted."""
@@ -100,17 +105,15 @@ def test_a_claim_that_was_never_submitted_is_given_up_by_the_call_that_made_it(
     campaign.step()
     campaign.step()
     found = workspace.read_attempt(plan.by_name["data"].id, 1)
-    assert found is not None
     assert found.outcome is not None, campaign.views()["data"]
 
 
-def test_an_end_on_a_full_disk_counts_as_it_was_found_and_is_complained_of_once(
+def test_an_end_on_a_full_disk_keeps_its_class(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By when it can be written down there is room, and the scheduler has forgotten the job."""
     plan, full = small_plan("data", disk=DiskConfig(watch_s=0.0)), [True]
-    stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    stage = claimed(workspace, plan)
     workspace.start_attempt(stage.id, 1, {"process": OWNER})
     for name in ("close_attempt", "note_scheduler"):
         real = getattr(workspace, name)
@@ -133,34 +136,30 @@ def test_an_end_on_a_full_disk_counts_as_it_was_found_and_is_complained_of_once(
     full.clear()
     for _ in range(2):
         campaign.step()
-    found = workspace.read_attempt(stage.id, 1)
-    assert found is not None
-    assert found.outcome is not None
-    assert found.outcome.failure == "disk_full", "not killed"
+    assert workspace.read_attempt(stage.id, 1).outcome.failure == "disk_full", "not killed"
 
 
-def test_a_job_of_an_executor_that_this_call_does_not_have_is_waited_for_with_a_word(
-    workspace: Workspace,
-) -> None:
+def test_a_stage_says_why_its_job_cannot_be_seen(workspace: Workspace) -> None:
+    """Its executor is not that of this call, or the scheduler does not answer."""
     plan = small_plan("data")
-    stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
-    campaign = campaign_of(workspace, plan, LocalDispatcher(workspace))
-    campaign.begin()
-    campaign.step()
-    view = campaign.views()["data"]
-    assert not view.terminal
-    assert "dispatch.executor=slurm" in view.message
+    claimed(workspace, plan)
+    silent = Cluster(sight="unknown", reason="Slurm has not said yet")
+    for dispatcher, said in (
+        (LocalDispatcher(workspace), "dispatch.executor=slurm"),
+        (silent, "Slurm has not said yet"),
+    ):
+        campaign = campaign_of(workspace, plan, dispatcher)
+        campaign.begin()
+        campaign.step()
+        view = campaign.views()["data"]
+        assert not view.terminal
+        assert said in view.message
 
 
-def test_a_held_job_is_released_by_its_own_scheduler_and_another_one_is_left(
-    workspace: Workspace,
-) -> None:
+def test_a_held_job_is_released_by_its_own_scheduler_alone(workspace: Workspace) -> None:
     plan, cluster = small_plan("data"), Cluster(sight="live", held=True)
-    stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    stage = claimed(workspace, plan)
     record = workspace.read_record(stage.id)
-    assert record is not None
     held = OpenAttempt(AttemptRef(stage.id, 1), record.attempts[-1])
     Router({"local": LocalDispatcher(workspace)}, lambda _: "local").release(held)
     assert cluster.released == []
@@ -168,23 +167,12 @@ def test_a_held_job_is_released_by_its_own_scheduler_and_another_one_is_left(
     assert cluster.released == [held.ref]
 
 
-def test_a_scheduler_that_says_nothing_is_named_beside_the_stage(workspace: Workspace) -> None:
-    plan, cluster = small_plan("data"), Cluster(sight="unknown", reason="Slurm has not said yet")
-    stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
-    campaign = campaign_of(workspace, plan, cluster)
-    campaign.begin()
-    campaign.step()
-    assert "Slurm has not said yet" in campaign.views()["data"].message
-
-
-def test_an_end_that_the_worker_has_written_first_is_not_said_to_be_another(
+def test_the_workers_own_outcome_counts_first(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last word arrives between the look and the closing."""
     plan = small_plan("data")
-    stage = plan.by_name["data"]
-    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    stage = claimed(workspace, plan)
     workspace.start_attempt(stage.id, 1, {"process": str(ProcessId.of())})
     campaign = campaign_of(workspace, plan, Cluster(sight="dead", running=False))
     real = workspace.close_attempt
@@ -199,9 +187,7 @@ def test_an_end_that_the_worker_has_written_first_is_not_said_to_be_another(
     assert events(campaign, "closed") == []
 
 
-def test_a_call_that_broke_is_not_said_to_work_on(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_call_has_ended(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process may live on, in a notebook or a longer script."""
     plan = small_plan("data")
     claim(workspace, plan, "data")
@@ -215,9 +201,7 @@ def test_a_call_that_broke_is_not_said_to_work_on(
     campaign._thread.start()
     with pytest.raises(RuntimeError, match="broken"):
         campaign.join()
-    said = workspace.read_orchestrator(campaign.source.shown[0].run.run)
-    assert said is not None
-    assert said["state"] == "ended"
+    assert workspace.read_orchestrator(campaign.source.shown[0].run.run)["state"] == "ended"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +211,7 @@ def test_a_call_that_broke_is_not_said_to_work_on(
         (RuntimeError("nobody thought of this"), True),
     ],
 )
-def test_what_a_cluster_refuses_is_said_without_a_traceback(
+def test_refusals_show_no_traceback(
     workspace: Workspace,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -248,20 +232,7 @@ def test_what_a_cluster_refuses_is_said_without_a_traceback(
     assert bool(shown) == traceback
 
 
-def test_a_stage_that_is_started_again_says_what_ended_it(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "runs", "stages=[data]")
-    data = run.stage("data")
-    views = [view_of(Launch(data, 0), None, run.workspace, owner="o")]
-    run.fail("data", Outcome("killed", "resume", "the worker ended without a message\nrc 137"))
-    record = run.workspace.read_record(data.id)
-    views.append(view_of(Launch(data, 1), record, run.workspace, owner="o"))
-    assert [v.message for v in views] == [
-        "is being submitted",
-        "is being submitted again: the worker ended without a message",
-    ]
-
-
-def test_what_measures_an_exported_checkpoint_gives_way_to_the_training_that_goes_on(
+def test_evaluations_during_training_give_way(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small_config("data", "grpo", "evaluate", "publish")

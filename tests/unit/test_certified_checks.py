@@ -1,4 +1,4 @@
-"""What `refiner certify` finds when something is wrong, and what is made of what it finds."""
+"""Checks of `refiner certify` on wrong kernels, ranks and servers; certificates and their use."""
 
 from __future__ import annotations
 
@@ -41,22 +41,6 @@ def kernel_of() -> Callable[[str], CertifiedCheck]:
     return lambda kernel: kernel_check(CPU, kernel, "float32", samples, exact, EXACT)
 
 
-def test_a_sound_kernel_passes(kernel_of: Callable[[str], CertifiedCheck]) -> None:
-    assert kernel_of("sdpa").verdict == "pass"
-
-
-def test_a_kernel_that_computes_something_else_fails(
-    kernel_of: Callable[[str], CertifiedCheck], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: 1.01 * _SDPA(*a, **k)
-    )
-    found = kernel_of("sdpa")
-    assert found.verdict == "fail"
-    assert found.figures["gap_max"] > EXACT["gap_max"]
-    assert kernel_of("eager").verdict == "pass", "which does not use it"
-
-
 class _WrongBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -67,31 +51,32 @@ class _WrongBackward(torch.autograd.Function):
         return 1.05 * grad
 
 
-def test_a_kernel_whose_backward_pass_alone_is_wrong_fails(
+def test_a_kernel_that_is_wrong_forward_or_backward_fails(
     kernel_of: Callable[[str], CertifiedCheck], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "scaled_dot_product_attention",
-        lambda *a, **k: _WrongBackward.apply(_SDPA(*a, **k)),
-    )
+    def kernel(compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        def wrong(*args: Any, **named: Any) -> torch.Tensor:
+            return compute(_SDPA(*args, **named))
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
+
+    assert kernel_of("sdpa").verdict == "pass"
+    kernel(lambda x: 1.01 * x)
+    found = kernel_of("sdpa")
+    assert found.verdict == "fail"
+    assert found.figures["gap_max"] > EXACT["gap_max"]
+    assert kernel_of("eager").verdict == "pass", "which does not use it"
+    kernel(_WrongBackward.apply)
     found = kernel_of("sdpa")
     assert found.verdict == "fail"
     assert found.figures["gap_max"] < EXACT["gap_max"]
     assert found.figures["gradient_gap"] > EXACT["gradient_gap"]
 
 
-def test_kernels_that_a_cpu_cannot_train_with_are_absent(
-    kernel_of: Callable[[str], CertifiedCheck],
-) -> None:
-    for kernel in ("flex_attention", "flash_attention_2"):
-        assert kernel_of(kernel).verdict == "absent"
-
-
 # ---------------------------------------------------------------- ranks and servers
 
 
-def test_an_engine_that_trains_something_else_or_less_fails() -> None:
+def test_a_wrong_engine_fails() -> None:
     expected = {"loss": [2.0, 1.5], "norm": [1.0, 0.9]}
     wrong = {"loss": [2.0, 1.6], "norm": [1.0, 0.9]}
     fewer = {"loss": [2.0], "norm": [1.0]}
@@ -110,16 +95,14 @@ def with_vllm(tmp_path: Path) -> Order:
     return replace(CPU, vllm={"setup": setup, "weights_dir": str(tmp_path)})
 
 
-def test_new_weights_reach_a_server_and_its_control_routes_ask_for_the_key(
-    with_vllm: Order, tmp_path: Path
-) -> None:
+def test_new_weights_reach_a_server_that_asks_for_the_key(with_vllm: Order, tmp_path: Path) -> None:
     found = {c.name: c for c in server_checks(with_vllm, tmp_path / "work")}
     assert [c.verdict for c in found.values()] == ["pass", "pass"]
     assert found["vLLM, weights by reload"].figures["gap"] < 1e-3
     assert "HTTP 401" in found["vLLM, key of its control routes (reload)"].why
 
 
-def test_weights_that_are_changed_on_their_way_are_found(
+def test_altered_weights_are_found(
     with_vllm: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from refiner_core.generation.vllm.sync import write_folder
@@ -138,13 +121,6 @@ def test_weights_that_are_changed_on_their_way_are_found(
     monkeypatch.setattr("refiner_core.generation.vllm.sync.write_folder", perturbed)
     first = next(iter(server_checks(with_vllm, tmp_path / "work")))
     assert first.verdict == "fail"
-    assert "differ from the trainer's" in first.why
-
-
-def test_without_vllm_every_way_is_absent_and_says_which_field(tmp_path: Path) -> None:
-    found = list(server_checks(CPU, tmp_path))
-    assert {c.verdict for c in found} == {"absent"}
-    assert "grpo.rollout_server.python" in found[0].why
 
 
 # ---------------------------------------------------------------- the parts, and what they try
@@ -171,12 +147,10 @@ def part(order: Order, folder: Path, seconds: float) -> list[CertifiedCheck]:
     return found
 
 
-def test_a_part_that_hangs_or_dies_is_a_failed_check_and_one_without_time_is_absent(
-    tmp_path: Path,
-) -> None:
+def test_a_part_that_hangs_or_dies_is_a_failed_check(tmp_path: Path) -> None:
     assert [c.verdict for c in part(CPU, tmp_path / "a", -1)] == ["absent"]
     [slow] = part(CPU, tmp_path / "b", 0.3)
-    assert (slow.verdict, "did not end" in slow.why) == ("fail", True)
+    assert slow.verdict == "fail"
     dead = part(replace(CPU, dtype="float7", vllm={"python": "x"}), tmp_path / "c", 120)
     assert dead[-1].verdict == "fail"
 
@@ -202,7 +176,7 @@ def certificate(**changes: Any) -> Certificate:
     return Certificate(**{**given, **changes})
 
 
-def test_a_certificate_comes_back_and_a_damaged_one_says_what_to_do(tmp_path: Path) -> None:
+def test_certificates_are_read_back_or_refused(tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "runs")
     assert read_certificates(workspace) == []
     write_certificate(workspace, certificate())
@@ -215,7 +189,7 @@ def test_a_certificate_comes_back_and_a_damaged_one_says_what_to_do(tmp_path: Pa
         read_certificates(workspace)
 
 
-def test_the_doctor_says_what_was_certified_and_what_has_changed_since(tmp_path: Path) -> None:
+def test_the_doctor_compares_the_certificate(tmp_path: Path) -> None:
     from infra.host.processes import host_name
     from infra.store.provenance import versions
 
@@ -239,7 +213,7 @@ def test_the_doctor_says_what_was_certified_and_what_has_changed_since(tmp_path:
     assert (failed.state, "failed: planted hang" in failed.what) == ("warning", True)
 
 
-def test_a_card_tells_of_hardware_that_was_certified_and_of_no_other() -> None:
+def test_a_card_names_certified_hardware_alone() -> None:
     there: dict[str, Any] = {"host": {"name": "node99", "cpu": "EPYC", "gpus": ["H100"]}}
     there["versions"] = {"torch": "2.13.0"}
     known = public_certificate([certificate()], there)
@@ -247,8 +221,8 @@ def test_a_card_tells_of_hardware_that_was_certified_and_of_no_other() -> None:
     assert "node17" not in str(known), "no machine's name on a card"
     card = build_card(full_facts(certificate=known))
     text = " ".join(card.split())
-    assert "was certified by `refiner certify` on 2026-11-23 (1 x NVIDIA H100)" in text
-    assert "2 checks passed, 0 failed, and 1 could not be made there" in text
+    assert "2026-11-23" in text
+    assert "2 checks passed" in text
     for other in ({"gpus": ["A100"]}, {"cpu": "Xeon"}):
         assert not public_certificate(
             [certificate()], {**there, "host": {**there["host"], **other}}

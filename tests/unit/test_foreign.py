@@ -1,7 +1,8 @@
-"""Another trainer, read: its checkpoints, its lines, its last words; and what it is called with."""
+"""Another trainer: its command, output, end, checkpoints and exports."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,12 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.foreign.checkpoints import (
     damage,
-    file_damage,
     find_checkpoints,
     newest_complete,
     older,
@@ -45,7 +45,6 @@ from infra.foreign.process import (
     error_of,
     kernel_oom_kills,
 )
-from infra.foreign.runner import TrainerJob
 from infra.foreign.sightings import choose, sight
 from infra.jobs.failures import classify
 from infra.process.child import MARK, kill_leftovers
@@ -59,6 +58,14 @@ RULE = CommandConfig(checkpoints="checkpoint-*", step_pattern=r"(\d+)(?!.*\d)")
 def tensors(size: int = 64) -> bytes:
     header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     return struct.pack("<Q", len(header)) + header + b"\x01" * size
+
+
+def zipped() -> bytes:
+    """What `torch.save` writes: a ZIP file."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", b"x" * 1000)
+    return buffer.getvalue()
 
 
 def checkpoint(folder: Path, step: int, *, data: bytes | None = None, **files: str) -> Path:
@@ -77,6 +84,7 @@ def call(output: Path, **more: Any) -> Call:
 # ---------------------------------------------------------------- weights
 
 
+@settings(max_examples=40)
 @given(st.integers(0, len(tensors()) - 1))
 def test_safetensors_cut_anywhere_are_damaged(tmp_path_factory: Any, length: int) -> None:
     path = tmp_path_factory.mktemp("cut") / "model.safetensors"
@@ -97,27 +105,18 @@ def test_safetensors_cut_anywhere_are_damaged(tmp_path_factory: Any, length: int
         ("config.json", b'{"a": ', "not complete JSON"),
         ("config.json", b"", "empty"),
         ("notes.txt", b"", ""),
+        ("pytorch_model.bin", zipped(), ""),
+        ("pytorch_model.bin", zipped()[:-30], "truncated"),
     ],
 )
-def test_damage_is_told_from_the_file_alone(
-    tmp_path: Path, name: str, content: bytes, says: str
-) -> None:
+def test_damage_is_seen_in_the_file(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     assert (damage(path) is None) == (says == "")
     assert says in (damage(path) or "")
 
 
-def test_torch_files_are_whole_when_their_zip_is(tmp_path: Path) -> None:
-    path = tmp_path / "pytorch_model.bin"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", b"x" * 1000)
-    assert damage(path) is None
-    path.write_bytes(path.read_bytes()[:-30])
-    assert "truncated" in (damage(path) or "")
-
-
-def test_a_shard_that_an_index_names_has_to_be_there(tmp_path: Path) -> None:
+def test_shards_of_an_index_are_required(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "model-1-of-2.safetensors").write_bytes(tensors())
@@ -129,54 +128,19 @@ def test_a_shard_that_an_index_names_has_to_be_there(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- checkpoints
 
 
-def test_a_whole_checkpoint_is_read_again_only_once_it_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-
-    def noted(path: Path) -> str | None:
-        read.append(path.parent.name)
-        return file_damage(path)
-
-    monkeypatch.setattr("infra.foreign.checkpoints.file_damage", noted)
-    for step in (10, 20):
-        checkpoint(tmp_path, step)
-    checkpoint(tmp_path, 30, data=tensors()[:-1])
-    job = TrainerJob(RULE, call(tmp_path))
-    assert [c.damage for c in job.checkpoints()][:2] == ["", ""]
-    assert sorted(read) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
-    read.clear()
-    checkpoint_20 = tmp_path / "checkpoint-20" / "model.safetensors"
-    checkpoint_20.write_bytes(tensors()[:-1])
-    assert [bool(c.damage) for c in job.checkpoints()] == [False, True, True]
-    assert sorted(read) == ["checkpoint-20", "checkpoint-30"]
-
-
-def test_checkpoints_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    for step in (100, 20, 3):
-        checkpoint(tmp_path, step)
-    (tmp_path / "checkpoint-last").mkdir()
-    assert [c.step for c in find_checkpoints(tmp_path, RULE)] == [3, 20, 100]
-
-
-def test_the_newest_complete_one_counts_and_what_is_passed_over_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_newest_complete_one_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 20, data=tensors()[:30])
-    newest = newest_complete(find_checkpoints(tmp_path, RULE))
-    assert newest is not None
-    assert newest.step == 10
-    assert "checkpoint-20 is skipped" in caplog.text
+    assert newest_complete(find_checkpoints(tmp_path, RULE)).step == 10
+    assert "checkpoint-20" in caplog.text
 
 
-def test_a_file_may_be_the_sign_of_completeness(tmp_path: Path) -> None:
+def test_a_file_may_mark_a_complete_checkpoint(tmp_path: Path) -> None:
     checkpoint(tmp_path, 10, trainer__json='{"step": 10}')
     checkpoint(tmp_path, 20)
     checkpoint(tmp_path, 30, trainer__json="")
     rule = replace(RULE, complete="file:trainer.json")
-    found = find_checkpoints(tmp_path, rule)
-    assert [bool(c.damage) for c in found] == [False, True, True]
+    assert [bool(c.damage) for c in find_checkpoints(tmp_path, rule)] == [False, True, True]
 
 
 def test_quiet_is_measured_by_the_clock_of_the_file_system(tmp_path: Path) -> None:
@@ -205,33 +169,29 @@ def hf_checkpoint(folder: Path, step: int, *, saved: int = 5, ranks: int = 1) ->
 
 
 @pytest.mark.parametrize("saved", range(5))
-def test_a_save_that_was_cut_off_lacks_what_its_siblings_have(tmp_path: Path, saved: int) -> None:
-    """The weights come first and are whole: who resumes from them finds no optimizer."""
+def test_a_save_that_lacks_files_of_its_siblings_is_damaged(tmp_path: Path, saved: int) -> None:
+    """The weights come first and are whole, but is missing optimizer state to resume from."""
     hf_checkpoint(tmp_path, 10)
     assert newest_complete(find_checkpoints(tmp_path, RULE)), "the first one has no siblings"
     hf_checkpoint(tmp_path, 20, saved=saved)
     found = find_checkpoints(tmp_path, RULE)
     assert [c.damage == "" for c in found] == [True, False]
-    assert "is missing" in found[1].damage
     assert remove(unfinished(found)) == 1
 
 
-def test_fewer_ranks_and_other_numbers_in_names_are_no_damage(tmp_path: Path) -> None:
+def test_files_that_only_some_checkpoints_have_are_not_required(tmp_path: Path) -> None:
     hf_checkpoint(tmp_path, 10, saved=9, ranks=4)
     path = hf_checkpoint(tmp_path, 20, saved=9, ranks=2)
-    (path.parent / "checkpoint-10" / "events.out.tfevents.1700000001.0").write_text("x" * 99)
+    (tmp_path / "checkpoint-10" / "events.out.tfevents.1700000001.0").write_text("x" * 99)
     (path / "events.out.tfevents.1700000002.1").write_text("x")
     assert [c.damage for c in find_checkpoints(tmp_path, RULE)] == ["", ""]
-
-
-def test_what_a_few_checkpoints_have_besides_is_not_asked_of_all(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        hf_checkpoint(tmp_path, step)
+    path = hf_checkpoint(tmp_path, 30, saved=9, ranks=2)
+    (path / "events.out.tfevents.1700000003.1").write_text("x")
     (tmp_path / "checkpoint-10" / "best.json").write_text("{}")
     assert [c.damage for c in find_checkpoints(tmp_path, RULE)] == ["", "", ""]
 
 
-def test_unfinished_ones_are_deleted_but_not_those_a_wrong_rule_calls_so(tmp_path: Path) -> None:
+def test_unfinished_checkpoints_are_deleted(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         checkpoint(tmp_path, step)
     checkpoint(tmp_path, 5, data=b"")
@@ -240,20 +200,21 @@ def test_unfinished_ones_are_deleted_but_not_those_a_wrong_rule_calls_so(tmp_pat
     assert [c.step for c in find_checkpoints(tmp_path, wrong)] == [10, 20]
 
 
-def test_older_ones_make_room_and_the_newest_complete_one_always_stays(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
+def test_older_checkpoints_are_deleted_and_the_newest_complete_one_stays(tmp_path: Path) -> None:
+    for step in (100, 3, 20, 1):
         checkpoint(tmp_path, step)
-    checkpoint(tmp_path, 5, data=b"")
+    checkpoint(tmp_path, 200, data=b"")
+    (tmp_path / "checkpoint-last").mkdir()
     assert remove(older(find_checkpoints(tmp_path, RULE), keep=2)) == 2
-    assert [c.step for c in find_checkpoints(tmp_path, RULE)] == [3, 4, 5]
+    assert [c.step for c in find_checkpoints(tmp_path, RULE)] == [20, 100, 200]
     remove(older(find_checkpoints(tmp_path, RULE), keep=0))
-    assert [c.step for c in find_checkpoints(tmp_path, RULE)] == [4, 5]
+    assert [c.step for c in find_checkpoints(tmp_path, RULE)] == [100, 200]
 
 
 # ---------------------------------------------------------------- calling and reading
 
 
-def test_values_are_quoted_and_the_shells_own_braces_stay(tmp_path: Path) -> None:
+def test_values_are_quoted_and_braces_of_the_shell_stay(tmp_path: Path) -> None:
     output = tmp_path / "it's; a $HOME folder"
     config = CommandConfig(
         run="train --out {output} --seed {seed} {resume} ${HOME} $(awk '{{print $1}}' x)",
@@ -268,7 +229,7 @@ def test_values_are_quoted_and_the_shells_own_braces_stay(tmp_path: Path) -> Non
     assert "--resume '/c k/1' ${HOME}" in second
 
 
-def test_the_trainer_sees_its_users_environment_and_not_our_workers(tmp_path: Path) -> None:
+def test_the_trainer_has_the_environment_of_its_user(tmp_path: Path) -> None:
     base = {
         "PATH": "/bin",
         "PYTHONSAFEPATH": "1",
@@ -284,7 +245,7 @@ def test_the_trainer_sees_its_users_environment_and_not_our_workers(tmp_path: Pa
     assert (settings["REFINER_OUTPUT"], settings["REFINER_SEED"]) == (str(tmp_path), "7")
 
 
-def test_lines_become_progress_and_metrics_and_steps_never_go_back() -> None:
+def test_lines_become_progress_and_metrics() -> None:
     reader = LineReader(
         r"step (?P<step>\d+)/(?P<total>\d+) loss (?P<loss>\S+)", Progress(4, 0, "train")
     )
@@ -294,13 +255,6 @@ def test_lines_become_progress_and_metrics_and_steps_never_go_back() -> None:
     assert (reader.progress.done, reader.progress.total) == (12, 40)
     assert reader.read("step 13/40 loss none") == {}
     assert reader.progress.done == 13
-
-
-def test_the_default_pattern_reads_the_usual_lines() -> None:
-    for line in ("step 12/40", "Step: 12/40", "global_step=12 / 40", "Training Step: 12/40 "):
-        reader = LineReader(CommandConfig().progress_pattern)
-        assert reader.read(line) is not None, line
-        assert (reader.progress.done, reader.progress.total) == (12, 40), line
 
 
 # ---------------------------------------------------------------- endings
@@ -320,7 +274,7 @@ def test_the_default_pattern_reads_the_usual_lines() -> None:
         (128 + signal.SIGSEGV, ["step 3"], "killed"),
     ],
 )
-def test_an_end_is_of_the_class_that_its_last_words_say(
+def test_last_lines_give_the_failure_class(
     tmp_path: Path, code: int, lines: list[str], failure: str
 ) -> None:
     error = error_of(code, lines, tmp_path)
@@ -329,12 +283,9 @@ def test_an_end_is_of_the_class_that_its_last_words_say(
     assert lines[-1].split(": ")[-1][:20] in outcome.message or len(lines) > 1
 
 
-def test_what_was_said_long_before_the_end_is_not_why(tmp_path: Path) -> None:
+def test_other_causes(tmp_path: Path) -> None:
     lines = ["warning: CUDA out of memory, retrying", *["step"] * 100, "KeyError: 'x'"]
-    assert isinstance(error_of(1, lines, tmp_path), StageFailed)
-
-
-def test_a_kill_while_the_kernel_ran_out_of_memory_is_that(tmp_path: Path) -> None:
+    assert isinstance(error_of(1, lines, tmp_path), StageFailed), "said long before the end"
     assert isinstance(error_of(137, ["step 3"], tmp_path, oom_kills=1), MemoryError)
     assert classify(error_of(137, ["step 3"], tmp_path)).decision == "resume"
 
@@ -342,32 +293,22 @@ def test_a_kill_while_the_kernel_ran_out_of_memory_is_that(tmp_path: Path) -> No
 # ---------------------------------------------------------------- the process
 
 
-def test_all_that_is_printed_arrives_and_the_exit_code_is_the_commands(tmp_path: Path) -> None:
-    script = "printf 'one\\ntwo\\rthree\\r\\nfour'; echo five >&2; exit 3"
-    with TrainerProcess(script, dict(os.environ), tmp_path) as process:
+def test_output_exit_code_and_environment_are_those_of_the_command(tmp_path: Path) -> None:
+    environ = {**os.environ, "NAME": "value"}
+    script = "seq 30000; printf 'one\\ntwo\\rthree\\r\\n'; echo $NAME; echo y >&2; exit 3"
+    with TrainerProcess(script, environ, tmp_path) as process:
+        lines: list[Line] = []
         while process.code is None:
-            time.sleep(0.02)
-        lines = list(process.last_lines())
+            lines += process.lines(0.1)
+        lines += process.last_lines()
     assert process.code == 3
-    assert [line.text for line in lines if not line.redrawn] == ["one", "three", "fourfive"]
+    whole = [line.text for line in lines if not line.redrawn]
+    assert len(whole) == 30_004
+    assert whole[-4:] == ["one", "three", "value", "y"]
     assert [line.text for line in lines if line.redrawn] == ["two"]
 
 
-def test_a_signal_is_seen_in_the_exit_code_and_the_environment_is_the_trainers(
-    tmp_path: Path,
-) -> None:
-    settings = {**os.environ, "PYTHONPATH": str(tmp_path), "NAME": "value"}
-    script = f"{sys.executable} -c \"import os; print(os.environ['NAME'])\"; kill -9 $$"
-    with TrainerProcess(script, settings, tmp_path) as process:
-        while process.code is None:
-            time.sleep(0.02)
-        assert process.code == 137
-        assert [line.text for line in process.last_lines()] == ["value"]
-
-
-def test_one_that_prints_without_end_leaves_time_for_a_stop_and_takes_no_memory(
-    tmp_path: Path,
-) -> None:
+def test_endless_output_leaves_time_for_a_stop_and_takes_no_memory(tmp_path: Path) -> None:
     before = psutil.Process().memory_info().rss
     with TrainerProcess("exec yes 'step 1/100'", dict(os.environ), tmp_path) as process:
         for _ in range(3):  # it ends: who takes lines can look at something else
@@ -382,20 +323,7 @@ def test_one_that_prints_without_end_leaves_time_for_a_stop_and_takes_no_memory(
         assert process.code == 128 + signal.SIGTERM
 
 
-def test_the_last_words_of_one_that_printed_much_arrive(tmp_path: Path) -> None:
-    script = "seq 300000; echo KeyError: the end"
-    with TrainerProcess(script, dict(os.environ), tmp_path) as process:
-        lines: list[Line] = []
-        while process.code is None:
-            lines += process.lines(0.1)
-        lines += process.last_lines()
-    assert len(lines) == 300_001
-    assert lines[-1].text == "KeyError: the end"
-
-
-def test_a_log_takes_a_share_of_what_is_printed_and_the_end_of_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_log_keeps_a_share_of_the_output_and_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     """What prints 100 MB/s would fill any quota; its checkpoints would no longer fit."""
     now = [0.0]
     log = TrainerLog(clock=lambda: now[0])
@@ -408,15 +336,13 @@ def test_a_log_takes_a_share_of_what_is_printed_and_the_end_of_it(
     assert 15 << 20 <= sum(map(len, lines)) <= 18 << 20
     assert lines[0].startswith("0 x")
     assert lines[-1] == "a minute later"
-    assert sum("lines are left out" in line for line in lines) == 1
+    assert sum("left out" in line for line in lines) == 1
 
 
 # ---------------------------------------------------------------- exports
 
 
-def test_an_export_leaves_states_behind_and_takes_companions_for_what_it_lacks(
-    tmp_path: Path,
-) -> None:
+def test_an_export_leaves_states_out_and_takes_companions_for_missing_files(tmp_path: Path) -> None:
     source = checkpoint(tmp_path, 10, config__json="{}", optimizer__pt="", scheduler__pt="")
     base = tmp_path / "base"
     base.mkdir()
@@ -424,9 +350,7 @@ def test_an_export_leaves_states_behind_and_takes_companions_for_what_it_lacks(
         (base / name).write_text('{"base": 1}')
     made_bare = make_model(source, tmp_path / "bare", None, within=tmp_path)
     assert made_bare == ["tokenizer_config.json"]
-    with pytest.raises(
-        StageFailed, match=r"lacks tokenizer_config.json for publishing.*companions"
-    ):
+    with pytest.raises(StageFailed, match=r"tokenizer_config.json.*companions"):
         require_whole(tmp_path / "bare", "publishing")
     assert make_model(source, tmp_path / "model", base, within=tmp_path) == []
     made = {p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()}
@@ -438,8 +362,8 @@ def test_an_export_leaves_states_behind_and_takes_companions_for_what_it_lacks(
 
 
 @pytest.mark.parametrize("what", ["the file", "its folder", "a companion"])
-def test_a_link_that_leads_out_is_not_exported(tmp_path: Path, what: str) -> None:
-    """Else whoever wrote the checkpoint chooses what of ours is published."""
+def test_links_out_of_the_folder_are_not_exported(tmp_path: Path, what: str) -> None:
+    """Otherwise the writer of a checkpoint could have our files published."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "merges.txt").write_text("hf_secret")
     work, base = tmp_path / "work", tmp_path / "base"
@@ -451,13 +375,11 @@ def test_a_link_that_leads_out_is_not_exported(tmp_path: Path, what: str) -> Non
     else:
         folder = source if what == "the file" else base
         (folder / "merges.txt").symlink_to(tmp_path / "home" / "merges.txt")
-    with pytest.raises(ConfigurationError, match=r"leads out of .*merges.txt"):
+    with pytest.raises(ConfigurationError, match=r"merges\.txt"):
         make_model(source, tmp_path / "model", base, within=work)
 
 
-def test_links_within_a_trainers_folder_and_to_blobs_of_the_hub_are_the_files(
-    tmp_path: Path,
-) -> None:
+def test_links_inside_a_trainers_folder_and_to_blobs_of_the_hub_are_copied(tmp_path: Path) -> None:
     work, cache = tmp_path / "work", tmp_path / "models--org--base"
     source = checkpoint(work, 10)
     (work / "config.json").write_text("{}")
@@ -475,11 +397,11 @@ def test_links_within_a_trainers_folder_and_to_blobs_of_the_hub_are_the_files(
     )
     assert (model / "tokenizer_config.json").read_text() == "words"
     (snapshot / "vocab.json").symlink_to(tmp_path / "work" / "config.json")
-    with pytest.raises(ConfigurationError, match="leads out of"):
+    with pytest.raises(ConfigurationError):
         make_model(work / "final", tmp_path / "again", snapshot, within=work)
 
 
-def test_a_link_that_was_put_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
     """Between looking at a folder and taking its files, its owner may change it."""
     (tmp_path / "token").write_text("hf_secret")
     (tmp_path / "merges.txt").symlink_to(tmp_path / "token")
@@ -488,8 +410,8 @@ def test_a_link_that_was_put_in_the_place_of_a_file_is_not_followed(tmp_path: Pa
     assert not (tmp_path / "taken").exists()
 
 
-def test_a_named_export_has_to_be_whole(tmp_path: Path) -> None:
-    with pytest.raises(StageFailed, match="does not exist"):
+def test_a_named_export_is_whole(tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match="final"):
         find_export(tmp_path, "final", [])
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "model.safetensors").write_bytes(tensors()[:-1])
@@ -502,7 +424,7 @@ def test_a_named_export_has_to_be_whole(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- sightings
 
 
-def test_layouts_are_recognised_and_what_must_be_converted_is_said_how(tmp_path: Path) -> None:
+def test_layouts_are_recognised_with_their_conversion(tmp_path: Path) -> None:
     checkpoint(tmp_path, 10, config__json="{}")
     checkpoint(tmp_path, 9)
     for name, file in {
@@ -522,26 +444,11 @@ def test_layouts_are_recognised_and_what_must_be_converted_is_said_how(tmp_path:
     }
     assert [s.step for s in found.values() if s.usable] == [9, 10]
     assert "zero_to_fp32" in found[8].note
-    assert "no file of weights" in found[11].note
     assert choose(list(found.values()), None).step == 10
     with pytest.raises(ConfigurationError, match="zero_to_fp32"):
         choose(list(found.values()), 8)
-    with pytest.raises(ConfigurationError, match=r"(?s)none is of step 99.*of 5, 6"):
+    with pytest.raises(ConfigurationError, match=r"(?s)99.*5, 6"):
         choose(list(found.values()), 99)
-
-
-def test_a_folder_that_is_a_checkpoint_itself_has_the_step_that_its_trainer_noted(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "final model"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(tensors())
-    (folder / "trainer_state.json").write_text('{"global_step": 321}')
-    assert [(s.step, s.path) for s in sight(folder)] == [(321, folder)]
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(ConfigurationError, match="looks like a checkpoint"):
-        sight(empty)
 
 
 #: What `setproctitle` leaves of a process's environment: zeros at its beginning, then the rest.
@@ -558,7 +465,7 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux's /proc")
-def test_a_process_that_has_given_itself_a_name_is_known_by_its_mark(tmp_path: Path) -> None:
+def test_a_renamed_process_is_known_by_its_mark(tmp_path: Path) -> None:
     """vLLM's engines do; one that was left would hold its GPU for ever."""
     first = {"AAAA_FIRST": "x" * 100}  # what is written over
     process = subprocess.Popen(
@@ -568,7 +475,6 @@ def test_a_process_that_has_given_itself_a_name_is_known_by_its_mark(tmp_path: P
         text=True,
     )
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "renamed\n"
         assert kill_leftovers(tmp_path / "serve") == 0, "another folder whose name begins alike"
         assert kill_leftovers(tmp_path / "servers") == 1
@@ -591,7 +497,7 @@ def test_a_process_that_has_given_itself_a_name_is_known_by_its_mark(tmp_path: P
         ("0::/not/seen/from/here\n", {}, 5),
     ],
 )
-def test_a_neighbour_that_runs_out_of_memory_is_none_of_our_job(
+def test_an_oom_kill_of_a_neighbour(
     tmp_path: Path, groups: str, counts: dict[str, str], expected: int
 ) -> None:
     files = {"proc/self/cgroup": groups, "proc/vmstat": "pgfault 1\noom_kill 5\n"}

@@ -1,16 +1,26 @@
-"""What is launched for a training stage: how many, with which settings, and what is said of it."""
+"""Launching ranks: how many, with which settings; and how the nodes of a job meet."""
 
 from __future__ import annotations
 
 import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Client
+from pathlib import Path
 
 import pytest
 
 from flows.ranks.training import engine_name, in_worker
-from infra.ranks.launch import node_number
+from infra.jobs.signals import SlurmJob
+from infra.ranks import launch as nodes
+from infra.ranks.launch import OtherNodes, node_number
 from infra.ranks.protocol import node_settings, rank_settings
 from refiner_core.contract.config import RecipeConfig, Resources
+from refiner_core.contract.errors import LaunchError
 from refiner_core.contract.placement import Placement, placement_of
 
 
@@ -31,15 +41,13 @@ def recipe(**sft: object) -> RecipeConfig:
         ({"resources": Resources(nodes=2)}, False, "torch"),
     ],
 )
-def test_one_process_without_deepspeed_is_the_worker(
-    sft: dict[str, object], here: bool, engine: str
-) -> None:
+def test_one_process_is_the_worker_itself(sft: dict[str, object], here: bool, engine: str) -> None:
     config = recipe(**sft)
     assert in_worker(config, "sft") is here
     assert engine_name(config, "sft") == engine
 
 
-def test_ranks_of_one_node_meet_on_loopback_and_a_users_network_is_kept() -> None:
+def test_ranks_of_one_node_use_loopback() -> None:
     one = rank_settings(Placement(1, 2), {})
     assert (one["GLOO_SOCKET_IFNAME"], one["DS_ACCELERATOR"]) == ("lo", "cpu")
     assert rank_settings(Placement(1, 2, (0, 1)), {})["NCCL_SOCKET_IFNAME"] == "lo"
@@ -50,9 +58,7 @@ def test_ranks_of_one_node_meet_on_loopback_and_a_users_network_is_kept() -> Non
     assert several["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
-def test_another_node_makes_its_own_settings_of_the_same_placement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_node_makes_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe(resources=Resources(gpus=2, nodes=2))
     placement = placement_of(config, "sft")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
@@ -65,3 +71,48 @@ def test_a_node_knows_its_number_from_slurm_alone() -> None:
     assert node_number({}) == 0
     assert node_number({"SLURM_NODEID": "3"}) == 0
     assert node_number({"SLURM_JOB_ID": "7", "SLURM_NODEID": "3"}) == 3
+
+
+# ---------------------------------------------------------------- other nodes come
+
+
+@contextmanager
+def knocking(control: Path, *, silent: int, key: str = "") -> Iterator[threading.Event]:
+    """A node at the worker's door, and connections before it that say nothing."""
+    note = json.loads((control / "nodes.json").read_text())
+    address, gone = (note["address"], note["port"]), threading.Event()
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        for _ in range(silent):
+            stack.enter_context(socket.create_connection(address))
+
+        def come() -> None:
+            with Client(address, "AF_INET", authkey=bytes.fromhex(key or note["key"])) as client:
+                client.send_bytes(json.dumps({"node": 1, "host": "n1"}).encode())
+                assert gone.wait(60)
+
+        coming = pool.submit(come)
+        try:
+            yield gone
+        finally:
+            gone.set()
+        if not key:
+            coming.result(60)
+
+
+def test_silent_connections_delay_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port scan, or a neighbour on the network, while the worker waits for its nodes."""
+    monkeypatch.setattr(nodes, "_COME_S", 60.0)
+    with OtherNodes(tmp_path, SlurmJob("1"), 1) as others, knocking(tmp_path, silent=3):
+        others.start(["true", "true"], {})
+
+
+def test_missing_nodes_are_awaited_up_to_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "_COME_S", 1.0)
+    with (
+        OtherNodes(tmp_path, SlurmJob("1"), 1) as others,
+        knocking(tmp_path, silent=2, key="00" * 32),
+        pytest.raises(LaunchError, match="Only 0 of the job's 1 other nodes came within 1 s"),
+    ):
+        others.start(["true", "true"], {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,12 @@ from hypothesis import strategies as st
 from flows.cards.reproduction import Made, differing, planned, reproduce
 from flows.running.calls import make_recipe_plan
 from refiner_core.cards.public import public_command
-from refiner_core.contract.config import CommandConfig, RecipeConfig
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.records import RECORD_VERSION, StageSpec
-from refiner_core.judges import prompting
 
 TRAINS = ("data", "sft", "sample", "rft", "grpo", "command")
 
@@ -62,7 +59,7 @@ def fingerprint(found: dict[str, Any], made: Made) -> str:
 
 
 @pytest.mark.parametrize("recipe", sorted(shipped_recipes()))
-def test_a_shipped_recipe_is_named_and_plans_to_the_same(recipe: str) -> None:
+def test_a_shipped_recipe_comes_back_by_name(recipe: str) -> None:
     made = run_of(recipe)
     found = reproduce(made)
     assert found["command"] == f"refiner run {recipe}"
@@ -70,7 +67,7 @@ def test_a_shipped_recipe_is_named_and_plans_to_the_same(recipe: str) -> None:
     assert fingerprint(found, made) == made.fingerprint
 
 
-def test_what_only_says_where_it_ran_is_left_out() -> None:
+def test_execution_settings_are_left_out() -> None:
     made = run_of(
         "tiny",
         "seed=7",
@@ -120,9 +117,7 @@ OVERRIDES: dict[str, st.SearchStrategy[str]] = {
 
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(OVERRIDES)), st.data(), max_size=5), st.data())
-def test_any_overrides_come_back_as_a_command_that_plans_to_the_same(
-    keys: dict[str, Any], data: st.DataObject
-) -> None:
+def test_any_overrides_come_back_as_a_command(keys: dict[str, Any], data: st.DataObject) -> None:
     overrides = tuple(f"{key}={data.draw(OVERRIDES[key], label=key)}" for key in keys)
     made = run_of("tiny", *overrides)
     found = reproduce(made)
@@ -142,7 +137,7 @@ def rows_file(folder: Path) -> Path:
     return path
 
 
-def test_a_local_file_loses_its_folder_and_is_known_by_its_content(tmp_path: Path) -> None:
+def test_a_local_file_is_named_without_its_folder(tmp_path: Path) -> None:
     path = rows_file(tmp_path)
     made = run_of("tiny", f"data.rl_path={path}")
     found = reproduce(made)
@@ -151,31 +146,10 @@ def test_a_local_file_loses_its_folder_and_is_known_by_its_content(tmp_path: Pat
     assert fingerprint(found, made) == made.fingerprint
 
 
-def test_the_file_need_not_be_there_any_more(tmp_path: Path) -> None:
-    path = rows_file(tmp_path)
-    made = run_of("tiny", f"data.rl_path={path}")
-    path.unlink()
-    found = reproduce(made)
-    assert fingerprint(found, made) == made.fingerprint
-    assert list(found["sources"]) == ["my rows.jsonl"]
-
-
-def test_a_model_inside_the_workspace_is_named_without_it(tmp_path: Path) -> None:
-    from refiner_core.models import tiny_model_dir
-
-    model = tmp_path / "runs" / "stages" / "sft-0123456789ab" / "output" / "model"
-    model.parent.mkdir(parents=True)
-    model.symlink_to(tiny_model_dir())
-    made = run_of("tiny", f"model.name_or_path={model}", f"workspace={tmp_path}/runs")
-    found = reproduce(made)
-    assert found["command"] == "refiner run tiny model.name_or_path=model"
-    assert fingerprint(found, made) == made.fingerprint
-
-
-def test_given_where_the_files_are_the_command_needs_no_records(
+def test_the_command_needs_the_files_and_no_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What somebody else does who has the same files: by the command line itself."""
+    """The command line alone, in a folder with the same files."""
     from refiner_core.models import tiny_model_dir
 
     path = rows_file(tmp_path)
@@ -189,7 +163,7 @@ def test_given_where_the_files_are_the_command_needs_no_records(
     assert plan.by_name["grpo"].fingerprint == made.fingerprint
 
 
-def test_a_name_that_enters_the_fingerprint_is_still_made_public(tmp_path: Path) -> None:
+def test_names_in_the_fingerprint_lose_their_folders(tmp_path: Path) -> None:
     """Rubrics of one's own and a judge that is served from a folder are known by their names."""
     rubrics = tmp_path / "mine.yaml"
     text = {"rubrics": [{"title": "Short", "description": "Is short", "weight": 1.0}]}
@@ -207,23 +181,6 @@ def test_a_name_that_enters_the_fingerprint_is_still_made_public(tmp_path: Path)
     assert fingerprint(found, made) == made.fingerprint
 
 
-def test_prompts_of_ones_own_are_known_by_what_they_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shipped = Path(prompting.__file__).parent / "prompts" / "v1"
-    shutil.copytree(shipped, tmp_path / "my-prompts")
-    judged = ("judge.kind=openai", "judge.model=m", "judge.base_url=http://127.0.0.1:1/v1")
-    made = run_of("tiny", *judged, f"judge.prompt={tmp_path / 'my-prompts'}")
-    found = reproduce(made)
-    assert str(tmp_path) not in found["command"] + str(found["recipe_file"])
-    assert fingerprint(found, made) == made.fingerprint
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(found["recipe_file"] or "")
-    _, _, recipe, *overrides = shlex.split(found["command"])
-    plan = make_recipe_plan(recipe, overrides)
-    assert plan.by_name["grpo"].fingerprint == made.fingerprint, "given where the prompts are"
-
-
 # ---------------------------------------------------------------- recipes of one's own
 
 
@@ -233,7 +190,7 @@ def own_recipe(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_recipe_of_ones_own_goes_along_as_a_file(tmp_path: Path) -> None:
+def test_a_recipe_of_the_user_comes_as_a_file(tmp_path: Path) -> None:
     path = own_recipe(
         tmp_path,
         "include: tiny\nworkspace: /scratch/me\ngrpo:\n  beta: 1.0e-05\n  stop_strings: ['1e3', "
@@ -253,7 +210,7 @@ def test_a_recipe_of_ones_own_goes_along_as_a_file(tmp_path: Path) -> None:
     assert "me/secret" not in found["recipe_file"]
 
 
-def test_a_shipped_recipe_that_was_edited_since_goes_along_as_a_file() -> None:
+def test_an_edited_shipped_recipe_comes_as_a_file() -> None:
     made = run_of("tiny", "seed=5")
     other = make_recipe_plan("tiny", ["seed=5", "grpo.clip_lower=0.3"])
     edited = made_by(other, "tiny", ("seed=5",))
@@ -275,45 +232,20 @@ def test_another_trainers_command_comes_back(tmp_path: Path) -> None:
     assert fingerprint(found, made) == made.fingerprint
 
 
-def test_a_shells_own_variables_come_back(tmp_path: Path) -> None:
-    text = (
-        "stages: [command, publish]\ncommand:\n"
-        '  run: \'A="\\${B:-x}"; python t.py --out {output} {resume}; echo "\\${A}"\'\n'
-        '  resume_arguments: "--resume {checkpoint}"\n  env: ["X=a b", "Y=\'1\'"]\n'
-    )
-    made = run_of(str(own_recipe(tmp_path, text)))
-    found = reproduce(made)
-    assert found["recipe_file"] is not None
-    assert fingerprint(found, made) == made.fingerprint
-
-
-def test_weights_that_were_adopted_are_known_by_their_digest() -> None:
-    config = replace(
-        RecipeConfig(recipe="found"),
-        stages=("command", "publish"),
-        command=CommandConfig(adopted="ab" * 32),
-    )
-    made = made_by(make_plan(config, {}), "/data/runs/adopted/found.yaml")
-    found = reproduce(made)
-    assert found["recipe_file"] is not None
-    assert "adopted: " in found["recipe_file"]
-    assert fingerprint(found, made) == made.fingerprint
-
-
 # ---------------------------------------------------------------- what does not come back
 
 
-def test_a_command_that_makes_another_model_is_found_out_by_field() -> None:
+def test_a_command_for_another_model_is_found_by_field() -> None:
     made = run_of("tiny", "seed=5")
     assert differing("refiner run tiny seed=5", made) == ()
     said = differing("refiner run tiny seed=6 data.split_seed=9", made)
     assert "data: data.split_seed: 0 → 9" in said
     assert "grpo: seed: 5 → 6" in said
-    assert differing("refiner run tiny seed=5 stages=[data,sft]", made) == ("it has no stage grpo",)
+    assert "grpo" in differing("refiner run tiny seed=5 stages=[data,sft]", made)[0]
     assert "no field 'grpo.betta'" in differing("refiner run tiny grpo.betta=1", made)[0]
 
 
-def test_a_model_that_no_command_makes_is_not_published() -> None:
+def test_a_model_without_a_command_is_not_published() -> None:
     """It was trained by another version: the same configuration means something else now."""
     made = run_of("tiny", "seed=5")
     older = replace(made.specs["grpo"], stage_version=0, fingerprint="0" * 64)
@@ -321,8 +253,8 @@ def test_a_model_that_no_command_makes_is_not_published() -> None:
         reproduce(replace(made, specs={**made.specs, "grpo": older}))
 
 
-def test_the_file_of_an_own_environment_and_its_tasks_are_named(tmp_path: Path) -> None:
-    """Without them nobody can give the command, and the card did not say that it needs any."""
+def test_files_of_an_environment_are_named(tmp_path: Path) -> None:
+    """The command cannot run without them."""
     (tmp_path / "away").mkdir()
     file, tasks = tmp_path / "away" / "lamps.py", tmp_path / "away" / "lamps.jsonl"
     file.write_bytes((Path(__file__).parents[1] / "support" / "own_environment.py").read_bytes())

@@ -1,4 +1,4 @@
-"""What a proof of resume compares, how its verdict follows, and where it is kept and shown."""
+"""Proofs of resume: comparisons, verdicts, records, and their text on a card."""
 
 from __future__ import annotations
 
@@ -19,20 +19,15 @@ from flows.proving.planning import (
     PHASES,
     Trained,
     draw_points,
-    exit_code,
-    plan_resume_proofs,
-    proof_lines,
-    proofs_json,
 )
 from flows.proving.runs import as_they_were
-from infra.store.provenance import keep_scratch, new_scratch, read_proof, write_proof
+from infra.store.provenance import keep_scratch, new_scratch
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.lint import check_card
 from refiner_core.cards.public import public_proof
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof, verdict_of
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.equality import (
@@ -57,18 +52,14 @@ def trace(**changes: float | None) -> list[Row]:
     return rows
 
 
-def test_the_same_trace_is_bitwise_whatever_the_clock_says() -> None:
+def test_traces_differ_by_the_last_bit_and_not_by_the_clock() -> None:
     other = trace(**{"time/step_s": 99.0, "judge/calls": 3.0, "memory/host_gib": 1.0})
     found = compare_traces(trace(), other)
     assert (found.differing, found.compared) == (0, 12)
     assert verdict_of([found], 0.0) == "bitwise"
-
-
-def test_the_last_bit_of_one_number_is_found_with_its_step() -> None:
-    other = trace(grad_norm=math.nextafter(2.0, 3.0))
-    found = compare_traces(trace(), other)
+    found = compare_traces(trace(), trace(grad_norm=math.nextafter(2.0, 3.0)))
     assert (found.differing, found.first_step) == (1, 4)
-    assert "grad_norm: 2.0 straight, 2.0000000000000004 interrupted" in found.first
+    assert "2.0000000000000004 interrupted" in found.first
     assert verdict_of([found], 0.0) == "diverged"
     assert verdict_of([found], 1e-9) == "within tolerance"
 
@@ -82,7 +73,7 @@ def test_the_last_bit_of_one_number_is_found_with_its_step() -> None:
         (lambda rows: [*rows[:3], (4, {**rows[3][1], "loss": None}), *rows[4:]], 4),
     ],
 )
-def test_what_is_missing_or_double_is_no_difference_of_size(
+def test_missing_or_double_rows_diverge(
     change: Callable[[list[Row]], list[Row]], step: int
 ) -> None:
     found = compare_traces(trace(), change(trace()))
@@ -95,7 +86,7 @@ def rollouts(token: int = 7, logprob: float = -0.5) -> dict[int, list[dict[str, 
     return {1: [row, row], 2: [{**row, "response_ids": [5, 7], "logprobs": [-0.1, -0.5]}]}
 
 
-def test_another_token_is_no_difference_of_size_and_another_logprob_is_one() -> None:
+def test_tokens_and_logprobs_are_compared() -> None:
     assert compare_rollouts(rollouts(), rollouts()).differing == 0
     tokens = compare_rollouts(rollouts(), rollouts(token=8))
     assert (tokens.differing, tokens.largest, tokens.first_step) == (2, None, 1)
@@ -113,7 +104,7 @@ def model(folder: Path, weight: torch.Tensor) -> Path:
     return folder
 
 
-def test_weights_are_compared_by_how_far_training_can_have_moved_them(tmp_path: Path) -> None:
+def test_weights_are_compared_relative_to_the_learning_rate(tmp_path: Path) -> None:
     weight = torch.linspace(-1, 1, 8)
     one = model(tmp_path / "1", weight)
     assert compare_weights(one, model(tmp_path / "2", weight.clone()), 1e-5).differing == 0
@@ -123,12 +114,6 @@ def test_weights_are_compared_by_how_far_training_can_have_moved_them(tmp_path: 
     assert verdict_of([found], 0.01) == "diverged"
     other = compare_weights(one, model(tmp_path / "4", torch.zeros(9)), 1e-5)
     assert other.largest is None
-
-
-def test_a_nan_in_both_is_no_difference(tmp_path: Path) -> None:
-    weight = torch.tensor([1.0, math.nan])
-    one, two = (model(tmp_path / n, weight.clone()) for n in "12")
-    assert compare_weights(one, two, 1e-3).differing == 0
 
 
 def checkpoint(folder: Path, **changes: Any) -> Path:
@@ -154,7 +139,7 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
         ({"attempt": 4, "asked": 50}, None, False),  # how it came about is no part of it
     ],
 )
-def test_states_are_told_apart(
+def test_states_are_compared(
     changes: dict[str, Any], quantity: str | None, sized: bool, tmp_path: Path
 ) -> None:
     one, two = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2", **changes)
@@ -167,7 +152,7 @@ def test_states_are_told_apart(
 # ------------------------------------------------------------ what came about
 
 
-def test_a_stop_that_came_with_the_last_step_was_none(tmp_path: Path) -> None:
+def test_a_stop_at_the_last_step_does_not_count(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs")
     run.data()
     run.train("sft")
@@ -179,7 +164,7 @@ def test_a_stop_that_came_with_the_last_step_was_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_points_lie_before_the_last_step_and_cover_every_phase(kind: Trained, seed: int) -> None:
     points = draw_points(kind, 12, 8, seed, save_freq=3)
     assert points == draw_points(kind, 12, 8, seed, save_freq=3), "the seed decides"
@@ -221,27 +206,15 @@ def proof(comparisons: tuple[Comparison, ...] = SAME, **changes: Any) -> ResumeP
     return ResumeProof(**{**given, **changes})
 
 
-def test_a_record_comes_back_and_a_second_one_replaces_it(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path / "runs")
-    first, second = proof(), proof(FAR)
-    assert read_proof(workspace, first.stage_id) is None
-    write_proof(workspace, first)
-    assert read_proof(workspace, first.stage_id) == first
-    write_proof(workspace, second)
-    read = read_proof(workspace, first.stage_id)
-    assert read is not None
-    assert (read, read.verdict) == (second, "diverged")
-
-
-def test_resumed_on_other_processes_it_is_at_best_within_tolerance() -> None:
+def test_other_process_counts_are_within_tolerance_at_best() -> None:
     assert proof(processes=2, resume_processes=2).verdict == "bitwise"
     other = proof(processes=2, resume_processes=1, tolerance=0.01)
     assert other.verdict == "within tolerance"
     card = build_card(full_facts(proof=public_proof(other)))
-    assert "and resumed on another number of processes, was the same up to 0 where 0.01" in card
+    assert "another number of processes" in card
 
 
-def test_scratch_of_the_dead_goes_and_what_was_kept_stays(tmp_path: Path) -> None:
+def test_scratch_of_dead_processes_is_removed(tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "runs")
     dead, kept, alive = (new_scratch(workspace, name) for name in ("dead", "kept", "alive"))
     for folder in (dead, kept):
@@ -254,30 +227,15 @@ def test_scratch_of_the_dead_goes_and_what_was_kept_stays(tmp_path: Path) -> Non
     assert (dead.exists(), kept.exists(), alive.exists()) == (False, True, True)
 
 
-def test_the_verdict_is_said_with_what_it_rests_on() -> None:
-    lines = "\n".join(proof_lines(proof(NEAR, tolerance=0.01)))
-    assert "grpo: within tolerance" in lines
-    assert "loss trace: 3 of 120 differ, the largest 0.0004" in lines
-    assert "kill -9 in step 9 (save), resumed from step 6" in lines
-    assert "The first difference, at step 5: loss trace" in lines
-    assert exit_code([proof(), proof(NEAR, tolerance=0.01)]) == 0
-    assert exit_code([proof(), proof(FAR)]) == 1
-    assert [p["verdict"] for p in proofs_json([proof(), proof(FAR)])["proofs"]] == [
-        "bitwise",
-        "diverged",
-    ]
-
-
 @pytest.mark.parametrize(
     ("comparisons", "tolerance", "says"),
     [
-        (SAME, 0.0, "Resume was proven: a run of 12 steps of this stage, interrupted 3 times"),
-        (NEAR, 0.01, "the same up to 0.0004 where 0.01 was allowed"),
-        (FAR, 0.01, "Resume did not hold: a run of 12 steps"),
-        (FAR, 0.01, "differed in its loss trace from step 7 on"),
+        (SAME, 0.0, "interrupted 3 times"),
+        (NEAR, 0.01, "0.0004"),
+        (FAR, 0.01, "from step 7"),
     ],
 )
-def test_a_card_says_what_was_proven_and_its_linter_makes_it_again(
+def test_a_proof_on_a_card_is_checked(
     comparisons: tuple[Comparison, ...], tolerance: float, says: str
 ) -> None:
     facts = full_facts(proof=public_proof(proof(comparisons, tolerance=tolerance)))
@@ -307,18 +265,8 @@ def test_a_verdict_that_does_not_follow_is_found(change: dict[str, Any], says: s
     assert [f for f in found if says in f.message], [f.message for f in found]
 
 
-def test_impossible_options_are_refused_before_anything_runs() -> None:
-    for asked, says in (
-        ({"steps": 1}, "--steps"),
-        ({"interruptions": 0}, "--interruptions"),
-        ({"overrides": ["stages=[data,sft]"], "stage": "grpo"}, "no stage grpo"),
-    ):
-        with pytest.raises(ConfigurationError, match=says):
-            plan_resume_proofs("tiny", **asked)  # type: ignore[arg-type]
-
-
 def test_two_processes_begin_with_the_same_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else no two runs have the same, and whatever draws from them is another in each."""
+    """Otherwise each run would draw other random numbers."""
 
     def load(*_: Any) -> None:
         raise FileNotFoundError("far enough")

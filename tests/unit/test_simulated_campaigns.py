@@ -1,7 +1,7 @@
-"""Whatever fails, in whatever order: no trial is lost, none runs twice at a time, all finish.
+"""Whatever fails, in whatever order: no stage is lost, none runs twice at a time, all finish.
 
-A hundred campaigns in virtual time (ten thousand in `make prove`), each under faults drawn from
-its seed; and deliberate bugs, each of which must be noticed.
+Two dozen campaigns in virtual time (ten thousand in `make prove`), each under faults drawn
+from its seed; and deliberate bugs, which must be noticed (all of them in `make prove`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import pytest
 
 from tests.prove.simulation import main, try_seed
 from tests.simulation.campaigns import run_schedule
-from tests.simulation.mutations import MUTATIONS, first_noticed, mutated
+from tests.simulation.mutations import first_noticed, mutated
 from tests.simulation.world import Violation
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 100
+SEEDS = 24
 
 
-def test_a_hundred_campaigns_survive_their_faults() -> None:
+def test_campaigns_survive_their_faults() -> None:
     processes = min(4, os.cpu_count() or 1)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         results = list(pool.imap_unordered(try_seed, range(1, SEEDS + 1), chunksize=10))
@@ -34,7 +34,10 @@ def test_a_hundred_campaigns_survive_their_faults() -> None:
     assert sum(s.killed for s in summaries) > SEEDS / 10
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "name",
+    ["a stale attempt is not fenced", "the last checkpoint goes before its successor is there"],
+)
 def test_a_deliberate_bug_is_noticed(name: str) -> None:
     assert first_noticed(name, range(1, 200)) is not None
 
@@ -48,9 +51,7 @@ def test_a_seed_is_the_same_campaign_every_time() -> None:
     assert [line[:60] for line in first] == [line[:60] for line in second]
 
 
-def test_a_broken_rule_names_the_command_that_shows_it_again(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_broken_rule_names_the_command_to_replay_it(capsys: pytest.CaptureFixture[str]) -> None:
     with mutated("attempt numbers are skipped"):
         with pytest.raises(Violation, match=r"tests\.prove\.simulation --seed 5 --verbose"):
             run_schedule(5)

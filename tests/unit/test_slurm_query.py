@@ -1,4 +1,4 @@
-"""Looking at a scheduler: rarely, all at once, and never wrongly certain."""
+"""Queries of a scheduler: rare, all jobs at once, and never wrongly certain."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_thousand_jobs_cost_one_query_per_poll(world: World) -> None:
     assert world.scheduler.asked == ["queue"] * 5
 
 
-def test_nobody_is_asked_about_nothing(world: World) -> None:
+def test_no_query_without_jobs(world: World) -> None:
     assert world.look() == []
     assert world.scheduler.asked == []
 
@@ -120,7 +120,6 @@ def test_an_ended_job_is_asked_for_once(world: World) -> None:
         {"id": "1.0", "state": "OUT_OF_MEMORY", "name": "env"},
     ]
     (answer,) = world.look(job("1"))
-    assert isinstance(answer, JobFacts)
     assert (answer.exit_code, answer.out_of_memory) == (3, True)
     world.look(job("1"))
     world.look(job("1"))
@@ -131,11 +130,10 @@ def test_accounting_knows_who_has_cancelled_a_job(world: World) -> None:
     world.scheduler.remembered = {"1": {"state": "CANCELLED"}}
     world.scheduler.recorded = [{"id": "1", "state": "CANCELLED by 1234", "name": "name-1"}]
     (answer,) = world.look(job("1"))
-    assert isinstance(answer, JobFacts)
     assert (answer.state, answer.by) == ("CANCELLED", "1234")
 
 
-def test_an_ended_job_that_is_put_back_by_hand_lives_again(world: World) -> None:
+def test_a_job_requeued_by_hand_is_live_again(world: World) -> None:
     world.scheduler.remembered = {"1": {"state": "FAILED"}}
     assert state(world.look(job("1"))[0]) == "FAILED"
     world.scheduler.live = {"1": {"state": "PENDING"}}
@@ -144,7 +142,7 @@ def test_an_ended_job_that_is_put_back_by_hand_lives_again(world: World) -> None
     assert state(world.look(job("1"))[0]) == "COMPLETED"
 
 
-def test_a_job_that_nobody_knows_is_lost_only_after_several_answers(world: World) -> None:
+def test_an_unknown_job_is_lost_after_several_answers(world: World) -> None:
     assert [state(world.look(job("1"))[0]) for _ in range(3)] == ["unknown", "unknown", "lost"]
 
 
@@ -154,14 +152,14 @@ def test_answers_in_quick_succession_do_not_make_it_lost() -> None:
     assert state(world.look(job("1"), after_s=1.0)[0]) == "lost"
 
 
-def test_accounting_that_lags_says_running_of_a_job_that_is_gone(world: World) -> None:
+def test_late_accounting_of_a_lost_job_is_ignored(world: World) -> None:
     world.scheduler.recorded = [{"id": "1", "state": "RUNNING", "name": "name-1"}]
     assert state(world.look(job("1"))[0]) == "unknown"
     world.scheduler.recorded = [{"id": "1", "state": "TIMEOUT", "name": "name-1"}]
     assert state(world.look(job("1"))[0]) == "TIMEOUT"
 
 
-def test_without_accounting_the_controllers_memory_does(world: World) -> None:
+def test_the_controllers_memory_replaces_accounting(world: World) -> None:
     world.scheduler.accounting = False
     world.scheduler.remembered = {"1": {"state": "NODE_FAIL"}}
     assert state(world.look(job("1"))[0]) == "NODE_FAIL"
@@ -170,9 +168,7 @@ def test_without_accounting_the_controllers_memory_does(world: World) -> None:
     assert world.scheduler.asked.count("accounts") == 1  # it is off, and not asked every time
 
 
-def test_a_scheduler_that_is_away_is_asked_more_rarely_and_kills_nothing(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_absent_scheduler_is_polled_less(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.scheduler.live = {"1": {"state": "RUNNING"}}
     world.scheduler.remembered = {"2": {"state": "COMPLETED"}}
     world.look(job("1"), job("2"))
@@ -189,20 +185,18 @@ def test_a_scheduler_that_is_away_is_asked_more_rarely_and_kills_nothing(
     assert state(world.look(job("1"), after_s=LONGEST_PAUSE_S)[0]) == "RUNNING"
 
 
-def test_a_job_whose_id_was_not_noted_is_found_by_its_name(world: World) -> None:
+def test_a_job_without_id_is_found_by_its_name(world: World) -> None:
     world.scheduler.live = {
         "7": {"state": "RUNNING", "name": "refiner-x"},
         "8_0": {"state": "PENDING", "name": "refiner-array"},
         "8_1": {"state": "RUNNING", "name": "refiner-array"},
     }
     one, task = world.look(job(None, "refiner-x"), job(None, "refiner-array", 1))
-    assert isinstance(one, JobFacts)
-    assert isinstance(task, JobFacts)
     assert (one.job_id, task.job_id) == ("7", "8_1")
 
 
 @pytest.mark.parametrize("accounting", [True, False])
-def test_it_is_found_by_name_also_when_it_has_ended(world: World, accounting: bool) -> None:
+def test_an_ended_job_is_found_by_its_name(world: World, accounting: bool) -> None:
     row = {"state": "COMPLETED", "name": "refiner-x"}
     world.scheduler.accounting = accounting
     if accounting:
@@ -210,5 +204,4 @@ def test_it_is_found_by_name_also_when_it_has_ended(world: World, accounting: bo
     else:
         world.scheduler.remembered = {"7": row}
     (answer,) = world.look(job(None, "refiner-x"))
-    assert isinstance(answer, JobFacts)
     assert (answer.job_id, answer.state) == ("7", "COMPLETED")

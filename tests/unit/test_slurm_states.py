@@ -1,4 +1,4 @@
-"""What Slurm's words mean, row by row."""
+"""The meaning of Slurm's states, reasons and log lines."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_table_has_every_state() -> None:
         ("REVOKED", "dead", False),
     ],
 )
-def test_what_lives_and_what_runs(state: str, expected: str, running: bool) -> None:
+def test_live_and_running_states(state: str, expected: str, running: bool) -> None:
     seen = sight(state)
     assert (seen.sight, seen.running) == (expected, running)
     assert (seen.end is not None) == (expected == "dead")
@@ -111,7 +111,9 @@ def test_what_lives_and_what_runs(state: str, expected: str, running: bool) -> N
         ),
     ],
 )
-def test_why_a_job_ended(job: dict[str, Any], printed: str, failure: str, decision: str) -> None:
+def test_failure_classes_of_ends(
+    job: dict[str, Any], printed: str, failure: str, decision: str
+) -> None:
     end = end_of(JobFacts("7", **job), True, printed)
     assert (end.failure, end.decision) == (failure, decision)
 
@@ -121,7 +123,7 @@ def test_a_job_whose_worker_never_began_failed_to_launch() -> None:
     assert end_of(job, False, "").failure == "launch_failure"
 
 
-def test_a_worker_that_cannot_even_start_is_a_bug_and_not_tried_again() -> None:
+def test_an_import_error_is_a_final_bug() -> None:
     end = end_of(JobFacts("7", "FAILED", exit_code=1), False, IMPORT)
     assert (end.failure, end.decision) == ("bug", "stop")
 
@@ -137,11 +139,11 @@ def test_a_worker_that_cannot_even_start_is_a_bug_and_not_tried_again() -> None:
         (f"{PREEMPTION}\n{TIME_LIMIT}", "time_limit"),  # a requeued job appends to its log
     ],
 )
-def test_a_job_that_slurm_forgot_is_judged_by_what_it_printed(printed: str, failure: str) -> None:
+def test_a_forgotten_job_is_classified_by_its_output(printed: str, failure: str) -> None:
     assert lost_end("7", True, printed).failure == failure
 
 
-def test_a_job_that_never_was_is_submitted_again_however_often() -> None:
+def test_a_job_that_never_existed_is_submitted_again() -> None:
     assert lost_end(None, False, "").failure == "system_outage"
 
 
@@ -152,7 +154,6 @@ def test_a_job_that_never_was_is_submitted_again_however_often() -> None:
         ("AssocGrpGRESMinutes", "has used up its budget"),
         ("QOSGrpWallLimit", "has used up its budget"),
         ("AssocGrpGRES", "never if this job alone requests more"),
-        ("AssocGrpCpuLimit", "never if this job alone requests more"),
         ("AssocGrpCPURunMinutesLimit", "never if this job alone requests more"),
         ("QOSMaxWallDurationPerJobLimit", "more than is allowed for one job"),
         ("AssocMaxGRESPerJob", "more than is allowed for one job"),
@@ -160,17 +161,11 @@ def test_a_job_that_never_was_is_submitted_again_however_often() -> None:
         ("Priority", ""),
     ],
 )
-def test_a_limit_of_the_whole_account_is_said_with_what_it_means(reason: str, hint: str) -> None:
+def test_limits_are_explained(reason: str, hint: str) -> None:
     said = sight("PENDING", reason).reason
     assert said.startswith(reason)
     assert hint in said
     assert hint or said == reason
-
-
-def test_messages_say_the_signal_the_node_and_who() -> None:
-    assert "signal SIGKILL" in end_of(JobFacts("7", "FAILED", exit_code=137), True, "").message
-    assert "on n3" in end_of(JobFacts("7", "NODE_FAIL", node="n3"), True, "").message
-    assert "by root" in end_of(JobFacts("7", "CANCELLED", by="0"), True, "").message
 
 
 @pytest.mark.parametrize("reason", ["launch failed requeued held", "launch_failed_requeued_held"])
@@ -180,7 +175,7 @@ def test_a_failed_start_is_held_and_can_be_released(reason: str) -> None:
 
 
 @pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin"])
-def test_what_people_hold_is_not_ours_to_release(reason: str) -> None:
+def test_a_job_held_by_a_person_is_not_released(reason: str) -> None:
     seen = sight("PENDING", reason)
     assert not seen.held
     assert "release" in seen.reason
@@ -191,12 +186,6 @@ def test_reasons_that_never_pass_are_explained(reason: str) -> None:
     seen = sight("PENDING", f"{reason}, and more")
     assert (seen.sight, seen.end) == ("live", None)
     assert seen.reason == f"{reason}: {NEVER[reason]}"
-
-
-def test_ordinary_reasons_stand_for_themselves() -> None:
-    assert sight("PENDING", "Resources").reason == "Resources"
-    assert sight("RUNNING", "").reason == ""
-    assert sight("SUSPENDED", "").reason == "suspended; it continues by itself"
 
 
 def test_rows_are_read_with_their_steps() -> None:
@@ -211,7 +200,16 @@ def test_rows_are_read_with_their_steps() -> None:
     assert job.as_text()["cancelled_by"] == "0"
 
 
-def test_words_for_nothing_are_nothing() -> None:
+def test_messages_name_the_signal_the_node_and_the_user() -> None:
+    assert "SIGKILL" in end_of(JobFacts("7", "FAILED", exit_code=137), True, "").message
+    assert "n3" in end_of(JobFacts("7", "NODE_FAIL", node="n3"), True, "").message
+    assert "root" in end_of(JobFacts("7", "CANCELLED", by="0"), True, "").message
+
+
+def test_empty_and_ordinary_reasons() -> None:
+    assert sight("PENDING", "Resources").reason == "Resources"
+    assert sight("RUNNING", "").reason == ""
+    assert "suspended" in sight("SUSPENDED", "").reason
     row = {"id": "7", "state": "PENDING", "reason": "None", "node": "None assigned", "name": "x"}
     job = facts_of(row, "squeue")
     assert (job.reason, job.node, job.preempted) == ("", "", False)

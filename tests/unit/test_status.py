@@ -1,4 +1,4 @@
-"""How a run stands, from records: states, rates, who works on it, and a scheduler that is down."""
+"""The status of a run: states, rates, its orchestrator, its logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from flows.cli.status import cells
 from flows.running.status import HurriedRouter, RunStatus, StageStatus, Watcher, eta_s, find_run
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router, router_to_look
@@ -54,14 +53,7 @@ def note(workspace: Workspace, run: RunRecord, **event: Any) -> None:
         file.write(json.dumps({"at": "2026-11-21T03:12:00+00:00", **event}) + "\n")
 
 
-def test_before_anything_has_begun_all_stages_wait(workspace: Workspace, run: RunRecord) -> None:
-    status = look(workspace, run)
-    assert [(s.name, s.state) for s in status.stages] == [("data", "waiting"), ("sft", "waiting")]
-    assert status.orchestrator.standing == "none"
-    assert not status.finished
-
-
-def test_a_failed_attempt_says_how(workspace: Workspace, run: RunRecord) -> None:
+def test_a_failed_attempt_is_shown_with_its_reason(workspace: Workspace, run: RunRecord) -> None:
     planned = claim(workspace, small_plan(), "sft")
     workspace.start_attempt(planned.id, 1, {"started_at": "2026-11-21T01:00", "node": "n3"})
     outcome = Outcome("disk_full", "resume", "saving the checkpoint of step 7", 5, 7, errno=122)
@@ -69,11 +61,11 @@ def test_a_failed_attempt_says_how(workspace: Workspace, run: RunRecord) -> None
     found = look(workspace, run)
     row = stage(found, "sft")
     assert (row.state, row.node, row.attempt) == ("interrupted", "n3", 1)
-    assert row.last_failure == "attempt 1: disk_full at step 7: saving the checkpoint of step 7"
+    assert "disk_full at step 7" in row.last_failure
     assert "EDQUOT (errno 122) while saving step 7 on n3" in found.incidents[0].line
 
 
-def test_why_a_stage_waits_comes_from_who_works_on_it(workspace: Workspace, run: RunRecord) -> None:
+def test_a_waiting_stage_has_the_orchestrators_reason(workspace: Workspace, run: RunRecord) -> None:
     note(workspace, run, event="stage", stage="sft", state="paused", message="waits for room")
     assert stage(look(workspace, run), "sft").state == "waiting"  # nobody works: it does not
     take_up(workspace, run.run)
@@ -81,31 +73,12 @@ def test_why_a_stage_waits_comes_from_who_works_on_it(workspace: Workspace, run:
     assert (row.state, row.reason) == ("paused", "waits for room")
 
 
-def test_the_rate_is_that_of_this_attempt() -> None:
+def test_the_rate_is_of_this_attempt() -> None:
     beat = {"progress": {"done": 60, "total": 100}, "moved_at_s": 50.0, "seconds": 80.0}
     assert eta_s(beat, resumed_from=50) == 40 * 5.0
     assert eta_s(beat, resumed_from=None) == pytest.approx(40 * 50 / 60, abs=0.1)
     assert eta_s(beat, resumed_from=60) is None  # not one step yet
     assert eta_s({}, None) is None
-
-
-def test_a_row_reads_like_a_sentence() -> None:
-    row = StageStatus(
-        *("grpo", "grpo-1", "running"),
-        job_id="17",
-        node="n3",
-        attempt=2,
-        attempts=2,
-        phase="train",
-        step=60,
-        total=110,
-        metric="reward 0.41",
-        eta_s=600.0,
-    )
-    assert cells(row) == ("grpo", "running", "17 on n3", "2", "train 60/110, reward 0.41",
-                          "10 min 00 s", "")  # fmt: skip
-    begins = replace(row, phase="starting ranks", step=0, total=0, metric="", eta_s=None)
-    assert cells(begins)[4] == "starting ranks"
 
 
 class Silent:
@@ -118,13 +91,13 @@ class Silent:
         return {}
 
 
-def test_a_scheduler_that_is_down_holds_nobody_up() -> None:
+def test_a_silent_scheduler_delays_no_status() -> None:
     attempt = Attempt(1, "c", "slurm", OWNER, "2026-11-21T01:00:00+00:00", job_id="9")
     ref = AttemptRef("grpo-1", 1)
     slow = Router({"slurm": Silent()}, lambda _: "slurm")  # type: ignore[dict-item]
     router = HurriedRouter(slow, 0.1)
     assert router.look([OpenAttempt(ref, attempt)])[ref].sight == "unknown"
-    assert router.late == "the scheduler did not answer within 0.1 s"
+    assert "0.1 s" in router.late
 
 
 def test_a_run_is_found_by_a_part_of_its_id(workspace: Workspace, run: RunRecord) -> None:
@@ -136,27 +109,7 @@ def test_a_run_is_found_by_a_part_of_its_id(workspace: Workspace, run: RunRecord
         find_run(workspace, run.run[:8])
 
 
-def test_a_recipes_name_is_its_newest_run(workspace: Workspace, run: RunRecord) -> None:
-    older = replace(run, run="20200101-000000-small-0000")
-    workspace.write_run(older)
-    assert find_run(workspace, "small") == run
-    with pytest.raises(ConfigurationError):
-        find_run(workspace, "tiny")
-
-
-def test_without_a_name_it_is_the_newest_that_has_what_is_asked_for(
-    workspace: Workspace, run: RunRecord
-) -> None:
-    """A checkpoint that was published by hand is a run as well, and has no rollouts."""
-    by_hand = replace(run, run=workspace.new_run_id("tiny"), stages={"publish": "publish-0"})
-    workspace.write_run(by_hand)
-    newest = max(run.run, by_hand.run)
-    assert find_run(workspace) == workspace.read_run(newest)
-    assert find_run(workspace, stage="sft") == run
-    assert find_run(workspace, stage="nothing") == workspace.read_run(newest)
-
-
-def test_of_two_that_take_a_run_up_one_does(workspace: Workspace, run: RunRecord) -> None:
+def test_a_run_has_one_orchestrator(workspace: Workspace, run: RunRecord) -> None:
     take_up(workspace, run.run)
     assert orchestrator_of(workspace, run.run).standing == "running"
     with pytest.raises(ConfigurationError, match=f"process {os.getpid()}"):
@@ -164,9 +117,7 @@ def test_of_two_that_take_a_run_up_one_does(workspace: Workspace, run: RunRecord
     assert workspace.newest_turn(run.run)[0] == 1
 
 
-def test_a_process_that_is_gone_is_followed_by_the_next(
-    workspace: Workspace, run: RunRecord
-) -> None:
+def test_a_dead_process_is_followed_by_the_next(workspace: Workspace, run: RunRecord) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     workspace.take_turn(run.run, 0, {"process": str(ProcessId.of(process.pid))})
     assert orchestrator_of(workspace, run.run).standing == "running"
@@ -176,7 +127,7 @@ def test_a_process_that_is_gone_is_followed_by_the_next(
     assert workspace.newest_turn(run.run)[0] == 2
 
 
-def test_a_process_of_another_host_is_believed(
+def test_another_hosts_process(
     workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace.take_turn(run.run, 0, {"process": OWNER, "job": "17"})
@@ -189,13 +140,7 @@ def test_a_process_of_another_host_is_believed(
     assert workspace.newest_turn(run.run)[1]["job"] == "17"
 
 
-def test_one_that_has_ended_elsewhere_has_ended(workspace: Workspace, run: RunRecord) -> None:
-    workspace.write_orchestrator(run.run, {"process": OWNER, "state": "ended", "exit_code": 6})
-    who = orchestrator_of(workspace, run.run)
-    assert (who.standing, who.exit_code) == ("ended", 6)
-
-
-def test_status_writes_nothing_and_says_how_to_go_on(
+def test_status_is_read_only(
     workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(p for p in workspace.root.rglob("*"))
@@ -210,15 +155,7 @@ def test_status_writes_nothing_and_says_how_to_go_on(
     assert sorted(p for p in workspace.root.rglob("*")) == before
 
 
-def test_a_wrong_run_is_refused_with_the_nearest(
-    workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for command in ("status", "resume", "cancel"):
-        assert main([command, f"{run.run}x", f"workspace={workspace.root}"]) == 2
-        assert f"Did you mean '{run.run}'" in capsys.readouterr().err
-
-
-def test_logs_show_what_the_launcher_said_of_a_worker_that_never_began(
+def test_logs_of_a_worker_that_never_began(
     workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = claim(workspace, small_plan(), "sft")
@@ -233,7 +170,7 @@ def test_logs_show_what_the_launcher_said_of_a_worker_that_never_began(
     assert "one of: 1" in capsys.readouterr().err
 
 
-def test_following_goes_over_to_the_next_attempt_and_ends_with_the_stage(
+def test_logs_follow_the_next_attempt(
     workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = small_plan()
@@ -249,12 +186,7 @@ def test_following_goes_over_to_the_next_attempt_and_ends_with_the_stage(
     assert "attempt 1 ended: preempted" in shown.err
 
 
-def test_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "profiles", "--json"]) == 0
-    assert "default" in json.loads(capsys.readouterr().out)["profiles"]
-
-
-def test_why_a_cluster_cannot_be_asked_is_said(workspace: Workspace, tmp_path: Path) -> None:
+def test_the_reason_for_an_unseen_cluster_is_shown(workspace: Workspace, tmp_path: Path) -> None:
     gone = tmp_path / "gone.yaml"
     router = router_to_look(DispatchConfig(executor="slurm", profile=str(gone)), workspace)
     ref, attempt = (
@@ -262,5 +194,4 @@ def test_why_a_cluster_cannot_be_asked_is_said(workspace: Workspace, tmp_path: P
         Attempt(1, "c", "slurm", OWNER, "2026-11-21T01:00:00+00:00"),
     )
     reason = router.look([OpenAttempt(ref, attempt)])[ref].reason
-    assert "not visible from here" in reason
     assert str(gone) in reason

@@ -1,4 +1,4 @@
-"""ZeRO-3 in a process that nobody has launched with others."""
+"""ZeRO-3 in a single process that no launcher has started."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print("trained")
 """
 
 
-def test_zero_3_trains_where_torchrun_has_set_nothing(tmp_path: Path) -> None:
+def test_zero_3_trains_without_torchrun(tmp_path: Path) -> None:
     """DeepSpeed asks the environment for a rank at its first steps, long after it was opened."""
     model = save_tiny_model(tmp_path / "model")
     around = {n: v for n, v in os.environ.items() if n not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
