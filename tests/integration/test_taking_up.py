@@ -15,7 +15,7 @@ from flows.api import begin_run, begin_sweep, make_sweep_plan, resume_sweep, wor
 from flows.running.showing import Launch
 from flows.sweeping.launching import workspace_of
 from infra.host.processes import ProcessId
-from infra.orchestrator import waiting as disk space_keeping
+from infra.orchestrator import waiting as room_keeping
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
@@ -40,7 +40,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sweep = {"recipe": "script.yaml", "seeds": [1], "factors": {"command.version": ["a", "b"]}}
     (tmp_path / "small.yaml").write_text(json.dumps(sweep))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(disk space_keeping, "_RECHECK_S", 0.2)
+    monkeypatch.setattr(room_keeping, "_RECHECK_S", 0.2)
     with small_tmpfs(tmp_path / "disk", mib=64) as folder:
         yield folder
 
@@ -68,7 +68,7 @@ def full_until_said(disk: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[
         thread.join()
 
 
-def test_a_run_waits_for_disk space_at_its_start(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_waits_for_space_at_its_start(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = f"workspace={disk / 'runs'}"
     plan, workspace, run = begin_run("script.yaml", [where])
     launch = Launch(use_server=False, quiet=True, resumed=True)
@@ -84,7 +84,7 @@ def test_a_run_waits_for_disk space_at_its_start(disk: Path, capsys: pytest.Capt
     assert orchestrator_of(workspace, run.run).turn == 0
 
 
-def test_a_sweep_waits_for_disk space_at_its_start(
+def test_a_sweep_waits_for_space_at_its_start(
     disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = make_sweep_plan("small.yaml", [f"workspace={disk / 'runs'}"])
